@@ -41,7 +41,7 @@ def join() -> None:
         address = os.environ.get("RAY_ADDRESS", "")
         there = find_address(address)
         check_answers(there, address)
-        check_access(there, mode_is_open=_mode_is_open())
+        check_access(there, mode_is_open=_MODE not in os.environ and address in ("", "auto"))
         ray.init()
 
 
@@ -92,7 +92,7 @@ def check_answers(there: str, address: str) -> None:
     if address.startswith(("http://", "https://")):
         raise ConnectionError(
             f"RAY_ADDRESS={address} is a dashboard's address, which serves only submit, logs and stop of submissions; "
-            "set RAY_ADDRESS to the cluster's HOST:PORT (6379 by default) for the others"
+            "set RAY_ADDRESS to the cluster's HOST:PORT (6379 by default) for the other commands"
         )
     place = split(there.rpartition("://")[2].partition("/")[0])
     if place is None:
@@ -147,10 +147,6 @@ def check_access(address: str, *, mode_is_open: bool = False) -> None:
         f"the Ray cluster at {address} was started without a token, but this process has {_MODE}=token, and would "
         f"refuse the answers of the cluster's workers: set {_MODE}=disabled here, or start the cluster with a token"
     )
-
-
-def _mode_is_open() -> bool:
-    return _MODE not in os.environ and (os.environ.get("RAY_ADDRESS") or "auto") == "auto"
 
 
 def _token(mode_is_open: bool) -> str:

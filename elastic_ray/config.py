@@ -11,8 +11,7 @@ from elastic_ray.stragglers.detection import RESPONSES, Response, StragglerConfi
 from elastic_ray.unit import Unit, check_size
 from placement.arguments import NamesArguments
 from placement.cluster.jobs import SPOT_USES, SpotUse
-from placement.cluster.memory_need import MemoryNeed
-from placement.cluster.sizes import AllowedSizes
+from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.cluster.utility import Utility
 
 _SWITCHES = (
@@ -128,7 +127,7 @@ class ElasticConfig(NamesArguments):
         if self.heartbeat_timeout_s >= self.collective_timeout_s:
             raise ValueError(
                 f"collective_timeout_s must be above heartbeat_timeout_s ({self.heartbeat_timeout_s:g} s), "
-                "for a hung member is to be found before its peers give up, but got "
+                "so that a hung member is found before its peers time out, but got "
                 f"{self.collective_timeout_s:g} s"
             )
 
@@ -205,10 +204,11 @@ class SchedulingConfig(NamesArguments):
             decided again, which takes a second or two.
         multiple_of: Restricts the number of workers to multiples of this number, like ``sizes``; None for no
             restriction.
-        unit: Workers that live and die together on one node: a number, or a mesh with named dimensions
-            (``Unit(tp=2)``). The workers of a unit form a fixed group of ``torch.distributed``, in which a model is
-            parallelised as under ``torchrun``. Sizes of the job then count units (``JobHandle.resize``, events,
-            ``sizes``), and ``ScalingConfig(num_workers)`` must be a multiple of the unit's size. See docs/units.md.
+        unit: Workers that live and die together, on one node if any is large enough: a number, or a mesh with named
+            dimensions (``Unit(tp=2)``). The workers of a unit form a fixed group of ``torch.distributed``, in which a
+            model is parallelised as under ``torchrun``. Sizes of the job then count units (``JobHandle.resize``,
+            events, ``sizes``), and ``ScalingConfig(num_workers)`` must be a multiple of the unit's size; see
+            docs/units.md.
         memory: Memory that a worker needs, by the number of workers that divide the model, and memory that it has.
             ``elastic_ray.sharded_memory(model, ...)`` computes both. The job never runs on too few workers for the
             model to fit, except after losing workers, which an event reports. None if any number of workers suffices.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.json_numbers import dump, load
+from elastic_ray.json_numbers import dump, dumpable, known_fields, load
 
 if TYPE_CHECKING:
     from elastic_ray.sealed import Raised, Sealed
@@ -182,8 +182,7 @@ class JobEvent:
             ValueError: The line is not a JSON object with these fields.
         """
         values = _object(line, "an event")
-        known = {field.name for field in dataclasses.fields(cls)}
-        values = {name: value for name, value in values.items() if name in known}
+        values = known_fields(cls, values)
         wrong = sorted(name for name, value in values.items() if not _is_plain(name, value))
         if wrong:
             raise ValueError(f"an event's {wrong[0]} cannot be {values[wrong[0]]!r:.80}")
@@ -398,18 +397,9 @@ class Report:
 
         Values that JSON cannot hold are written as their ``repr``.
         """
-        values = {
-            "index": self.index,
-            "checkpoint": self.checkpoint,
-            "workers": self.workers,
-            "epochs_done": self.epochs_done,
-            "steps": self.steps,
-        }
-        try:
-            return dump({**values, "metrics": dict(self.metrics)})
-        except (TypeError, ValueError, RecursionError):  # keys that are no text, or a value that holds itself
-            metrics = {str(name): repr(value) for name, value in self.metrics.items()}
-            return dump({**values, "metrics": metrics})
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del values["metrics"]  # the line ends with them
+        return dump({**values, "metrics": dumpable(self.metrics)})
 
     @classmethod
     def from_json(cls, line: str) -> Report:
@@ -420,7 +410,7 @@ class Report:
         """
         values = _object(line, "a report")
         if not isinstance(values.get("metrics"), dict):
-            raise ValueError(f"a report must be a JSON object with an object 'metrics', but got {line!r:.200}")
+            raise ValueError(f"a report must be a JSON object with a 'metrics' object, but got {line!r:.200}")
         for name in ("index", "workers", "epochs_done", "steps"):
             if not _is_count(values.get(name, 0 if name != "index" else None)):
                 raise ValueError(f"a report must have a whole number {name!r}, but got {line!r:.200}")

@@ -8,6 +8,7 @@ types that JSON lacks are written as a number if they are scalars, else as their
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +24,6 @@ def dump(value: Any, *, other: Callable[[Any], Any] | None = None, sort_keys: bo
     Args:
         value: Plain values, possibly nested; other objects are converted by ``other``.
         other: Converts an object that JSON does not support to a plain value; ``plain`` by default.
-        sort_keys: As in ``json.dumps``.
 
     Raises TypeError, ValueError, RecursionError: A key is not text, or a value contains itself.
 
@@ -40,6 +40,20 @@ def load(text: str | bytes) -> Any:
     {'loss': -inf}
     """
     return json.loads(text, object_hook=_unmarked)
+
+
+def dumpable(metrics: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return reported metrics; if :func:`dump` cannot write them, the ``repr`` of each."""
+    try:
+        dump(dict(metrics))
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, or a value that holds itself
+        return {str(name): repr(value) for name, value in metrics.items()}
+    return dict(metrics)
+
+
+def known_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a dataclass' fields, without those that only another release knows."""
+    return {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
 
 
 def plain(value: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from placement.cluster.cluster import parts
+
 _SAME_SAMPLES = ("tp", "pp", "cp", "ep")
 _OWN_SAMPLES = ("shard",)
 UNNAMED = "unit"
@@ -13,7 +15,7 @@ UNNAMED = "unit"
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Unit:
-    """Fixed set of workers on one node, as a mesh with named dimensions: ``Unit(pp=2, tp=4)`` has 8 workers.
+    """Fixed set of workers, as a mesh with named dimensions: ``Unit(pp=2, tp=4)`` has 8 workers.
 
     The last dimension changes fastest from rank to rank. Workers that differ in ``tp`` (tensor), ``pp`` (pipeline),
     ``cp`` (context) or ``ep`` (experts) read the same samples. Workers that differ in ``shard`` (torch's
@@ -81,7 +83,7 @@ class UnitPlace:
     Attributes:
         names, sizes: Dimensions of the unit's mesh.
         shard, shards: Index of the part of the unit's samples that the worker reads, and the number of parts.
-        store: File through which the unit's workers find each other; all of them are on one node.
+        store: File through which the unit's workers find each other; empty if they are on several nodes.
     """
 
     position: int
@@ -142,6 +144,12 @@ def place_in(unit: Unit | int, position: int, store: str) -> UnitPlace:
 def process_names(worker: str, unit: int) -> tuple[str, ...]:
     """Return the names of a worker's processes, for monitoring; a unit has several."""
     return (worker, *(f"{worker}.{position}" for position in range(1, unit)))
+
+
+def nodes_of(place: str, unit: int) -> tuple[str, ...]:
+    """Return the node of each process of a worker with this place (``placement.cluster.cluster.parts``)."""
+    here = parts(place)
+    return (place,) * unit if len(here) == 1 else tuple(node for node, count in here.items() for _ in range(count))
 
 
 def worker_of(process: str) -> str:

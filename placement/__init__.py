@@ -13,12 +13,11 @@ from placement.lazy_names import lazy_names
 if TYPE_CHECKING:
     from placement.allocator.actor import PolicyConflictError, get_or_create_allocator
     from placement.allocator.config import AllocatorConfig
-    from placement.autoscaling.autoscaler import AutoscalerConfig
-    from placement.autoscaling.config import Autoscaling
+    from placement.autoscaling.autoscaler import AutoscalerConfig, Autoscaling
     from placement.cluster.cluster import Cluster, Node
     from placement.cluster.jobs import JobView
-    from placement.cluster.memory_need import MemoryNeed
     from placement.cluster.node_types import NodeType
+    from placement.cluster.sizes import MemoryNeed
     from placement.errors import InputError
     from placement.planning.tenants import Tenant
     from placement.policies.shared.base import Policy, Target
@@ -28,11 +27,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "placement.allocator.actor": "PolicyConflictError get_or_create_allocator",
     "placement.allocator.config": "AllocatorConfig",
-    "placement.autoscaling.autoscaler": "AutoscalerConfig",
-    "placement.autoscaling.config": "Autoscaling",
+    "placement.autoscaling.autoscaler": "AutoscalerConfig Autoscaling",
     "placement.cluster.cluster": "Cluster Node",
     "placement.cluster.jobs": "JobView",
-    "placement.cluster.memory_need": "MemoryNeed",
+    "placement.cluster.sizes": "MemoryNeed",
     "placement.cluster.node_types": "NodeType",
     "placement.errors": "InputError",
     "placement.planning.tenants": "Tenant",

@@ -105,7 +105,7 @@ class Reason:
     @property
     def explained(self) -> str:
         """Text of the cause with all figures."""
-        whole = f"a unit is {self.unit} workers on one node" if self.unit > 1 else ""
+        whole = f"a unit is {self.unit} workers, on one node if one has room" if self.unit > 1 else ""
         return "; ".join(each for each in (self.words, self.figures, whole) if each)
 
     def of_unit(self, unit: int) -> Reason:

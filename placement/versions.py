@@ -45,4 +45,4 @@ def check_format(told: Mapping[str, Any], newest: int) -> None:
     """Raise ValueError for data stored by a newer release; data without a format number is of format 1."""
     found = told.get("format", 1)
     if type(found) is not int or not 1 <= found <= newest:
-        raise ValueError(f"its format must be from 1 to {newest}, but is {found!r}: a newer elastic-ray has written it")
+        raise ValueError(f"its format must be from 1 to {newest}, but is {found!r}: a newer elastic-ray wrote it")

@@ -233,7 +233,6 @@ class ElasticTrainable(Trainable):
         """Set up the trial for Tune; its job starts at the first step, when the checkpoint to start from is known.
 
         Args:
-            config: The trial's parameters.
             **constants: Arguments of ``tune.with_parameters``; the train loop finds them in its config too.
         """
         _check_space({**constants, **config})
@@ -391,22 +390,21 @@ def _claim_sweeps() -> None:
         return
 
     def claim_and_add(self: TuneController) -> None:
-        watch, name = _watch_of(self), _sweep_of(self)
-        if name and watch.driver is None:
+        watch, (name, template) = _watch_of(self), _sweep_of(self)
+        if template is not None and watch.driver is None:
             # Eight that start at once on two cores are all there when the last one is, and no worker starts before.
             self._max_pending_trials = min(self._max_pending_trials, _STARTING)
-            promise = _elastic_of(self)[0]._template.promise or read_promise(
-                getattr(self, "_scheduler_alg", None), _trials_of(self)[0].stopping_criterion
-            )
+            first = _trials_of(self)[0]
+            scheduler = getattr(self, "_scheduler_alg", None)
+            promise = template.promise or read_promise(scheduler, first.stopping_criterion)
             trials = getattr(getattr(self, "search_alg", None), "total_samples", None)
-            limits = _elastic_of(self)[0]._template.limits
-            watch.claim(name, this_driver(self.experiment_path, promise, limits, trials))
-            _keep_submission(name, _trials_of(self)[0].storage)
+            watch.claim(name, this_driver(self.experiment_path, promise, template.limits, trials))
+            _keep_submission(name, first.storage)
         watch.check()
         add(self)
 
     def clean_and_release(self: TuneController) -> None:
-        watch, name = _watch_of(self), _sweep_of(self)
+        watch, (name, _) = _watch_of(self), _sweep_of(self)
         clean(self)
         if name and watch.driver is not None:
             release_sweep(name, watch.driver)
@@ -442,8 +440,8 @@ def _resume_sweeps() -> None:
         start(self, *args, resume_config=tune.ResumeConfig() if again else resume_config, **named)
         if again and storage is not None and not self.resumed:
             raise RuntimeError(
-                f"the sweep in {storage.experiment_fs_path} cannot be restored, as Ray's log says, and was not begun "
-                "anew: move that directory away to do so"
+                f"the sweep in {storage.experiment_fs_path} cannot be restored (see Ray's log). To start it "
+                "again, move that directory away"
             )
 
     TuneController.__init__ = resume_or_start  # type: ignore[method-assign]
@@ -494,28 +492,21 @@ def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
 def _why_stopped(controller: TuneController) -> str:
     """Return why an experiment's sweep was stopped; empty if it was not, or if the next check is not due."""
     watch = _watch_of(controller)
-    if not watch.due() or not (name := _sweep_of(controller)):
-        return ""
-    return watch.stops.look(name, watch.driver)
-
-
-def _elastic_of(controller: TuneController) -> tuple[Any, ...]:
-    """Return the class of an experiment's elastic trials and the experiment's directory name.
-
-    Empty if no trial is elastic.
-    """
-    trial = next((t for t in _trials_of(controller) if issubclass(t.get_trainable_cls(), ElasticTrainable)), None)
-    return () if trial is None else (trial.get_trainable_cls(), trial.storage.experiment_dir_name)
+    name, _ = _sweep_of(controller) if watch.due() else ("", None)
+    return watch.stops.look(name, watch.driver) if name else ""
 
 
 def _trials_of(controller: TuneController) -> list[Any]:
     return list(controller.get_trials())  # type: ignore[no-untyped-call]
 
 
-def _sweep_of(controller: TuneController) -> str:
-    """Return the name of the experiment's sweep; empty if the experiment has no elastic trial (yet)."""
-    found = _elastic_of(controller)
-    return str(found[0]._template.sweep or found[1]) if found else ""
+def _sweep_of(controller: TuneController) -> tuple[str, Template | None]:
+    """Return the sweep of an experiment and what its trials share; empty and None if no trial is elastic (yet)."""
+    trial = next((t for t in _trials_of(controller) if issubclass(t.get_trainable_cls(), ElasticTrainable)), None)
+    if trial is None:
+        return "", None
+    template: Template = trial.get_trainable_cls()._template
+    return str(template.sweep or trial.storage.experiment_dir_name), template
 
 
 def _watch_of(controller: TuneController) -> _Watch:

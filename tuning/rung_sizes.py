@@ -123,10 +123,6 @@ def size_rungs(
 
     Args:
         rates: Reports per second of a trial on 1, 2, ... workers; 0 for an invalid size. At least one is above 0.
-        slots: Number of workers that fit on the cluster.
-        at_once: Maximum number of trials that run at a time.
-        seconds: Time until the deadline [s].
-        worker_s: Worker-seconds within the budget.
     """
     points: list[_Point] = [(0.0, 0.0, ())]
     able = [w for w, rate in enumerate(rates.tolist(), start=1) if rate > 0]
@@ -180,9 +176,7 @@ class SweepPlanner:
         """Return the number of workers for each running trial; empty until some trial's speed is known.
 
         Args:
-            views: Views of the running trials.
             slots: Workers of a trial that fit on each node of the empty cluster, keyed by trial.
-            now_s: Current time [s].
         """
         self._spent_s += max(now_s - self._seen_s, 0.0) * sum(view.workers for view in views)
         self._seen_s, self._at_once = now_s, max(self._at_once, len(views))

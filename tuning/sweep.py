@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from elastic_ray.job_spec import JobSpec
-from placement.cluster.free_resources import FreeResources
+from placement.cluster.packing import FreeResources
 from placement.ray_cluster.named_actors import ALLOCATOR, create_on_head, find_actor
 from placement.text import log_plainly
 from tuning.rung_sizes import Sweep, SweepPlanner
@@ -251,7 +251,6 @@ class SweepActor:
     """Actor class of a sweep; use :func:`find_sweep` to get its handle.
 
     Args:
-        name: Name of the sweep, for the log.
         promise: Rule by which its trials are compared; None gives every trial the same weight.
     """
 
@@ -324,7 +323,6 @@ class SweepActor:
         finally:
             self._opening -= 1
         self._begun(run, _TrialStart(trial=spec.job, kind=kind, controller=controller))
-        self._stop_late(controller)
         return controller, self._promise
 
     async def attached(self, spec: JobSpec, controller: Any) -> Promise | None:
@@ -333,15 +331,10 @@ class SweepActor:
         run, kind = spec.trial.controller, _kind(spec)
         self._processes.admit(run, kind)
         self._begun(run, _TrialStart(trial=spec.job, kind=kind, controller=controller))
-        self._stop_late(controller)
         return self._promise
 
-    def _stop_late(self, controller: Any) -> None:
-        """Stop a trial that was still starting when the sweep was stopped."""
-        if self._stop_reason:
-            controller.stop.remote(reason=f"the sweep was stopped: {self._stop_reason}")
-
     def _begun(self, run: str, begun: _TrialStart) -> None:
+        """Add a trial that runs; one that was still starting when the sweep was stopped is stopped."""
         self._busy[run] = begun
         self._since_s = time.monotonic()
         record = self._records.get(begun.trial, TrialRecord(trial=begun.trial))
@@ -349,6 +342,8 @@ class SweepActor:
         self._announced_weights.pop(begun.trial, None)
         self._sized.pop(begun.trial, None)
         self._weigh()
+        if self._stop_reason:
+            begun.controller.stop.remote(reason=f"the sweep was stopped: {self._stop_reason}")
 
     async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
         """Record a trial's metric after each report of its current run, which continued after report ``before``."""

@@ -129,7 +129,7 @@ def make_template(
     spec = trainer.spec()
     if spec.datasets:
         raise ValueError(
-            "an ElasticTrainer with datasets= cannot be tried out: each trial would need a reader of its own. Read the "
+            "an ElasticTrainer with datasets= cannot be tuned: each trial would need its own reader. Read the "
             "data in the train function, from Parquet files with elastic_ray.data.arrow.ArrowDataset"
         )
     SchedulingConfig(tenant="sweep", tenant_weight=weight)  # checks the weight
@@ -168,11 +168,8 @@ class TrialJob:
     """A trial's elastic job, started (or found running) by the constructor.
 
     Args:
-        template: Settings that the sweep's trials share.
         sweep: Name of the sweep if the template has none; also its tenant, unless ``SchedulingConfig`` sets one.
-        trial: Name of the trial, unique in the sweep.
         config: The trial's parameters; they override ``train_loop_config``.
-        directory: The trial's own directory.
         knowledge_path: Directory for the measurements of all trials.
         start_from: Path of a checkpoint of this or another trial to start from; None starts from scratch.
 
@@ -198,7 +195,8 @@ class TrialJob:
         self._promise = template.promise
         self._directory, self._filesystem, self._knowledge_path = directory, filesystem, knowledge_path
         self._start_from = start_from
-        self._key = _digest(config)
+        said = repr(sorted(config.items(), key=lambda item: str(item[0])))
+        self._key = hashlib.sha256(said.encode()).hexdigest()
         self.job = f"{sweep}-{trial}"
         self._values: tuple[float, ...] = ()  # of this run
         self._compared = self._warned = False  # whether the promise's metric was among the reports, or missed
@@ -413,7 +411,3 @@ def claim_run(filesystem: pyarrow.fs.FileSystem, directory: str, last: str, *, p
             os.mkdir(path, 0o700 if private else 0o777)
             break
     return path
-
-
-def _digest(config: Mapping[str, Any]) -> str:
-    return hashlib.sha256(repr(sorted(config.items(), key=lambda item: str(item[0]))).encode()).hexdigest()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from elastic_ray.state.plain_metrics import plain_metrics
-from elastic_ray.sync.naming import NAMED
+from elastic_ray.sync.builders import NAMED
 from elastic_ray.sync.spec import TOPOLOGIES, Strategy
 
 
@@ -180,7 +180,7 @@ class Stop:
 
     def __post_init__(self) -> None:
         if not isinstance(self.reason, str):
-            raise TypeError(f"Stop(reason) must be a sentence, but got {self.reason!r}")
+            raise TypeError(f"Stop(reason) must be a non-empty sentence, but got {self.reason!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class Pause:
 
     def __post_init__(self) -> None:
         if not isinstance(self.reason, str):
-            raise TypeError(f"Pause(reason) must be a sentence, but got {self.reason!r}")
+            raise TypeError(f"Pause(reason) must be a non-empty sentence, but got {self.reason!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -55,10 +55,6 @@ class SharedValues:
         self.worker_s += passed_s * workers
         self.samples += samples
 
-    def take_metrics(self, metrics: Mapping[str, float], reports: int) -> None:
-        """Store the reported metrics known to all ranks."""
-        self.metrics, self.reports = dict(metrics), reports
-
     def begin_train(self) -> bool:
         """Start a step; True if it is the run's first."""
         begun, self.trains = self.trains, True
@@ -93,10 +89,6 @@ class SharedValues:
         if policy in self.off and self.wished_by == policy:
             self.wish_for((None, None))
 
-    def stop_in(self, epoch: int, number: int) -> None:
-        """Stop the training in this pass."""
-        self.stopped = (epoch, number)
-
     def add_news(self, text: str, detail: Mapping[str, Any]) -> dict[str, Any]:
         """Add an event; returns its detail with a number, by which the job recognises duplicates."""
         self.events += 1
@@ -104,20 +96,11 @@ class SharedValues:
         self.news.append((text, numbered))
         return numbered
 
-    def forget_news(self) -> None:
-        """Drop the reported events, which have arrived once another step is committed."""
-        self.news = []
-
     def switch_off(self, policy: int, why: str) -> None:
         """Switch off a policy and cancel its worker request, which it can no longer withdraw."""
         self.off[policy] = why
         if self.wished_by == policy:
             self.wish_for((None, None))
-
-    def ask_again(self) -> None:
-        """Enable all policies again, because the run now has different policies."""
-        self.off = {}
-        self.wish_for((None, None))
 
     def to_state(self) -> dict[str, Any]:
         """Return the effects as plain values."""
@@ -212,7 +195,7 @@ class PolicyRunner:
             try:
                 told = [(float(ahead), int(size)) for ahead, size in policy.coming_batches(view)]
                 if not all(math.isfinite(ahead) and size >= 1 for ahead, size in told):
-                    raise ValueError(f"coming_batches must return pairs (samples from now, batch), but got {told}")
+                    raise ValueError(f"coming_batches must return (samples from now, batch) pairs, but got {told}")
                 found |= {view.samples + ahead: size for ahead, size in told}
             except Exception:  # it is for the allocator alone
                 logger.warning("policy %s failed in coming_batches", name_of(policy), exc_info=True)
@@ -267,7 +250,7 @@ class PolicyRunner:
         """
         if self.ballot.take_entered():
             self._repeat()
-        self.values.forget_news()
+        self.values.news = []  # they have arrived once another step is committed
         verdicts = self.ballot.take()
         for number, verdict in enumerate(verdicts):
             pending, policy = self._pending[number], self._policies[number]
@@ -371,12 +354,27 @@ class PolicyRunner:
             "pending": [dataclasses.asdict(pending) for pending in self._pending],
         }
 
+    def answers(self) -> list[Any]:
+        """Return the policies' pending requests and states as plain values, for :meth:`adopt`."""
+        return [[dataclasses.asdict(pending) for pending in self._pending], self._states]
+
+    def adopt(self, answers: Sequence[Any]) -> None:
+        """Adopt the answers of another worker of the unit, which calls the policies for all of them."""
+        pending, self._states = answers
+        self._pending = [Pending(**each) for each in pending]
+
+    @property
+    def facts(self) -> list[Any]:
+        """Plain description of the policies, for comparison."""
+        return [[name_of(policy), initial] for policy, initial in zip(self._policies, self._initial, strict=True)]
+
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore a captured state; if this run has different policies, their captured states are ignored."""
         self.values = SharedValues.from_state(tree["values"])
         same = list(tree["names"]) == [name_of(policy) for policy in self._policies]
         if not same:
-            self.values.ask_again()
+            self.values.off = {}
+            self.values.wish_for((None, None))
         self._pending = [Pending() for _ in self._policies]
         for number, policy in enumerate(self._policies):
             self._states[number] = copy.deepcopy(dict(tree["states"][number])) if same else {}
@@ -496,6 +494,8 @@ class PolicyBallot:
     Args:
         said: returns each policy's requests and failures on this rank, as plain values; None if it has none.
     """
+
+    resting: None = None
 
     def __init__(self, said: Callable[[], Sequence[Any]]) -> None:
         self._said = said

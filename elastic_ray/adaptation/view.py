@@ -132,6 +132,8 @@ class PolicyView:
 class WatchedMetrics:
     """Reported metrics that policies watch; part of the control sums."""
 
+    resting: None = None
+
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()
         self._own: dict[str, float] = {}

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any, TypeAlias
 
-from elastic_ray.batch.noise_scale import NoiseSignal
+from elastic_ray.batch.reports import NoiseSignal
 
 MAX_GROWTH = 2.0
 """Factor by which a batch grows in one decision."""

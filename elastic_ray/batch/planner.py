@@ -53,7 +53,7 @@ class BatchPlanner:
         self._choice: BatchChoice | None = None
         self._notice = ""
         self._noticed: set[tuple[str, int]] = set()  # why a batch stayed, and which
-        self._held: int | None = None  # global batch that a policy of the user's has set
+        self.held_batch: int | None = None  # global batch that a policy of the user's has set
         self._replicas = 1
         self._before: tuple[BatchChoice | None, int, str | None] = (None, 1, "")
         self._chosen_for = 0
@@ -82,11 +82,6 @@ class BatchPlanner:
     def tuner(self) -> BatchTuner | None:
         """The job's tuner on the current GPU type; None before the loader is known."""
         return self._tuners.get(self._gpu)
-
-    @property
-    def held_batch(self) -> int | None:
-        """Global batch that a user's policy has set [samples]; None if the job chooses."""
-        return self._held
 
     @property
     def wish(self) -> tuple[int | None, int | None]:
@@ -192,9 +187,9 @@ class BatchPlanner:
         tuner = self._tuner_on(gpu, self.loader.limits)
         decision = tuner.decide(group.nodes, group.world_size, self._choice, current_replicas=self._replicas)
         choice = decision.choice
-        if self._held is not None:
+        if self.held_batch is not None:
             limits = self._unbound.limits  # a ramp is the user's own word
-            choice = bounded(limits, cut_within(limits, self._held, group.world_size), tuner.upper)
+            choice = bounded(limits, cut_within(limits, self.held_batch, group.world_size), tuner.upper)
         self._choice, self._replicas, self._chosen_for = choice, group.world_size, group.generation
         self._gpu = self._gpus[group.generation] = gpu
         for generation in sorted(self._gpus)[:-_GENERATIONS]:
@@ -231,7 +226,7 @@ class BatchPlanner:
         """Record rank 0's report; return the previous batch size if the same workers now train with another one."""
         if self.latest is not None and _moment(report) < _moment(self.latest):
             return None  # Ray may deliver calls to an async actor out of order
-        self.latest, self._held = report, report.held_batch
+        self.latest, self.held_batch = report, report.held_batch
         if report.tokens_per_sample is not None:
             self._follow_tokens(report.tokens_per_sample)
         if self.tuner is not None and self.tuner.limit_local(report.memory_bound):

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
-from elastic_ray.batch.noise_scale import NoiseSignal
 from elastic_ray.batch.tokens import TokenBatch
 from elastic_ray.stragglers.detection import SlowWorker
 from placement.cluster.jobs import FoundStrategy
@@ -18,6 +17,16 @@ _SAMPLES_TO_SHARE = 4  # of a worker in an equal split: fewer round a share of a
 
 CHOSEN = "auto/"
 """What begins the keys of strategies that were chosen by measurement: each for one group, all of them in use."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseSignal:
+    """Strength of a model's gradient signal, and the number of estimates behind it."""
+
+    present: bool  # the smoothed squared norm of the mean gradient stands out of its own standard error
+    # present E ||g||^2 at the initial batch; its unit is the gradient's, or the optimizer's where it is of Adam's kind
+    size: float
+    updates: int
 
 
 def outdated(before: str, now: str, *, same_workers: bool) -> bool:

@@ -111,8 +111,8 @@ def read_token_batch(
         return None
     if tokens_per_sample is None:
         raise ValueError(
-            f"batch_tokens={batch_tokens!r} needs tokens_per_sample: a number where all samples are as long, or "
-            f"{WEIGH!r} where the loop counts them by loader.weigh(n)"
+            f"batch_tokens={batch_tokens!r} needs tokens_per_sample: a number if all samples have the same length, or "
+            f"{WEIGH!r} if the loop counts tokens by loader.weigh(n)"
         )
     counted = tokens_per_sample == WEIGH
     if isinstance(tokens_per_sample, str) and not counted:

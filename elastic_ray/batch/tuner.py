@@ -15,8 +15,7 @@ from collections import OrderedDict, deque
 from elastic_ray.batch.growth import MAX_GROWTH, GrowthWatch
 from elastic_ray.batch.halving import LEAST_HALF
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, cut_within, split
-from elastic_ray.batch.noise_scale import NoiseSignal
-from elastic_ray.batch.reports import outdated
+from elastic_ray.batch.reports import NoiseSignal, outdated
 from placement.goodput.model import GoodputModel, NoiseScale, Observation, ThroughputModel, fit
 from placement.knowledge.knowledge import Prior
 
@@ -112,23 +111,22 @@ class BatchTuner:
         self._throughput: ThroughputModel | None = None
         # Nothing needs to be known of the noise where there is one batch.
         self._noise: NoiseScale | None = NoiseScale(sqr=0.0, var=0.0) if limits.one_size else None
-        self._upper = limits.upper
+        self.upper = limits.upper
         self._batch_size = 0
         self._steps = 0
         self._prior: Prior | None = None
         self._tried = False
         self._watch = GrowthWatch(limits.init_batch_size)
 
-    @property
-    def upper(self) -> int | None:
-        """Largest local batch allowed by bounds and out-of-memory errors; None = no bound."""
-        return self._upper
+    def set_limits(self, limits: BatchLimits) -> None:
+        """Use these limits from now on, because samples have a different length than assumed."""
+        self.limits = limits
 
     @property
     def atomic_bsz_range(self) -> tuple[int | None, int | None] | None:
         """Current bounds of the local batch, for ``GoodputModel.best``; None = no bounds."""
         lower = None if self.limits.fixed else self.limits.lower
-        return None if lower is None and self._upper is None else (lower, self._upper)
+        return None if lower is None and self.upper is None else (lower, self.upper)
 
     @property
     def model(self) -> GoodputModel | None:
@@ -196,10 +194,6 @@ class BatchTuner:
         news, self._prior = self._throughput is None and prior != self._prior, prior
         return news
 
-    def set_limits(self, limits: BatchLimits) -> None:
-        """Use these limits from now on, because samples have a different length than assumed."""
-        self.limits = limits
-
     def set_noise(self, noise: NoiseScale | None) -> None:
         """Use this smoothed noise scale from now on; None (unknown) keeps the existing one."""
         self._noise = noise or self._noise
@@ -219,7 +213,7 @@ class BatchTuner:
             limits=self.limits,
             observations=tuple(_observation(*item) for item in self._records.items()),
             noise=self._noise,
-            upper=self._upper,
+            upper=self.upper,
             batch_size=self._batch_size,
             steps=self._steps,
         )
@@ -254,16 +248,16 @@ class BatchTuner:
             )
         known = [m for (_, _, m, _), r in self._records.items() if m <= 0.9 * atomic_bsz and r.steps >= MIN_STEPS]
         bound = max([atomic_bsz // 2, lower, *known])
-        if self._upper is not None and self._upper <= bound:
-            return f"{failed}; the local bound is {self._upper} already"
-        self._upper = bound
+        if self.upper is not None and self.upper <= bound:
+            return f"{failed}; the local bound is {self.upper} already"
+        self.upper = bound
         return f"{failed}; the local bound is now {bound}"
 
     def limit_local(self, bound: int | None) -> bool:
         """Allow no larger local batch than ``bound``, which ranks have found; return whether the bound has changed."""
-        if bound is None or (self._upper is not None and self._upper <= bound):
+        if bound is None or (self.upper is not None and self.upper <= bound):
             return False
-        self._upper = bound
+        self.upper = bound
         return True
 
     def decide(
@@ -380,7 +374,7 @@ class BatchTuner:
         """Return the allowed division that is nearest to the current global batch."""
         if self.limits.fixed:
             # More and smaller micro-steps: the batch that the user fixed outlives a shortage of memory.
-            return split(self.limits.init_batch_size, replicas, upper=self._upper, accumulation=True)
+            return split(self.limits.init_batch_size, replicas, upper=self.upper, accumulation=True)
         one_size, limit = self.limits.one_size, self.limits.max_batch_size
         if current is not None and not one_size and current.batch_size(replicas) == now and self._allows(current, now):
             return current
@@ -389,7 +383,7 @@ class BatchTuner:
             wanted if limit is None else min(wanted, limit),
             replicas,
             lower=self.limits.lower,
-            upper=self._upper,
+            upper=self.upper,
             accumulation=self.limits.gradient_accumulation,
             limit=None if one_size else limit,
         )
@@ -398,7 +392,7 @@ class BatchTuner:
         """True if an adaptive batch may have this division: within limits, and not above a size that failed."""
         limits = self.limits
         return (
-            limits.lower <= cut.atomic_bsz <= (self._upper or cut.atomic_bsz)
+            limits.lower <= cut.atomic_bsz <= (self.upper or cut.atomic_bsz)
             and (limits.gradient_accumulation or cut.accum_steps == 0)
             and batch_size <= (limits.max_batch_size or batch_size)
         )
@@ -419,7 +413,7 @@ class BatchTuner:
         wanted = max(now, self.limits.init_batch_size)
         if batch_size == wanted:
             return None
-        if batch_size < wanted and self._upper is not None and keep.atomic_bsz == self._upper:
+        if batch_size < wanted and self.upper is not None and keep.atomic_bsz == self.upper:
             return f"the batch falls from {wanted} to {_cut(keep, replicas)}: no worker may take more at once"
         return f"the batch of {wanted} becomes {_cut(keep, replicas)}, the nearest cut within the limits"
 

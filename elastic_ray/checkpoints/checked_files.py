@@ -39,7 +39,6 @@ def write_checked(
     """Write a file and return its checksum. After an error, the caller must delete a partly written file.
 
     Args:
-        path: path of the file on the run's file system; its directory must exist.
         go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
         named: also flush the directory entry to disk; if False, the caller flushes the directory.
     """
@@ -59,7 +58,7 @@ def sha256_of(filesystem: pyarrow.fs.FileSystem, path: str, go_on: Callable[[], 
     with filesystem.open_input_stream(path) as stream:
         while piece := stream.read(CHUNK_BYTES):
             if not go_on():
-                raise InterruptedError("the reading was given up")
+                raise InterruptedError("the reading was abandoned")
             found.update(piece)
     return found.hexdigest()
 
@@ -81,7 +80,7 @@ class CheckedStream(io.RawIOBase):
         view = memoryview(data).cast("B")
         for begin in range(0, len(view), CHUNK_BYTES):
             if not self._go_on():
-                raise InterruptedError("the checkpoint was given up")
+                raise InterruptedError("the checkpoint was abandoned")
             piece = view[begin : begin + CHUNK_BYTES]
             self._raw.write(piece)
             self._digest.update(piece)

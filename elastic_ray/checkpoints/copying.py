@@ -62,9 +62,6 @@ def copy_directory(
     """Copy all files and directories below ``source``, and flush them to disk.
 
     Args:
-        origin: file system of ``source``.
-        storage: run that ``target`` belongs to.
-        target: directory that receives the copies.
         go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
     Returns the checksum of each file, keyed by its path below ``target``.

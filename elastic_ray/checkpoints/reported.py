@@ -47,9 +47,6 @@ class ReportedCheckpoints:
     def add(self, checkpoint: Any, index: int, is_stopping: Callable[[], bool]) -> str:
         """Add the files of a rank other than 0 to the checkpoint that rank 0 stores.
 
-        Args:
-            is_stopping: returns True if the job must end now.
-
         Returns the reason why the files are not kept; empty if they are.
 
         Raises WorkerDismissed: the job ends. SourceError: the checkpoint does not exist or is not readable.
@@ -88,9 +85,6 @@ class ReportedCheckpoints:
         self, checkpoint: Any, index: int, note: CheckpointNote, is_stopping: Callable[[], bool]
     ) -> tuple[str | None, str]:
         """Store a checkpoint.
-
-        Args:
-            is_stopping: returns True if the job must end now.
 
         Returns the path of the stored checkpoint and an empty text; or None and the reason why it was abandoned.
 

@@ -237,7 +237,6 @@ class RunStorage:
         returns.
 
         Args:
-            source: a local directory, or a checkpoint on any file system.
             index: number of the checkpoint; an earlier checkpoint of the same number is replaced.
             resume_point: resume point to store for :meth:`load_resume_point`.
             metrics: metrics reported with the checkpoint; values that JSON cannot hold are stored as their ``repr``.
@@ -265,7 +264,7 @@ class RunStorage:
         try:
             files = copy_directory(origin, origin_path, self, work, go_on=go_on)
             if not go_on():  # what is complete is found by a restart: not behind the back of who gave it up
-                raise InterruptedError("the checkpoint was given up")
+                raise InterruptedError("the checkpoint was abandoned")
             self._write_note(posixpath.join(work, PROGRESS_FILE), {**note, _FILES: _told(files)})
             if work != target:
                 self.delete_checkpoint(target)
@@ -283,7 +282,6 @@ class RunStorage:
         """Add another rank's files to the checkpoint that rank 0 reported, without changing rank 0's files.
 
         Args:
-            source: a local directory, or a checkpoint on any file system.
             go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
         Returns the names of the added files; None if rank 0 has not stored the checkpoint yet.
@@ -316,11 +314,7 @@ class RunStorage:
         return any(info.base_name.startswith((target, f".part_{index:06d}")) for info in infos)
 
     def load_resume_point(self, checkpoint: str | Checkpoint) -> ResumePoint | None:
-        """Return the resume point of a checkpoint; None if it has none or was not written by elastic_ray.
-
-        Args:
-            checkpoint: a checkpoint, or the path of a checkpoint on this run's file system.
-        """
+        """Return the resume point of a checkpoint; None if it has none or was not written by elastic_ray."""
         filesystem, path = self.filesystem, checkpoint
         if not isinstance(path, str):
             filesystem, path = path.filesystem, path.path
@@ -383,7 +377,7 @@ class RunStorage:
             if heard is not None:
                 sha256 = sha256_of(self.filesystem, posixpath.join(path, name), heard)
                 if sha256 not in [each for _, each in written]:
-                    raise BadNoteError(f"its {name} has another checksum than what was written")
+                    raise BadNoteError(f"its {name} does not have the checksum of what was written")
 
     def _noted(self, path: str, note: Mapping[str, Any], names: Iterable[str]) -> dict[str, list[tuple[int, str]]]:
         """Return sizes and checksums of each file by all notes of a checkpoint; two ranks may have added the same file.
@@ -460,7 +454,7 @@ def read_json(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
     try:
         return load(text)
     except ValueError as error:
-        raise BadNoteError(f"its {posixpath.basename(path)} is no JSON: {error}") from None
+        raise BadNoteError(f"its {posixpath.basename(path)} is not JSON: {error}") from None
 
 
 def _told(files: Mapping[str, Checksum]) -> dict[str, dict[str, Any]]:
@@ -472,7 +466,7 @@ def _files(note: Any) -> dict[str, tuple[int, str]]:
     try:  # notes of formats before have none
         return {name: (int(each["size"]), str(each["sha256"])) for name, each in note.get(_FILES, {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise BadNoteError(f"its note does not tell its files: {type(error).__name__}: {error}") from None
+        raise BadNoteError(f"its note does not list its files: {type(error).__name__}: {error}") from None
 
 
 def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:

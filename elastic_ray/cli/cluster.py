@@ -186,7 +186,6 @@ def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
 
     Args:
         name: Name of a sweep or a submission; the name of a single job gives no sweeps.
-        jobs: The jobs that :func:`find_jobs` found for this name.
     """
     if any(each.answers.job == name for each in jobs):
         return []  # one trial is meant

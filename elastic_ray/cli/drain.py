@@ -36,7 +36,7 @@ def drain(names: tuple[str, ...], label: tuple[str, str] | None, deadline_s: flo
     from placement.ray_cluster.snapshot import read_nodes
 
     if bool(names) == (label is not None):
-        raise click.UsageError("name the nodes, or give --label, and not both")
+        raise click.UsageError("give either node names or --label, not both")
     cluster.connect()
     if label is not None:
         meant = [node.node_id for node in read_nodes() if node.labels.get(label[0]) == label[1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_ray.driver.display import status_fields
 from elastic_ray.events import JobPhase, JobStatus, number_in, numbers_in
 from placement.arguments import meant
-from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL
+from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, by_node
 from placement.cluster.node_record import NodeHistory
 from placement.text import ago, printable
 
@@ -286,21 +287,16 @@ class NodeRow:
 
 
 def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None) -> tuple[NodeRow, ...]:
-    """Return the rows of Ray's living nodes, with the allocator's view of them, sorted by address.
-
-    Args:
-        nodes: Nodes as listed by ``ray.nodes()``.
-        snapshot: The allocator's snapshot; None if there is no allocator.
-    """
+    """Return the rows of Ray's living nodes, with the allocator's view of them, sorted by address."""
     cluster = snapshot.cluster.by_id() if snapshot is not None else {}
     failed = {each.node: each for each in snapshot.node_failures} if snapshot is not None else {}
+    placed = {job: by_node(each.target) for job, each in snapshot.jobs.items()} if snapshot is not None else {}
     rows = []
     for node in nodes:
         if not node["Alive"]:
             continue
         node_id, labels = str(node["NodeID"]), dict(node.get("Labels") or {})
         seen = cluster.get(node_id)
-        jobs = snapshot.jobs if snapshot is not None else {}
         rows.append(
             NodeRow(
                 node_id=node_id,
@@ -310,7 +306,7 @@ def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None)
                 draining=seen is not None and seen.draining,
                 gpu_type=labels.get(GPU_TYPE_LABEL, ""),
                 market=labels.get(MARKET_LABEL, ""),
-                jobs={job: state.target[node_id] for job, state in sorted(jobs.items()) if node_id in state.target},
+                jobs={job: math.ceil(at[node_id]) for job, at in sorted(placed.items()) if node_id in at},
                 labels=labels,
                 failures=failed.get(node_id),
             )

@@ -168,12 +168,11 @@ def scaling_lines(decision: ScalingDecision) -> list[str]:
     """Return lines of text on the requested nodes, the changes with their reasons, and notes for users of jobs."""
     nodes = ", ".join(f"{n} {name}" for name, n in decision.nodes.items() if n) or "none"
     lines = [f"nodes wanted: {nodes}; {decision.usd_per_h:.3g} USD/h"]
-    lines += [f"  {name}{_more(decision, name)}: {reason}" for name, reason in decision.reasons.items()]
+    lines += [
+        f"  {name}{f' +{more}' if (more := decision.add.get(name)) is not None else ''}: {reason}"
+        for name, reason in decision.reasons.items()
+    ]
     return [*lines, *(f"  job {job}: {decision.note(job)}" for job in decision.notes)]
-
-
-def _more(decision: ScalingDecision, name: str) -> str:
-    return f" +{decision.add[name]}" if name in decision.add else ""
 
 
 def headline(seen: CoreSnapshot) -> str:

@@ -35,8 +35,9 @@ def replay_submitted(path: str, step: int) -> Finding:
         raise click.ClickException(f"step {step} of {path!r} cannot be replayed: {error}") from error
     if not job.command or not job.named:
         raise click.ClickException(
-            f"the code of {path!r} is not known, as `elastic-ray submit` did not start it, or its script names it anew "
-            f"each time. In Python: elastic_ray.replay(train_function, {path!r}, step={step}, workers=2)"
+            f"the code of {path!r} is unknown: either `elastic-ray submit` did not start the run, or its script "
+            f"changes the run's name each time. In Python: elastic_ray.replay(train_function, {path!r}, step={step}, "
+            "workers=2)"
         )
     cluster.connect()
     if cluster.find_jobs(window.name):

@@ -120,10 +120,12 @@ def _judge(
 def _judge_lost(job: SubmittedJob, why: str, run: RunStorage, answers: dict[str, bool], found: _Found) -> None:
     """Add a job or sweep that does not run here to ``found`` if it was lost; a non-empty ``why`` prevents resuming."""
     from elastic_ray.cli import cluster
+    from elastic_ray.cli import submission as ray_jobs
     from placement.storage.private_files import check_own
 
     if job.session == cluster.session():
-        if not job.submission or not _script_runs(job.submission):
+        script = ray_jobs.find(job.submission) if job.submission else None
+        if script is None or script.ended:  # else it may not have started its job yet
             found.refused[job.job] = f"it was lost on this very cluster, whose head has not ended; {job.by_hand}"
         return
     if answers.setdefault(job.address, _answers(job.address)):
@@ -135,14 +137,6 @@ def _judge_lost(job: SubmittedJob, why: str, run: RunStorage, answers: dict[str,
         found.refused[job.job] = why
     else:
         found.jobs.append(job)
-
-
-def _script_runs(submission: str) -> bool:
-    """True if a submission's script has not ended; it may not have started its job yet."""
-    from elastic_ray.cli import submission as ray_jobs
-
-    script = ray_jobs.find(submission)
-    return script is not None and not script.ended
 
 
 def _answers(address: str) -> bool:
@@ -178,7 +172,7 @@ def _judge_sweep(
     try:
         trials = [json.loads(trial[0])["status"] for trial in json.loads(text)["trial_data"]]
     except (TypeError, LookupError) as error:
-        raise ValueError(f"{max(states, key=_path).path} is of another Ray: {error!r}") from error
+        raise ValueError(f"{max(states, key=_path).path} was written by another version of Ray: {error!r}") from error
     if all(status in _ENDED_TRIAL for status in trials):
         return
     if kept is not None and kept.command:

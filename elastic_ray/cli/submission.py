@@ -93,7 +93,9 @@ def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, ru
             if _TAKEN in str(error):
                 raise TakenError(submission) from error
             if _NO_AGENT not in str(error) or time.monotonic() > deadline:
-                raise click.ClickException(f"Ray did not take the submission {submission!r}: {_line(error)}") from error
+                raise click.ClickException(
+                    f"Ray did not accept the submission {submission!r}: {_line(error)}"
+                ) from error
         time.sleep(_POLL_S)
 
 

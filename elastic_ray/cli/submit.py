@@ -195,14 +195,17 @@ def _job(script: Path, arguments: tuple[str, ...], **options: Any) -> JobFile:
 
     Raises UsageError: the file is invalid, or the working directory does not contain the script.
     """
-    told = _from_file(script) if script.suffix in SUFFIXES else JobFile(script=script)
+    try:
+        told = read_job_file(script) if script.suffix in SUFFIXES else JobFile(script=script)
+    except InputError as error:
+        raise click.UsageError(str(error)) from None
     given = {field: value for field, value in {"arguments": arguments, **options}.items() if value}
     job: JobFile = dataclasses.replace(told, **given)
     name = check_name(job.name) if job.name is not None else fresh_name(job.script.stem, datetime.datetime.now())
     folder = (job.working_dir or job.script.parent).resolve()
     if not job.script.resolve().is_relative_to(folder):
         raise click.BadParameter(
-            f"must hold the script {job.script}, but {folder} does not", param_hint="--working-dir"
+            f"must contain the script {job.script}, but {folder} does not", param_hint="--working-dir"
         )
     return dataclasses.replace(job, name=name, working_dir=folder)
 
@@ -220,7 +223,7 @@ def _send_with_free_id(job: JobFile, again: tuple[str, ...]) -> tuple[str, str]:
             refused.append(submission)
             if len(refused) == _TRIES:
                 raise click.ClickException(
-                    f"a submission must have an id of its own, but Ray refused {', '.join(refused)} as taken: choose "
+                    f"a submission needs a unique id, but Ray refused {', '.join(refused)} as taken: choose "
                     "another --name"
                 ) from error
 
@@ -233,7 +236,6 @@ def send(
     Args:
         job: Options with a name and a working directory.
         again: Command-line arguments that would submit the job again.
-        user: Owner of the jobs.
         replay: Number of the step after which a replay ends; 0 if this is not a replay.
         resume: If True, the script's sweeps continue from their directories.
 
@@ -276,10 +278,7 @@ def send_again(
     """Submit a job again from the arguments stored by its earlier submission.
 
     Args:
-        user: Owner of the jobs.
         workers: Limits (min, max) to use instead of the stored ones; None keeps those.
-        replay: Number of the step after which a replay ends; 0 if this is not a replay.
-        resume: If True, the script's sweeps continue from their directories.
 
     Raises TakenError: the submission id already exists. ClickException: submission fails, say because a file is gone.
     """
@@ -290,13 +289,6 @@ def send_again(
     if env_json is not None:
         job = dataclasses.replace(job, runtime_env=read_env(env_json))
     send(job, again, submission=submission, user=user, replay=replay, resume=resume)
-
-
-def _from_file(path: Path) -> JobFile:
-    try:
-        return read_job_file(path)
-    except InputError as error:
-        raise click.UsageError(str(error)) from None
 
 
 def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: str = "python") -> str:

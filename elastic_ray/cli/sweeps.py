@@ -128,7 +128,6 @@ def grouped(rows: Sequence[JobRow], *, ended: bool = True) -> tuple[JobRow, ...]
     Trials that have ended are left out, as the sweep's row counts them.
 
     Args:
-        rows: Rows from ``job_rows``.
         ended: If True, keep other jobs that have ended.
     """
     sweeps = sweeps_of(rows)

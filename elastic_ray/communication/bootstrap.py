@@ -81,12 +81,14 @@ class Bootstrap:
     The server lives in one event loop. If its data is lost, the generation is not formed.
 
     Args:
-        is_member: returns True if a worker belongs to the given current or announced generation.
+        is_member: returns True if a worker belongs to the given current or announced generation; generation 0 is the
+            group of the worker's own unit.
     """
 
     def __init__(self, secret: str, is_member: Callable[[int, str], bool]) -> None:
         self._secret, self._is_member = secret, is_member
         self._tables: dict[int, _Table] = {}
+        self._units: dict[str, _Table] = {}
 
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
         """Store a member's values, and return all values once those it wants exist or its time is up.
@@ -97,7 +99,7 @@ class Bootstrap:
             raise BootstrapRefusedError("a call that proves nothing")
         if not self._is_member(call.generation, call.worker):
             raise BootstrapRefusedError(f"{call.worker} is no member of generation {call.generation}")
-        table = self._table(call.generation)
+        table = self._table(call.generation) if call.generation else self._table_of_unit(call.worker)
         table.tell(call.worker, call.tells)
         loop = asyncio.get_running_loop()
         until_s = loop.time() + min(call.wait_s, _LONGEST_WAIT_S)
@@ -107,8 +109,14 @@ class Bootstrap:
             except asyncio.TimeoutError:
                 break
             if table.dropped:
-                raise BootstrapRefusedError(f"generation {call.generation} was given up")
+                raise BootstrapRefusedError(f"generation {call.generation} was abandoned")
         return dict(table.values)
+
+    def _table_of_unit(self, worker: str) -> _Table:
+        """Return the table of a unit that spans nodes, for its processes alone; forget units that are gone."""
+        for gone in [each for each in self._units if not self._is_member(0, each)]:
+            self._units.pop(gone).drop()
+        return self._units.setdefault(worker, _Table())
 
     def _table(self, generation: int) -> _Table:
         """Return the table of a generation, creating it if needed; raises BootstrapRefusedError if it is too old."""

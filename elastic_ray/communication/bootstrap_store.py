@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from elastic_ray.worker.bootstrap_caller import ControllerCaller
+    from elastic_ray.worker.actor_controller_client import ControllerCaller
 
 _LOOK_S = 1.0  # between two looks whether the group is still wanted
 
@@ -40,7 +40,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._called_off, self._caller, self._rank, self._world_size = called_off, caller, rank, world_size
         self._timeout_s = timeout_s
         self._until_s = time.monotonic() + timeout_s
-        self._stays_open = False
+        self._stays_open = False  # each wait has a timeout of its own: NCCL connects two ranks when they first send
         self._known: dict[str, bytes] = {}
         self.told: dict[str, bytes] = {}  # what this member has set
         self._waits = True  # who sets something waits for something next, as gloo does: then one call does both
@@ -79,7 +79,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         while missing := tuple(key for key in keys if key not in self._known):
             left_s = until_s - time.monotonic()
             if left_s <= 0 or self._called_off():
-                raise RuntimeError(f"in vain waited for {', '.join(missing)}")
+                raise RuntimeError(f"timed out waiting for {', '.join(missing)}")
             tells, self._untold = self._untold, {}
             self._known.update(self._caller.ask(self._with_others(missing), min(left_s, _LOOK_S), tells))
         if self._untold and not all(key in self.told for key in keys):
@@ -129,8 +129,12 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
 
     def add(self, key: str, amount: int) -> int:
         """Raise NotImplementedError: counting is not supported, because no group here needs it."""
-        raise NotImplementedError(f"a rendezvous through the controller does not count, but was asked to: {key!r}")
+        raise NotImplementedError(
+            f"a rendezvous through the controller cannot count, but a count was requested: {key!r}"
+        )
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Raise NotImplementedError: comparing is not supported, because no group here needs it."""
-        raise NotImplementedError(f"a rendezvous through the controller does not compare, but was asked to: {key!r}")
+        raise NotImplementedError(
+            f"a rendezvous through the controller cannot compare, but a comparison was requested: {key!r}"
+        )

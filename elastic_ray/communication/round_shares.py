@@ -95,7 +95,7 @@ class _Member:
             except OSError as error:
                 self._ended = True
                 raise CommunicationFailedError(
-                    f"rank 0, which counts the steps of a round, is gone: {error}"
+                    f"rank 0, which counts the steps of a round, was lost: {error}"
                 ) from error
             except CommunicationFailedError:
                 self._ended = True

@@ -8,9 +8,12 @@ so that a unit acts as one rank of the job.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
+import socket
 import stat
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
     from elastic_ray.unit import UnitPlace
 
 _OTHERS_FAILED = "another worker of the unit could not complete a collective"
-_LOOPBACK = "lo"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_chosen: set[str] = set()  # interfaces that were chosen here: a process may serve units of both kinds
 
 
 class UnitLostError(RuntimeError):
@@ -33,30 +38,36 @@ class UnitLostError(RuntimeError):
 
 
 class UnitGroup:
-    """Fixed group of the workers of one unit, on one node; they meet through a file that only their user can read.
+    """Fixed group of the workers of one unit. On one node they meet through a file that only their user can read.
 
     Args:
         cuda: make torch's default group support CUDA tensors too.
+        store: where workers on several nodes meet; None for the file.
+        host: address of this worker's node, for workers on several.
 
     Raises UnitLostError: the other workers did not arrive.
     """
 
-    def __init__(self, place: UnitPlace, *, cuda: bool, timeout_s: float) -> None:
+    def __init__(
+        self, place: UnitPlace, *, cuda: bool, timeout_s: float, store: Any = None, host: str = "127.0.0.1"
+    ) -> None:
         self.place, self._timeout = place, timedelta(seconds=timeout_s)
         self._cuda = cuda
         self._mesh: Any = None
-        folder = Path(place.store).parent
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = folder.stat()
-        if owner.st_uid != os.getuid() or stat.S_IMODE(owner.st_mode) & 0o077:
-            raise PermissionError(f"{folder} must be this user's alone, for a unit's workers meet there")
-        self._folder = folder
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # nobody else is to connect
-        store = dist.FileStore(place.store, place.size)  # type: ignore[attr-defined]
+        self._folder = Path(place.store).parent if store is None else None
+        if self._folder is not None:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            owner = self._folder.stat()
+            if owner.st_uid != os.getuid() or stat.S_IMODE(owner.st_mode) & 0o077:
+                raise PermissionError(f"{self._folder} must be this user's alone, for a unit's workers meet there")
+            store = dist.FileStore(place.store, place.size)  # type: ignore[attr-defined]
         self._store = store
+        if os.environ.get(_INTERFACE) in (None, *_chosen) and (interface := _interface(host)):
+            os.environ[_INTERFACE] = interface  # loopback if all are on one node: nobody else is to connect
+            _chosen.add(interface)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         agreeing = dist.PrefixStore("elastic_ray", store)  # type: ignore[attr-defined]
         try:
             self._gloo: Any = dist.ProcessGroupGloo(agreeing, place.position, place.size, options)
@@ -76,7 +87,7 @@ class UnitGroup:
     def close(self) -> None:
         """Close the group at the end of the run."""
         self._gloo = self._mesh = None
-        if self.place.position == 0:
+        if self.place.position == 0 and self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -101,13 +112,38 @@ class UnitGroup:
         try:
             self._gloo.allreduce([rows]).wait(self._timeout)
         except RuntimeError as error:
-            raise UnitLostError(f"a worker of the unit is gone: {str(error).splitlines()[0]}") from error
+            raise UnitLostError(f"a worker of the unit was lost: {str(error).splitlines()[0]}") from error
         found: list[list[float]] = rows.tolist()
         return found
 
     def agree(self, well: bool) -> bool:
         """Return True if ``well`` is True on every worker of the unit."""
         return all(bool(row[0]) for row in self.gather([float(well)]))
+
+    def of_leader(self, content: bytes) -> bytes:
+        """Return the content given by the worker that represents the unit. Raises UnitLostError: one is gone."""
+        size = round(self.gather([float(len(content))])[0][0])
+        data = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            if self.leads
+            else torch.empty(size, dtype=torch.uint8)
+        )
+        try:
+            self._gloo.broadcast([data], dist.BroadcastOptions()).wait(self._timeout)
+        except RuntimeError as error:
+            raise UnitLostError(f"a worker of the unit was lost: {str(error).splitlines()[0]}") from error
+        return data.numpy().tobytes()
+
+
+def _interface(host: str) -> str:
+    """Return the name of the network interface with this address; empty if it is not found."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == host:
+                    return name
+    return ""
 
 
 class UnitCommunicator(Communicator):
@@ -123,9 +159,9 @@ class UnitCommunicator(Communicator):
         self._alone = False
 
     @contextlib.contextmanager
-    def _agreeing(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         """Make the operations within this context succeed on all workers of the unit, or on none."""
-        if self._alone or torch._C._current_graph_task_id() != -1:
+        if self._alone or self.world_size == 1 or torch._C._current_graph_task_id() != -1:
             yield
             return
         self._alone, well = True, False
@@ -141,12 +177,12 @@ class UnitCommunicator(Communicator):
 
     def wait(self, work: Any, *, patience_s: float = 0.0, since_s: float | None = None) -> bool:
         """Wait for a started operation, ignoring ``patience_s``: the clock must not make workers behave differently."""
-        with self._agreeing():
+        with self.together():
             return super().wait(work, since_s=since_s)
 
     def wait_all(self, works: Sequence[Any], batched: Sequence[Any] = ()) -> None:
         """Wait for sends and receives."""
-        with self._agreeing():
+        with self.together():
             super().wait_all(works, batched)
 
     def waited_briefly(self, work: Any) -> bool:

@@ -114,7 +114,7 @@ class Announcer:
             sums, self._sums = self._sums, None
             return sums
         if self._work is None:
-            raise CommunicationFailedError("the announcement was given up")
+            raise CommunicationFailedError("the announcement was abandoned")
         while True:
             work, self._work = self._work, None
             self.communicator.wait(work)
@@ -230,7 +230,10 @@ class Announcer:
         if self._refused is not None:
             raise self._refused  # user code has caught it the first time
         if self._open is not None:
-            self._refused = self._unfinished(what)
+            self._refused = RanksDisagreeError(
+                f"rank {self.communicator.rank} {self._open}, which was not completed, and now {what}: an exception in "
+                "the middle of it was caught. Let errors inside backward() and collectives leave the train function"
+            )
             raise self._refused
         self._open, self._sums = what, None
         self._strategy = what.strategy
@@ -298,9 +301,3 @@ class Announcer:
         except CommunicationFailedError:
             return ()
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in told]
-
-    def _unfinished(self, what: Announced) -> RanksDisagreeError:
-        return RanksDisagreeError(
-            f"rank {self.communicator.rank} {self._open}, which was not completed, and now {what}: an exception in "
-            "the middle of it was caught. Let errors inside backward() and collectives leave the train function"
-        )

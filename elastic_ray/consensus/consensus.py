@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -50,6 +50,8 @@ class AgreedChanges:
         preempted: the job stops after this step and will continue later.
         batch: batch shape to change to, None for no change.
         comparison: all ranks must compare their models in their next announcement.
+        wants_consensus: on rank 0, all ranks are to make their models identical after the next step, to save it.
+        wants_comparison: on rank 0, all ranks are to compare their models, because it has reported a checkpoint.
         ran_out: a rank ran out of memory in the current step: this rank, or, once the sums are known, any rank.
         saves: checkpoints are reported in the current group.
         reports: number of rank 0's ``report`` calls; shared because another rank, with fewer calls, may become rank 0.
@@ -68,27 +70,19 @@ class AgreedChanges:
         self.reports = 0
         self.batch: BatchChoice | None = None
         self.critical_batch: int | None = None
-        self._wants_consensus = self._consensus = False
-        self._wants_comparison = self.comparison = self.saves = False
+        self.wants_consensus = self._consensus = False
+        self.wants_comparison = self.comparison = self.saves = False
         self._heard = self._others = 0
 
     def begin(self) -> None:
         """Enter a new group and discard agreements of the previous one."""
         self.generation, self.batch, self.ran_out, self.critical_batch = 0, None, False, None
-        self._wants_consensus = self._consensus = False
-        self._wants_comparison = self.comparison = self.saves = False
-
-    def ask_for_comparison(self, wanted: bool) -> None:
-        """Request, if ``wanted``, that all ranks compare their models, because rank 0 has reported a checkpoint."""
-        self._wants_comparison = self._wants_comparison or wanted
+        self.wants_consensus = self._consensus = False
+        self.wants_comparison = self.comparison = self.saves = False
 
     def compared(self) -> None:
-        """Mark the comparison as done."""
+        """Clear the request that all ranks compare their models."""
         self.comparison = False
-
-    def ask_for_consensus(self) -> None:
-        """Request that all ranks make their models identical after the next step, so that rank 0 can save."""
-        self._wants_consensus = True
 
     def take_consensus(self) -> bool:
         """Return True if all ranks must make their models identical now, and clear the request."""
@@ -104,18 +98,6 @@ class AgreedChanges:
         """Return the agreed batch shape and clear it."""
         batch, self.batch = self.batch, None
         return batch
-
-    def run_out(self) -> None:
-        """Record that this rank ran out of memory."""
-        self.ran_out = True
-
-    def forget_ran_out(self) -> None:
-        """Clear the record of ranks out of memory, because the step is undone."""
-        self.ran_out = False
-
-    def count_reports(self, reports: int) -> None:
-        """Set the number of reports in this run on this rank."""
-        self.reports = reports
 
     def is_unrecorded(self) -> bool:
         """True at the third report on a rank other than 0, if rank 0 has never reported."""
@@ -135,7 +117,7 @@ class AgreedChanges:
             float(wish.accum_steps) if wish else 0.0,
             float(wishes.preempting),
             float(self.reports) if rank == 0 else 0.0,
-            float(self._wants_consensus + 2 * self._wants_comparison) if rank == 0 else 0.0,
+            float(self.wants_consensus + 2 * self.wants_comparison) if rank == 0 else 0.0,
             float(self.ran_out),
             float(wishes.critical_batch) if rank == 0 else 0.0,
         ]
@@ -150,9 +132,9 @@ class AgreedChanges:
         self.reports = max(self.reports, self._heard)
         wishes = round(sums[7])
         if wishes & 1:
-            self._wants_consensus, self._consensus = False, True
+            self.wants_consensus, self._consensus = False, True
         if wishes & 2:
-            self._wants_comparison, self.comparison, self.saves = False, True, True
+            self.wants_comparison, self.comparison, self.saves = False, True, True
         self.ran_out = self.ran_out or sums[8] > 0
         if sums[3] > 0:
             self.batch = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
@@ -231,6 +213,10 @@ class ControlPart(Protocol):
     have therefore never committed the same steps.
     """
 
+    @property
+    def resting(self) -> Sequence[float] | None:
+        """Contribution of a part that is not in use on this rank, and concludes nothing; None of one that is."""
+
     def begin(self) -> None:
         """Enter a new group and discard conclusions of the previous one."""
 
@@ -293,7 +279,8 @@ class RankConsensus:
         self._replicas.begin()
         self._changes.begin()
         for part in self._parts:
-            part.begin()
+            if part.resting is None:
+                part.begin()
 
     def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
         """Announce this rank's next action to the other ranks; call :meth:`agreed` before starting its collectives.
@@ -340,7 +327,9 @@ class RankConsensus:
         if what.index == 0 and (saves or what.intent is Intent.END_OF_PASS):
             always = saves or self._changes.comparison or self._is_last_epoch()
             return self._replicas.due(steps, at_end=True, always=always)
-        return what.intent is Intent.GRADIENTS and self._replicas.due(steps, always=self._changes.comparison)
+        asked = self._changes.comparison
+        may = what.intent is Intent.GRADIENTS and (asked or steps >= self._replicas.next_check)
+        return may and self._replicas.due(steps, always=asked)
 
     def agreed(self) -> list[float]:
         """Wait until all ranks have announced the same action; returns the sums of their payloads.
@@ -362,15 +351,6 @@ class RankConsensus:
         self.announcer.done()
         return sums
 
-    @property
-    def in_phase(self) -> bool:
-        """True while announced collectives have not all been started, as within a backward pass."""
-        return self.announcer.in_phase
-
-    def interject(self, what: Announced) -> None:
-        """Announce a collective in the middle of others; see :meth:`Announcer.interject`."""
-        self.announcer.interject(what)
-
     def announce_finished(self, what: Announced, wait_s: float, fingerprint: int = 0) -> list[int]:
         """Announce that this rank no longer needs other ranks; see :meth:`Announcer.announce_finished`.
 
@@ -382,14 +362,6 @@ class RankConsensus:
         if self.announcer.announce_finished(what, self._position.state.progress.loader_steps, wait_s, fingerprint):
             return self.announcer.fingerprints
         return []
-
-    def reductions_started(self) -> None:
-        """Record that all announced reductions have been started."""
-        self.announcer.done()
-
-    def wait(self, work: Any) -> None:
-        """Wait for a reduction; see :meth:`Announcer.wait`."""
-        self.announcer.wait(work)
 
     @property
     def control_size(self) -> int:
@@ -403,7 +375,7 @@ class RankConsensus:
     def _part_values(self, rank: int) -> list[float]:
         values, world_size = list[float](), self._group.world_size
         for part, _ in self._riding:
-            values.extend(part.values(rank, world_size))
+            values.extend(part.values(rank, world_size) if part.resting is None else part.resting)
         return values
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
@@ -417,7 +389,8 @@ class RankConsensus:
     def _conclude_parts(self, sums: Sequence[float], world_size: int) -> None:
         first = 0
         for part, size in self._riding:
-            part.conclude(sums[first : first + size], world_size)
+            if part.resting is None:
+                part.conclude(sums[first : first + size], world_size)
             first += size
 
     def step_tag(self, note: int = 0) -> tuple[float, float]:

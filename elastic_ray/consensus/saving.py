@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # Values of a rank that ride on the control sums; the token's halves are exact in float32.
 _RIDING = 4
 _HALF_BITS = 16
+_NEVER = (0.0, 0.0, 0.0, 1.0)
+"""Contribution of a rank that can never write its part."""
 
 
 class Readiness(enum.Enum):
@@ -55,17 +57,14 @@ class SaveAgreement:
     def __init__(self) -> None:
         self._writer: PartSaver | None = None
         self._order: SaveOrder | None = None
-        self._given_up = False
+        self.given_up = False  # rank 0 saves alone from now on
+        self.resting: Sequence[float] | None = _NEVER  # until it has a writer
         self._heard: tuple[float, ...] | None = None
         self.refusals = 0
 
     def serve(self, writer: PartSaver) -> None:
         """Set the writer of this rank's part."""
-        self._writer = writer
-
-    def give_up(self) -> None:
-        """Stop joint saving: rank 0 saves alone from now on."""
-        self._given_up = True
+        self._writer, self.resting = writer, None
 
     def begin(self) -> None:
         """Enter a new group and discard agreements of the previous one."""
@@ -76,7 +75,7 @@ class SaveAgreement:
     @property
     def together(self) -> bool:
         """True if, to this rank's knowledge, the ranks save together."""
-        return self._writer is not None and not self._given_up and not self.refusals
+        return self._writer is not None and not self.given_up and not self.refusals
 
     def ballot(self, rank: int, world_size: int, *, divided: bool, now: bool) -> list[float]:
         """Return this rank's ballot, to be summed; exact in float64.
@@ -89,7 +88,7 @@ class SaveAgreement:
         if not divided or world_size == 1:
             return [0.0] * (1 + _RIDING)
         readiness = Readiness.NEVER
-        if self._writer is not None and not self._given_up:
+        if self._writer is not None and not self.given_up:
             readiness = self._writer.readiness(rank, world_size, now=now)
         return [1.0, *_said(rank, readiness)]
 
@@ -113,7 +112,7 @@ class SaveAgreement:
 
     def prepare(self, rank: int, world_size: int) -> None:
         """Start whatever preparation this rank lacks for a requested checkpoint."""
-        if self._writer is not None and not self._given_up:
+        if self._writer is not None and not self.given_up:
             self._writer.readiness(rank, world_size, now=False)
 
     # -- on the control sums ---------------------------------------------------------------------------------------
@@ -127,7 +126,7 @@ class SaveAgreement:
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
         """Return this rank's ballot in case a checkpoint is requested now."""
-        return _NEVER if self._writer is None or self._given_up else _said(rank, self._writer.standing())
+        return _NEVER if self._writer is None or self.given_up else _said(rank, self._writer.standing())
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """Receive the sums over all ranks."""
@@ -142,10 +141,6 @@ class SaveAgreement:
         """Return the agreed order and clear it."""
         order, self._order = self._order, None
         return order
-
-
-_NEVER = (0.0, 0.0, 0.0, 1.0)
-"""Contribution of a rank that can never write its part."""
 
 
 def _said(rank: int, readiness: Readiness) -> list[float]:

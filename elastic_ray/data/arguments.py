@@ -57,8 +57,8 @@ class LoaderArguments:
         check_argument_names("AdaptiveDataLoader", self.options, known - {"options"})
         if self.options.get("generator") is not None:
             raise ValueError(
-                "generator cannot be set on an AdaptiveDataLoader: the order is fixed by seed and epoch, so that all "
-                "workers have the same one: pass seed= instead (and a DataLoader without generator)"
+                "generator cannot be set on an AdaptiveDataLoader: seed and epoch fix the order, so that all "
+                "workers share it: pass seed= instead (and a DataLoader without generator)"
             )
         if self.on_epoch is not None and not callable(self.on_epoch):
             raise TypeError(f"on_epoch must be a function of (dataset, epoch), but got {self.on_epoch!r}")
@@ -186,8 +186,8 @@ def taken_over(given: LoaderArguments, batch_size: int | None = None) -> LoaderA
         )
     if loader.batch_size is None and loader.batch_sampler is None:
         raise ValueError(
-            "a DataLoader with batch_size=None, whose samples are batches already, cannot be shared out: pass its "
-            "dataset with batch_size=the number of such items in a global batch, and a collate_fn"
+            "a DataLoader with batch_size=None, whose samples are already batches, cannot be divided among workers: "
+            "pass its dataset with batch_size=the number of such items in a global batch, and a collate_fn"
         )
     batches: dict[str, Any] = {"batch_size": batch_size or loader.batch_size, "drop_last": loader.drop_last}
     if loader.batch_size is None:
@@ -228,7 +228,7 @@ def _order_of(sampler: Any) -> dict[str, Any]:
     if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
         if sampler.generator is not None:
             raise ValueError(
-                "the DataLoader's sampler has a generator of its own, but here the order is fixed by seed and epoch: "
+                "the DataLoader's sampler has its own generator, but here seed and epoch fix the order: "
                 "use shuffle=True, and pass seed= to the AdaptiveDataLoader"
             )
         return {"shuffle": True}

@@ -360,7 +360,7 @@ def _check_sizes(buffer_row_groups: int, cache_row_groups: int) -> None:
     if cache_row_groups < buffer_row_groups:
         raise ValueError(
             f"cache_row_groups must be at least buffer_row_groups ({buffer_row_groups}), or row groups "
-            f"would be read again and again, but got {cache_row_groups}"
+            f"would be read repeatedly, but got {cache_row_groups}"
         )
 
 

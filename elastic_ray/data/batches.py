@@ -534,9 +534,9 @@ class BatchSamplerOrder:
             drawn = itertools.islice(self._batch_sampler, limit + 1)
             batches = [np.asarray(batch, dtype=np.int64) for batch in drawn]
         if len(batches) > limit:
-            raise ValueError(f"a batch_sampler must come to an end, but gave more than {limit} batches")
+            raise ValueError(f"a batch_sampler must end, but gave more than {limit} batches")
         if not batches or not all(len(batch) for batch in batches):
-            raise ValueError("a batch_sampler must give at least one batch, and none that is empty")
+            raise ValueError("a batch_sampler must yield at least one batch and no empty batch")
         order = np.concatenate(batches)
         if order.min() < 0 or order.max() >= self._samples:
             raise ValueError(

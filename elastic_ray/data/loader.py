@@ -26,7 +26,7 @@ from elastic_ray.data.order import SamplerOrder, drops_last
 from elastic_ray.data.resumable import ResumableLoader
 from elastic_ray.data.sharding import Shares, batches_of
 from elastic_ray.loop.api import current_session
-from elastic_ray.run.current import check_present, session_of_thread
+from elastic_ray.run.current import replaced_error, session_of_thread
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.step import LoaderStep
 
@@ -254,7 +254,7 @@ class AdaptiveDataLoader(ResumableLoader):
             raise TypeError(f"loader.weigh(n) takes a number (of a tensor its .item()), but got {count!r}")
         if not 0 <= count < math.inf:
             raise ValueError(f"loader.weigh(n) takes a number of 0 or more, but got {count}")
-        step = self._session.passes.step
+        step = self._session.ledger.step
         if step is None or self._reading is None or step.loader_pass is not self._reading[0]:
             raise RuntimeError("loader.weigh(n) is for the body of a loop over this loader, once for each micro-batch")
         step.weigh(float(count))
@@ -315,9 +315,9 @@ class AdaptiveDataLoader(ResumableLoader):
         if self._given.whole_batches:
             return BatchChoice(atomic_bsz=limits.init_batch_size)
         if not self._leads:
-            return cut_within(limits, limits.init_batch_size, session.world_size)
-        shape = session.shape or cut_within(limits, limits.init_batch_size, session.world_size)
-        return bounded(limits, shape, session.progress.memory_bound)
+            return cut_within(limits, limits.init_batch_size, session.group.world_size)
+        shape = session.states.shape or cut_within(limits, limits.init_batch_size, session.group.world_size)
+        return bounded(limits, shape, session.states.progress.memory_bound)
 
     @property
     def current_local_bsz(self) -> int:
@@ -333,7 +333,7 @@ class AdaptiveDataLoader(ResumableLoader):
     def current_batch_size(self) -> int:
         """Current global batch size [samples]."""
         limits, unit = self._limits, self._session.run.unit
-        size = limits.init_batch_size if limits.fixed else limits.size_of(self.shape, self._session.world_size)
+        size = limits.init_batch_size if limits.fixed else limits.size_of(self.shape, self._session.group.world_size)
         return size if unit is None or limits.fixed else unit.place.fitting(size)
 
     @property
@@ -358,7 +358,7 @@ class AdaptiveDataLoader(ResumableLoader):
         return self._own_batches(steps) if self._given.whole_batches else steps
 
     def _own_batches(self, count: int) -> int:
-        return batches_of(count, rank=self._session.rank, world_size=self._session.world_size)
+        return batches_of(count, rank=self._session.group.rank, world_size=self._session.group.world_size)
 
     @property
     def dataset(self) -> Any:
@@ -400,14 +400,16 @@ class AdaptiveDataLoader(ResumableLoader):
                         break
                     continue
                 yield from self._micro_batches(batches)
-                check_present(session)
+                if session.replaced:
+                    raise replaced_error()
                 if session.passes.edge(loader_pass, ends_pass=joined_later and self.on_last_batch):
                     self._source.commit()
-                    if session.passes.ended_early(loader_pass):
+                    if session.passes.ended_early is loader_pass:
                         break
             total = self._pass_total(loader_pass)
         except GeneratorExit:
-            self._session.passes.abandon(loader_pass)
+            # By break or by an exception: only after break does the program go on, and the step is committed then.
+            self._session.ledger.abandon(loader_pass)
             raise
         finally:
             self._end_reading(loader_pass)
@@ -432,12 +434,12 @@ class AdaptiveDataLoader(ResumableLoader):
             raise RuntimeError("autoscale_batch_size must be called before the first epoch")
 
     def _micro_batches(self, batches: Sequence[Callable[[], Any]]) -> Iterator[Any]:
-        step: Any = self._session.passes.step  # begun when its batches were cut
+        step: Any = self._session.ledger.step  # begun when its batches were cut
         for micro, fetch in enumerate(batches):
             step.begin_micro(micro)
             yield self._session.passes.fetched(fetch) if self._session.run.meter.on else fetch()
-            if micro < len(batches) - 1:
-                self._session.passes.end_micro_step(step)
+            if micro < len(batches) - 1 and not step.halved:
+                self._session.run.clock.micro()
 
     def _epoch(self) -> int:
         """Return the epoch that determines the order: one per pass in a loop without ``remaining_epochs_until``."""
@@ -521,8 +523,8 @@ class AdaptiveDataLoader(ResumableLoader):
             cut = StepSplit(
                 batch_size=self.current_batch_size,
                 micro_steps=shape.accum_steps + 1,
-                world_size=session.world_size,
-                rank=session.rank,
+                world_size=session.group.world_size,
+                rank=session.group.rank,
                 drop_last=self._drop_last,
                 shares=self._shares,
                 halving=self._halving(shape),
@@ -555,9 +557,9 @@ class AdaptiveDataLoader(ResumableLoader):
     def _halving(self, shape: BatchChoice) -> Halving | None:
         """Return the rule for steps halved to measure noise; None if ranks or micro-batches show the noise already."""
         session = self._session
-        if not self._leads or session.world_size > 1 or shape.accum_steps or self._given.whole_batches:
+        if not self._leads or session.group.world_size > 1 or shape.accum_steps or self._given.whole_batches:
             return None
-        return session.registry.halving(session.progress.steps)
+        return session.registry.halving(session.states.progress.steps)
 
     def _halved_ahead(self, position: int, steps: int) -> int:
         cut = self._setting[2] if self._setting is not None else None
@@ -569,12 +571,15 @@ class AdaptiveDataLoader(ResumableLoader):
     @property
     def _shares(self) -> Shares | None:
         """Shares of a step for ranks of unequal speed; None divides equally."""
-        weights = self._session.share_weights
+        run = self._session.run
+        weights = run.gpu_types.weights(run.stragglers.weights)
         if weights is None:
             return None
         least = 1 if self._limits.fixed else self._limits.lower
-        most = [each for each in (self._limits.upper, self._session.progress.memory_bound) if each is not None]
-        return Shares(weights=weights, least=least, most=min(most, default=None))
+        bounds = [each for each in (self._limits.upper, run.states.progress.memory_bound) if each is not None]
+        most, parts = min(bounds, default=None), self._shard_of_unit[1]  # shares count a sample of each shard as one
+        least = -(-least // parts)
+        return Shares(weights=weights, least=least, most=None if most is None else max(least, most // parts))
 
     def _pass_total(self, loader_pass: PassProgress) -> int:
         return loader_pass.position if self.dataset_size is None else self.dataset_size

@@ -210,14 +210,9 @@ class StreamSharder(Generic[Item]):
         self.start_epoch(epoch, position=position)
 
     @property
-    def position(self) -> int:
-        """Number of items of this epoch that committed steps have used."""
-        return self._position
-
-    @property
     def total(self) -> int | None:
         """Number of items in this epoch's stream; None until its end is reached."""
-        return self._position + len(self._ahead) if self._ended else None
+        return self.position + len(self._ahead) if self._ended else None
 
     def start_epoch(self, epoch: int, *, position: int = 0) -> None:
         """Open the stream for `epoch` and skip to `position`. Raises ValueError if the stream ends before that."""
@@ -225,7 +220,7 @@ class StreamSharder(Generic[Item]):
         self._epoch = epoch
         self._random = PrivateRandom(seed=self._seed, epoch=epoch)
         self._ahead: deque[Item] = deque()
-        self._position = self._drawn = 0
+        self.position = self._drawn = 0
         self._ended = False
         with self._random:
             opened = self._source if isinstance(self._source, Iterable) else self._source()
@@ -235,7 +230,7 @@ class StreamSharder(Generic[Item]):
 
     def seek(self, position: int) -> None:
         """Seek to `position` and drop a drawn step: forwards by skipping items, backwards by reopening the stream."""
-        if position < self._position:
+        if position < self.position:
             self.start_epoch(self._epoch, position=position)
         else:
             self._skip(position)
@@ -243,8 +238,8 @@ class StreamSharder(Generic[Item]):
     def can_switch(self, world_size: int) -> bool:
         """True if `world_size` workers may start at the current position; see `sharding.can_switch`."""
         self._read_ahead(2 * world_size)
-        total = self._position + len(self._ahead)
-        return sharding.can_switch(position=self._position, total=total, world_size=world_size)
+        total = self.position + len(self._ahead)
+        return sharding.can_switch(position=self.position, total=total, world_size=world_size)
 
     def next_step(
         self,
@@ -265,12 +260,12 @@ class StreamSharder(Generic[Item]):
         Raises ValueError: an argument is invalid, or the stream is empty.
         """
         self._read_ahead(max(batch_size, owed) + 2 * world_size)
-        known = self._position + len(self._ahead)
+        known = self.position + len(self._ahead)
         if known == 0:
             raise ValueError(f"a stream must have at least 1 item, but {type(self._source).__name__} gave none")
         count = owed or sharding.step_size(
             # with a full look-ahead `known` is not the total, but no tail is near, so the answer is the same
-            position=self._position,
+            position=self.position,
             total=known,
             batch_size=batch_size,
             world_size=world_size,
@@ -291,24 +286,24 @@ class StreamSharder(Generic[Item]):
         """Commit the drawn step and release its items; return the new position."""
         self._drop(self._drawn)
         self._drawn = 0
-        return self._position
+        return self.position
 
     def _drop(self, count: int) -> None:
         for _ in range(count):
             self._ahead.popleft()
-        self._position += count
+        self.position += count
 
     def _skip(self, position: int) -> None:
         """Read and discard items up to ``position``."""
         self._drawn = 0
-        while self._position < position:
-            self._read_ahead(min(position - self._position, 1024))
+        while self.position < position:
+            self._read_ahead(min(position - self.position, 1024))
             if not self._ahead:
                 raise ValueError(
-                    f"the stream must give the same items on every rank and after a restart, but ended after "
-                    f"{self._position} of the {position} items that have been used"
+                    f"the stream must yield the same items on every rank and after a restart, but ended after "
+                    f"{self.position} of the {position} items that have been used"
                 )
-            self._drop(min(len(self._ahead), position - self._position))
+            self._drop(min(len(self._ahead), position - self.position))
 
     def _read_ahead(self, count: int) -> None:
         missing = count - len(self._ahead)

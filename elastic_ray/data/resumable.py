@@ -33,7 +33,7 @@ class ResumableLoader:
     @property
     def on_last_batch(self) -> bool:
         """True if the current micro-batch is the last of its pass, judging by the length of a stream known so far."""
-        step = self._session.passes.step
+        step = self._session.ledger.step
         if step is None or step.micro_steps - 1 > step.micro:
             return False
         left = step.samples_left - step.count
@@ -42,7 +42,7 @@ class ResumableLoader:
     @property
     def batches_left(self) -> int | None:
         """Micro-batches left in the current pass at the current batch size; None between steps or if unknown."""
-        step = self._session.passes.step
+        step = self._session.ledger.step
         if step is None:
             return None
         left, size = step.samples_left - step.count, self.current_batch_size
@@ -84,7 +84,7 @@ def resume_at(run: Session, state: Mapping[str, Any]) -> None:
     """
     point = ResumePoint.from_json(state)
     if point is None:
-        raise ValueError("state must be what state_dict() has given, but is empty")
+        raise ValueError("state must come from state_dict(), but is empty")
     if run.synced:
         raise RuntimeError("load_state_dict must be called before the first epoch, but training has begun")
     present = run.states.progress

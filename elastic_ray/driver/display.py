@@ -121,13 +121,7 @@ class JobDisplay:
         interval_s: float = PLAIN_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare a display, which shows nothing until its first method call.
-
-        Args:
-            stream: Stream to write to; None means ``sys.stdout``.
-            interval_s: Shortest time between two plain status lines [s].
-            clock: Monotonic clock [s].
-        """
+        """Prepare a display, which shows nothing until its first method call."""
         self._stream = sys.stdout if stream is None else stream
         self._interval_s, self._clock = interval_s, clock
         self._shown: tuple[float, str] | None = None

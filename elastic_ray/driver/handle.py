@@ -126,7 +126,6 @@ class JobHandle:
         """Claim the lease; called by ``ElasticTrainer.submit`` and :meth:`attach`.
 
         Args:
-            controller: Handle of the job's controller.
             spec: The submitted job (``train_loop`` is not used).
         """
         self._controller, self._spec = controller, spec

@@ -44,14 +44,7 @@ class LeaseKeeper:
     """
 
     def __init__(self, job: str, controller: Any, *, lease_s: float, away_s: float) -> None:
-        """Start renewing the lease.
-
-        Args:
-            job: Name of the job, for messages.
-            controller: Handle of the job's controller.
-            lease_s: The job's ``ElasticConfig.lease_s``.
-            away_s: The job's ``ElasticConfig.controller_timeout_s``.
-        """
+        """Start renewing the lease."""
         self._away_s, self._job, self._controller, self._lease_s = away_s, job, controller, lease_s
         self._ended = threading.Event()
         self._wake = threading.Event()

@@ -122,7 +122,7 @@ def _bundle(config: ScalingConfig) -> dict[str, float]:
     bundle = {name: float(amount) for name, amount in bundle.items() if amount}
     if not bundle:
         raise ValueError(
-            f"ScalingConfig(resources_per_worker) must give a worker something above 0, but got {given!r}; "
+            f"ScalingConfig(resources_per_worker) must give a worker at least one resource above 0, but got {given!r}; "
             "for example {'CPU': 1}"
         )
     return bundle
@@ -203,17 +203,17 @@ def _callbacks(given: Any) -> tuple[Any, ...]:
     for callback in callbacks:
         if isinstance(callback, UserCallback | LoggerCallback):
             continue
-        what = f"the class {callback.__qualname__}" if isinstance(callback, type) else f"a {_type_name(callback)}"
+        what = (
+            f"the class {callback.__qualname__}"
+            if isinstance(callback, type)
+            else f"a {type(callback).__module__}.{type(callback).__qualname__}"
+        )
         hint = "; pass an instance of it" if isinstance(callback, type) else ""
         raise TypeError(
             f"RunConfig(callbacks) takes ray.train.UserCallback and Ray Tune's LoggerCallback (W&B, MLflow, Comet...), "
             f"but got {what}{hint}. A ray.tune.Callback of another kind belongs to tune.RunConfig(callbacks)"
         )
     return callbacks
-
-
-def _type_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _check_failures(config: FailureConfig) -> None:
@@ -268,7 +268,7 @@ def _runtime_env(env: Any) -> dict[str, Any]:
         ray.remote(_runtime_env).options(runtime_env=dict(env))
     except (TypeError, ValueError) as error:
         raise type(error)(
-            f"RunConfig(worker_runtime_env) must be one that Ray takes for an actor, but got {dict(env)!r}: {error} "
+            f"RunConfig(worker_runtime_env) must be one that Ray accepts for an actor, but got {dict(env)!r}: {error} "
             "(Local directories and modules are uploaded for the whole job: ray.init(runtime_env=...), or elastic-ray "
             "submit --working-dir)"
         ) from error

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from elastic_ray.sync.sharded_parameters.row_layout import COPIES
 from placement.checks import check_whole
-from placement.cluster.memory_need import MemoryNeed
+from placement.cluster.sizes import MemoryNeed
 
 # While rows move, a worker holds those that it had, those of the new group, and what has come of them by wire.
 _WHILE_ROWS_MOVE = 3

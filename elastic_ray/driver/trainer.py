@@ -42,8 +42,10 @@ from elastic_ray.observe.trackers.callbacks import pack_callbacks
 from elastic_ray.record.submitted import SubmittedJob
 from elastic_ray.run.current import in_worker
 from elastic_ray.worker.train_loop import pack
-from placement.cluster.cluster import TOLERANCE, Node, Resources
+from placement.cluster.cluster import TOLERANCE, Cluster, Node, Resources
+from placement.cluster.jobs import JobView
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
+from placement.planning.spans import room_for, spans_nodes
 from placement.ray_cluster.autoscaler_presence import living_nodes, may_autoscale
 from placement.storage.storage_calls import call_storage
 
@@ -79,10 +81,7 @@ def impossible(
 
     Args:
         bundle: Resources of one worker.
-        min_workers: Fewest workers the job may run with.
-        label_selector: Labels that a worker's node must have.
         nodes: All living nodes; only ``total`` and ``labels`` are used.
-        sizes: Allowed numbers of workers.
         unit: Number of workers that form one unit; if above 1, ``bundle`` and sizes are per unit.
 
     Returns:
@@ -93,6 +92,11 @@ def impossible(
         return _no_such_label(label_selector, nodes)
     one, many = (f"a unit of {unit} workers", "units") if unit > 1 else ("a worker", "workers")
     where = f" with the labels {dict(label_selector)}" if label_selector else ""
+    if unit > 1:
+        view = JobView(job="unit", bundle=bundle, unit=unit, label_selector=label_selector)
+        cluster = Cluster(nodes=tuple(dataclasses.replace(node, draining=False) for node in fitting))
+        if spans_nodes(view, cluster) and room_for(view, cluster, min_workers) == min_workers:
+            return None
     for resource, amount in bundle.items():
         most = max(node.total.get(resource, 0.0) for node in fitting)
         if most + TOLERANCE < amount:
@@ -234,7 +238,7 @@ class ElasticTrainer:
         self._elastic = elastic_config or ElasticConfig()
         self._scheduling = told.scheduled(scheduling_config or SchedulingConfig())
         self._scaling = _of_allowed_sizes(_in_units(self._scaling, self._scheduling), self._scheduling)
-        _check_unit(self._scheduling, self._elastic, datasets=bool(self._datasets))
+        _check_unit(self._scheduling, datasets=bool(self._datasets))
         self._fingerprint = _check_fingerprint(model_fingerprint)
         filesystem, self._storage_path = resolve(self._run.storage_path, self._run.storage_filesystem)
         self._filesystem = _picklable(filesystem)
@@ -364,17 +368,12 @@ def _in_units(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
     )
 
 
-def _check_unit(scheduling: SchedulingConfig, elastic: ElasticConfig, *, datasets: bool) -> None:
-    """Raise ValueError for options that are not supported with units of several workers."""
+def _check_unit(scheduling: SchedulingConfig, *, datasets: bool) -> None:
+    """Raise ValueError for data that units of several workers cannot read."""
     if scheduling.unit_size > 1 and datasets:
         raise ValueError(
             f"datasets= is not supported with SchedulingConfig(unit={scheduling.unit}), whose workers read the same "
             "samples: give an AdaptiveDataLoader a dataset with a length"
-        )
-    if scheduling.unit_size > 1 and elastic.stragglers in ("share", "replace"):
-        raise ValueError(
-            f"ElasticConfig(stragglers={elastic.stragglers!r}) is not supported with SchedulingConfig(unit="
-            f"{scheduling.unit}): all units take equal shares; use 'tell' or 'ignore'"
         )
 
 

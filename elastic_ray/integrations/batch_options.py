@@ -36,7 +36,7 @@ class BatchOptions:
         if self.accumulated < 1:
             raise ValueError(f"gradient_accumulation_steps must be 1 or more, but got {self.accumulated}")
         if self.max_batch_size is None and (self.local_bsz_bounds is not None or self.gradient_accumulation):
-            raise ValueError("local_bsz_bounds and gradient_accumulation belong to max_batch_size, which is None")
+            raise ValueError("local_bsz_bounds and gradient_accumulation need max_batch_size, which is None")
 
     def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader, *, seed: int = 0) -> er.AdaptiveDataLoader:
         """Return the user's loader as one whose batches all workers share, ordering samples by ``seed``.
@@ -71,7 +71,7 @@ class BatchOptions:
         if loader.max_batch_size not in (None, most):
             raise ValueError(
                 f"max_batch_size={most}, but the loader was told autoscale_batch_size"
-                f"({loader.max_batch_size}): say it in one place"
+                f"({loader.max_batch_size}): set it in one place"
             )
         loader.autoscale_batch_size(most, bounds, self.gradient_accumulation or self.accumulated > 1)
         if get_context().get_world_rank() == 0:

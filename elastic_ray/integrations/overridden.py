@@ -16,11 +16,6 @@ def check_overridden(library: str, extra: str, names: Mapping[type, Iterable[str
     """Raise ImportError if a library's classes lack methods or properties that elastic-ray overrides or calls.
 
     A library version newer than the newest tested one is logged as a warning, and used.
-
-    Args:
-        library: Name of the library's distribution.
-        extra: The elastic-ray extra that installs a supported version; the error message suggests it.
-        names: Names of the required methods and properties, keyed by class.
     """
     gone = [f"{owner.__name__}.{name}" for owner, each in names.items() for name in each if not hasattr(owner, name)]
     if gone:

@@ -65,7 +65,9 @@ class PassEpochs:
             self._goes_by = self._comes_before(self._passes)
             self._passes += 1
             if not self._goes_by:
-                self._begin_epoch()
+                self._end_epoch()
+                self._within = True
+                self._session.ledger.begin_epoch()
         return self._goes_by
 
     @contextlib.contextmanager
@@ -111,11 +113,6 @@ class PassEpochs:
         session.begin_epochs(None)
         session.registry.add_hook(HookPoint.BEFORE_END, self._end_epoch)
 
-    def _begin_epoch(self) -> None:
-        self._end_epoch()
-        self._within = True
-        self._session.ledger.begin_epoch()
-
     def _end_epoch(self) -> None:
         """End the epoch, because the code has reached the next one or its end."""
         if self._within:
@@ -146,8 +143,8 @@ def check(function: str, given: Mapping[str, Any]) -> None:
     """
     if function == "prepare_model" and given.get("parallel_strategy") not in ("ddp", None):
         raise RuntimeError(
-            f"prepare_model(parallel_strategy={given['parallel_strategy']!r}) cannot be kept in an elastic job, whose "
-            "workers each hold the whole model: leave it out"
+            f"prepare_model(parallel_strategy={given['parallel_strategy']!r}) is not supported in an elastic job, "
+            "where each worker holds the whole model: leave it out"
         )
     if function == "prepare_data_loader" and not given.get("move_to_device", True):
         raise RuntimeError(
@@ -168,9 +165,6 @@ def loader(data_loader: DataLoader[Any], device: torch.device, auto_transfer: bo
 
 class RayTrainModel(LateWrapped):
     """A model that is wrapped together with its optimizer when the first epoch starts.
-
-    Args:
-        options: The user's arguments for ``DistributedDataParallel``.
 
     Raises RuntimeError if training has already started.
     """
@@ -200,7 +194,6 @@ class RayTrainLoader(LoaderOnDevice):
 
     Args:
         data_loader: The user's loader, whose batch size is that of one worker.
-        device: The worker's device.
 
     Raises RuntimeError if the loader uses a batch sampler.
     """
@@ -235,14 +228,9 @@ class RayTrainLoader(LoaderOnDevice):
             replays = replays and session.ledger.replays_passes
         if replays:
             with epochs.rehearsal():
-                yield from (_moved(batch, self.device) for batch in self._any_batch())
-
-    def _any_batch(self) -> Iterator[Any]:
-        """Return an iterator over a single batch of one worker's size; empty if there is no data."""
-        given = self._given
-        own = torch.Generator()  # else it would draw from torch's
-        one = DataLoader(given.dataset, given.batch_size, collate_fn=given.collate_fn, generator=own)
-        return itertools.islice(one, 1)
+                given, own = self._given, torch.Generator()  # else it would draw from torch's
+                one = DataLoader(given.dataset, given.batch_size, collate_fn=given.collate_fn, generator=own)
+                yield from (_moved(batch, self.device) for batch in itertools.islice(one, 1))
 
 
 class _Sampler:

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from elastic_ray.checkpoints.run_directory import resolve
 from elastic_ray.job_spec import JobSpec
 from placement.allocator.actor import find_allocator
-from placement.allocator.instructions import HeartbeatReply
+from placement.allocator.events import HeartbeatReply
 from placement.cluster.jobs import Bill, JobView
 from placement.knowledge.store import StorageRoot
 from placement.versions import VersionError, spoken
@@ -28,13 +28,7 @@ _LOST_S = 60.0  # a call that nobody answers is lost; an allocator that is gone 
 
 
 class AllocatorClient:
-    """Client that sends the allocator a heartbeat every second, or sooner on demand; starts the allocator if needed.
-
-    Args:
-        controller: Handle of the job's controller.
-        view: Function that returns the job as the allocator sees it.
-        hear: Function that receives the allocator's answers: measurements of other jobs, and notes for the user.
-    """
+    """Client that sends the allocator a heartbeat every second, or sooner on demand; starts the allocator if needed."""
 
     def __init__(
         self, spec: JobSpec, controller: Any, view: Callable[[], JobView], hear: Callable[[HeartbeatReply], None]

@@ -80,7 +80,7 @@ class BranchRun:
             if not states:
                 raise BranchError(
                     f"job {self.spec.job!r} has no automatic checkpoint yet, from which branches start; wait for its "
-                    "first one (ElasticConfig(checkpoint_interval_s=...) makes it sooner)"
+                    "first one (a smaller ElasticConfig(checkpoint_interval_s=...) brings it sooner)"
                 )
             try:
                 for each in branches:
@@ -176,7 +176,9 @@ class Branch:
         try:
             controller = start(self.spec)
         except ValueError as error:
-            raise BranchError(f"job {self.spec.job!r} runs already: wait for its end, or stop it ({error})") from error
+            raise BranchError(
+                f"job {self.spec.job!r} is already running: wait for its end, or stop it ({error})"
+            ) from error
         reports: list[Report] = []
         deadline_s = time.monotonic() + timeout_s
         try:

@@ -25,7 +25,6 @@ class ReportIntake:
     """Receiver of a job's reports.
 
     Args:
-        record: Record of the job.
         tell: Function that reports a storage problem, as a sentence, to the job's user.
         trackers: Trackers, which receive every report, some more than once.
     """
@@ -40,7 +39,9 @@ class ReportIntake:
     async def hear(self, message: WorkerReport, workers: int) -> None:
         """Handle a report; returns when the worker that made it may continue training."""
         if message.again:
-            self._hear_again(message, workers)
+            # Of an earlier controller; any checkpoint of it has been found in storage.
+            if (report := self._record.report_again(message, workers)) is not None:
+                self._take(report)
             return
         self._writer.delete(self._record.report(message, workers))
         if message.problem:
@@ -50,11 +51,6 @@ class ReportIntake:
             trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.checkpoint_ref,))
         self._take(report_of(message, workers))
         await self.queue.wait_for_reader(message.index)
-
-    def _hear_again(self, message: WorkerReport, workers: int) -> None:
-        """Handle a report that an earlier controller received; any checkpoint of it has been found in storage."""
-        if (report := self._record.report_again(message, workers)) is not None:
-            self._take(report)
 
     def restore(self, checkpoint: StoredCheckpoint) -> None:
         """Handle a checkpoint that rank 0 stored before it was lost and could report it."""

@@ -53,6 +53,7 @@ from placement.ray_cluster.named_actors import (
     find_actor,
     names_of_actors,
 )
+from placement.ray_cluster.notes import TRAIN_LOOP
 from placement.reasons import Cause, Reason
 from placement.text import log_plainly
 from placement.versions import Spoken, VersionError, check_spoken, spoken
@@ -87,7 +88,7 @@ def _create(spec: JobSpec) -> Any:
     controller = create_on_head(JobController, name, spec, spoken(), max_restarts=-1)
     if any(find_actor(own) is not None for own, _ in aliases(name, whole=True)):
         ray.kill(controller)
-        raise ValueError(f"a controller named {name!r} is alive")
+        raise ValueError(f"a controller named {name!r} is still running")
     return controller
 
 
@@ -186,7 +187,7 @@ class JobController:
         self._name = spec.trial.controller if spec.trial is not None else spec.job
         remembered = self._journal.read()
         if self._stored_train_loop:
-            self._journal.note_train_loop(self._stored_train_loop)
+            self._journal.put(TRAIN_LOOP, self._stored_train_loop)
         self._reconnection: Reconnection | None = None
         self._state_before: ControllerState | None = None
         if spec.stored_train_loop:
@@ -296,13 +297,14 @@ class JobController:
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
         """Return the report after number ``after`` (already handled); None if none arrives within ``wait_s``."""
         await self._recovered.wait()
-        return await self._job.next_report(after, wait_s)
+        return await self._job.reports.next(after, wait_s)
 
     async def stop(self, *, now: bool = False, reason: str = "stop() was called") -> None:
         """Stop the job: saved after the current step or, with ``now``, at once in the middle of it."""
         await self._known()
         if now:
-            self._job.end_now(reason)
+            self._job.stop_reason = f"{reason}, now"
+            self._job.finish(JobPhase.STOPPED)
         self._job.stop(reason)
         await self._persist_state()
 
@@ -314,7 +316,7 @@ class JobController:
     async def outcome(self) -> JobOutcome | None:
         """Return the job's outcome once its records are written (best effort); None while the job has not ended."""
         await self._recovered.wait()
-        await self._job.written()
+        await self._job.shutdown.written()
         return self._job.record.outcome()
 
     async def close(self) -> None:
@@ -337,7 +339,7 @@ class JobController:
             return
         if not final and await asyncio.to_thread(may_autoscale):
             reason = dataclasses.replace(reason, cause=Cause.AUTOSCALER)
-            job.record.waits_for_resources(reason.explained, needs_node=True)
+            job.record.message, job.record.needs_node = reason.explained, True
             return
         from elastic_ray.errors import ImpossibleResourcesError  # imports ray.train
 
@@ -347,7 +349,7 @@ class JobController:
         """Handle a worker's message; returns True if the job continues."""
         await self._recovered.wait()
         job = self._job
-        await job.hear(message)
+        await job.messages.hear(message)
         return not job.record.phase.ended
 
     async def saved(self, message: StateSaved) -> float:
@@ -382,13 +384,13 @@ class JobController:
         """Run the job, then clean up and end this controller."""
         try:
             await self._run_job()
-            if self._job.vacated is not None:
-                await self._job.vacated
+            if self._job.shutdown.vacated is not None:
+                await self._job.shutdown.vacated
         except Exception:  # those that wait for it learn of its end
             logger.exception("job %s: its controller ends", self._spec.job)
         await asyncio.sleep(0.2)  # let the last answers out
-        await self._job.group.withdrawn()
-        await self._job.group.refilled()
+        await self._job.group.actors.withdrawn()
+        await self._job.group.actors.refilled()
         if self._spec.trial is None and self._spec.elastic.warm_workers_per_node and read_config(os.environ).on:
             await asyncio.to_thread(prepare_next)
         await asyncio.to_thread(self._forget)
@@ -421,7 +423,7 @@ class JobController:
         if not job.record.phase.ended:
             lease_s = self._spec.elastic.lease_s
             await self._save_and_end(f"its driver is gone: it has not renewed its lease of lease_s={lease_s:g} s")
-        await job.written()
+        await job.shutdown.written()
 
     async def _save_and_end(self, reason: str) -> None:
         """End a job whose driver is gone, after saving it if possible."""

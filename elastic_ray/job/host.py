@@ -66,7 +66,7 @@ class ControllerHost:
             # Of a process before this one that died before it had noted the trial down.
             await asyncio.to_thread(delete_alias, f"job:{run}", self._own)
             if not await controller.take_up(spec, self._own, owner, spoken()):
-                raise ValueError(f"a controller named {run!r} is alive")
+                raise ValueError(f"a controller named {run!r} is still running")
         except BaseException:
             self._remove(run)
             raise

@@ -32,7 +32,7 @@ class JobBranches:
     def begin(self, plan: BranchPlan, start: Callable[[JobSpec], Any]) -> None:
         """Start a comparison in the background. Raises BranchError: the job cannot be branched."""
         if self._is_running:
-            raise BranchError(f"job {self._parts.spec.job!r} cannot be branched: a comparison is under way already")
+            raise BranchError(f"job {self._parts.spec.job!r} cannot be branched: a comparison is already in progress")
         run = self._run_of(plan, idle=False)
         self._outcome = None
         self._running = self._parts.background.start(self._compare(run, start))
@@ -42,7 +42,9 @@ class JobBranches:
         if isinstance(self._outcome, BranchError):
             raise self._outcome
         if self._outcome is None and not self._is_running:
-            raise BranchError("no comparison is under way: the job's controller was restarted since; branch it again")
+            raise BranchError(
+                "no comparison is in progress: the job's controller has restarted; start the branch again"
+            )
         return self._outcome
 
     @property

@@ -19,7 +19,7 @@ from ray.experimental import internal_kv
 from elastic_ray.events import JobEvent
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.controller_state import ControllerState
-from placement.ray_cluster.notes import NAMESPACE, TRAIN_LOOP, key_of
+from placement.ray_cluster.notes import NAMESPACE, key_of
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -71,16 +71,12 @@ class Journal:
         text = json.dumps(dataclasses.asdict(state))
         if text != self._last:
             self._last = text
-            self._put("job", text)
+            self.put("job", text)
 
     def add(self, event: JobEvent) -> None:
         """Record an event; returns at once."""
-        self._put(f"event/{self._events:08d}", event.to_json())
+        self.put(f"event/{self._events:08d}", event.to_json())
         self._events += 1
-
-    def note_train_loop(self, key: str) -> None:
-        """Record the key of the stored train function, which is deleted with the journal; returns at once."""
-        self._put(TRAIN_LOOP, key)
 
     def flush(self, timeout_s: float) -> bool:
         """Block until everything is written or ``timeout_s`` has passed; True if everything is written."""
@@ -111,18 +107,16 @@ class Journal:
         if self._thread is not None:
             self._thread.join(_FAREWELL_S)
         if delete:
-            self._delete()
-
-    def _delete(self) -> None:
-        try:
-            internal_kv._internal_kv_del(self._key(""), del_by_prefix=True, namespace=NAMESPACE)
-        except Exception as error:
-            logger.warning("a controller's notes were not deleted: %s", error)
+            try:
+                internal_kv._internal_kv_del(self._key(""), del_by_prefix=True, namespace=NAMESPACE)
+            except Exception as error:
+                logger.warning("a controller's notes were not deleted: %s", error)
 
     def _key(self, name: str) -> bytes:
         return key_of(self._controller, self._folder + name)
 
-    def _put(self, name: str, text: str) -> None:
+    def put(self, name: str, text: str) -> None:
+        """Record a note under a name; returns at once. It is deleted with the journal."""
         with self._lock:
             self._pending[name] = text
             if self._thread is None:

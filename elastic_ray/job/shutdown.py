@@ -27,9 +27,6 @@ class Notifier:
 
     A call that fails or takes too long only adds an event of kind ``warning``. The URL may contain a secret and is
     never shown. Trials send nothing, because their end concerns only the sweep.
-
-    Args:
-        warn: Function that receives the reason why a call failed.
     """
 
     def __init__(self, spec: JobSpec, warn: Callable[[str], None]) -> None:
@@ -85,13 +82,7 @@ _NOTE_S = 2.0
 
 
 class JobShutdown:
-    """Shutdown of a job, step by step.
-
-    Args:
-        parts: Shared parts of the job.
-        status: Function that returns the job's status.
-        notifier: Sender of the notice that the job has ended.
-    """
+    """Shutdown of a job, step by step."""
 
     def __init__(self, parts: JobContext, status: Callable[[], JobStatus], notifier: Notifier) -> None:
         self._status, self._notifier = status, notifier
@@ -104,17 +95,13 @@ class JobShutdown:
         # the task that makes processes ready for another trial; None for a job whose processes end with it
         self.vacated: asyncio.Task[None] | None = None
 
-    def returned(self, value: Sealed | None) -> None:
-        """Store a train function's return value."""
-        self.return_value = value
-
     def record(self, phase: JobPhase, error: BaseException | Raised | None, reason: str, *, complete: bool) -> None:
         """Record the job's end; unless ``complete`` is True, its outcome waits for :meth:`record_again`."""
         self._error = error
         if complete:
             self._record.end(phase, error=error, return_value=self.return_value, message=reason)
         else:
-            self._record.ending(phase, reason)
+            self._record.phase, self._record.message = phase, reason
         self._metrics.end()
 
     def record_again(self) -> None:
@@ -171,5 +158,5 @@ class JobShutdown:
         if (current := self._group.machine.current) is not None:
             # Rank 0 leaves the report that it waits in; without this the others would wait for it in their next step.
             self._group.post_to_members(Cancel(generation=current.generation))
-        await self._group.vacate()
+        await self._group.actors.vacate()
         self._allocator.ended()

@@ -32,7 +32,7 @@ class JobStarter:
         self._first_report: int | None = None
         self._caught_up = False
         self._begun_after = 0
-        self._later: Allocated | None = None
+        self.later: Allocated | None = None  # the allocator's decision to apply once the job restarts
 
     def recall(self, first_report: int) -> None:
         """Restore the number of the run's first report, as the earlier controller knew it; 0 if it knew none."""
@@ -42,10 +42,6 @@ class JobStarter:
     def knows_reports(self) -> bool:
         """True if all reports that an earlier controller received have been read."""
         return self._first_report is None or self._caught_up
-
-    def hold_back(self, target: Allocated) -> None:
-        """Keep the allocator's decision until the job restarts."""
-        self._later = target
 
     async def open(self) -> None:
         """Find the stored state of an earlier run of this name and prepare for workers; called before the first tick.
@@ -68,7 +64,7 @@ class JobStarter:
         self._caught_up = True
         if self._record.phase.ended:
             if self._record.outcome() is None:
-                self._job.end_again()
+                self._job.shutdown.record_again()
             return
         point = self._record.resume_point
         self._trackers.begin(point)
@@ -107,8 +103,8 @@ class JobStarter:
         before = self._group.machine.world_size
         self._events.add(EventKind.RESTART, before, 0, f"{reason}; it starts {start}", detail=detail)
         self._job.begin_again()
-        if (later := self._later) is not None:
-            self._later = None
+        if (later := self.later) is not None:
+            self.later = None
             self._job.allocate(later.nodes, later.reason, later.draining)
 
     async def _look(self, timeout_s: float) -> None:

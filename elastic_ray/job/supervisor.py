@@ -14,14 +14,14 @@ from elastic_ray.background import Background
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.batch.tuner import TunerSnapshot, fit_snapshot
-from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
+from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, WorkerInfo
 from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.context import JobContext, ReportIntake
 from elastic_ray.job.job_branches import JobBranches
 from elastic_ray.job.journal import Journal
+from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.shutdown import JobShutdown, Notifier
 from elastic_ray.job.starter import JobStarter
-from elastic_ray.job.state_note import Preemption, controller_state
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.instructions import Note
@@ -31,17 +31,17 @@ from elastic_ray.membership.signals import Allocated
 from elastic_ray.observe.metrics.job_metrics import JobMetrics
 from elastic_ray.observe.trackers.run_trackers import RunTrackers
 from elastic_ray.record import views
-from elastic_ray.record.controller_state import ControllerState, from_text, run_of
+from elastic_ray.record.controller_state import ControllerState, as_text, from_text, run_of
 from elastic_ray.record.event_log import EventLog
-from elastic_ray.record.losses import Losses
+from elastic_ray.record.losses import STUCK_FAILURES, Losses
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.worker_errors import WorkerErrors
 from elastic_ray.record.writer import RecordWriter
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.warm_pool.sizing import read_config
-from elastic_ray.worker.messages import RunResult, StateSaved, WorkerMessage, WorkerReregistration
+from elastic_ray.worker.messages import StateSaved, WorkerReregistration
 from elastic_ray.worker_group.group import WorkerGroup
-from placement.allocator.instructions import HeartbeatReply
+from placement.allocator.events import HeartbeatReply
 from placement.cluster.jobs import JobView
 from placement.knowledge.knowledge import Prior
 from placement.ray_cluster.metric_writer import MetricWriter
@@ -61,7 +61,6 @@ class JobSupervisor:
     All of it runs in the controller's event loop, so no locks are needed.
 
     Args:
-        controller: Handle of the job's controller, for workers and the allocator.
         background: Runner of tasks beside the event loop, some of which may outlast the job.
         journal: State for the controller that Ray starts as a replacement if this process dies.
     """
@@ -75,40 +74,35 @@ class JobSupervisor:
         self._writer = RecordWriter(spec, self.record, background, self.events.storage)
         self._trackers = RunTrackers(spec, run_of(spec), self.events.warn)
         self._metrics = JobMetrics(spec, self._planner, self.status, lambda: self.record.events, MetricWriter())
-        self._reports = ReportIntake(spec, self.record, self._writer, self.events.storage, self._trackers)
-        self._allocator = AllocatorClient(spec, controller, self._view, self._hear_allocator)
+        self.reports = ReportIntake(spec, self.record, self._writer, self.events.storage, self._trackers)
+        self.allocator = AllocatorClient(spec, controller, self._view, self._hear_allocator)
         self._losses = Losses(spec.max_failures, restart=spec.elastic.restart)
         self._errors = WorkerErrors(self._losses)
         self._preemption = Preemption(spec.elastic.join_timeout_s)
-        self._parts = parts = JobContext(
+        parts = JobContext(
             spec=spec,
             record=self.record,
             events=self.events,
             writer=self._writer,
             planner=self._planner,
-            reports=self._reports,
+            reports=self.reports,
             group=self.group,
             background=background,
             trackers=self._trackers,
             metrics=self._metrics,
-            allocator=self._allocator,
+            allocator=self.allocator,
         )
         self._notifier = Notifier(spec, self.events.warn)
-        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts, self.status, self._notifier)
-        self._messages, self._batches = WorkerMessages(self, parts, self._errors), BatchChanges(parts)
+        self._starter, self.shutdown = JobStarter(self, parts), JobShutdown(parts, self.status, self._notifier)
+        self.messages, self._batches = WorkerMessages(self, parts, self._errors), BatchChanges(parts)
         self.branches = JobBranches(parts)
         self._submitted_s, self._begin_s = time.time(), time.monotonic()
         self._held_at: int | None = None
         self._weight = spec.scheduling.weight
         self._saved = False
         self._stopping_since: float | None = None
-        self._stop_reason, self._paused = "", ""
+        self.stop_reason, self._paused = "", ""
         self._revivals, self._claimed = tuple[float, ...](), set[int]()
-
-    @property
-    def vacated(self) -> asyncio.Task[None] | None:
-        """Task that prepares the job's processes for another trial; None if the processes end with the job."""
-        return self._shutdown.vacated
 
     def _keep(self, event: JobEvent) -> None:
         """Pass an event to the journal and the trackers."""
@@ -122,7 +116,7 @@ class JobSupervisor:
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Return the members of the current generation, in rank order."""
-        seen = self.group.actors.process_infos, self.group.silence_s, self._messages.stragglers.ratios
+        seen = self.group.actors.process_infos, self.group.silence_s, self.messages.stragglers.ratios
         return views.members(self.group.machine, self.record, *seen)
 
     def hold(self, workers: int | None) -> None:
@@ -133,18 +127,15 @@ class JobSupervisor:
         if workers is not None:
             views.check_size(workers, self._spec, self._planner)
         self._held_at = workers
-        self._allocator.soon()
+        self.allocator.soon()
 
     def weigh(self, weight: float) -> None:
         """Set the weight of this job's speed relative to other jobs."""
         self._weight = weight
-        self._allocator.soon()
+        self.allocator.soon()
 
     def pause(self, reason: str) -> None:
         """Save the job after the current step and give its slots back until :meth:`resume`.
-
-        Args:
-            reason: Reason to show in the job's message and events.
 
         Raises ValueError: the job cannot be paused, or is already paused.
         """
@@ -152,7 +143,7 @@ class JobSupervisor:
             raise ValueError(f"job {self._spec.job!r} cannot be paused: {why_not}")
         self._paused = reason
         self.allocate({}, reason)
-        self._allocator.soon()
+        self.allocator.soon()
 
     def _why_not_paused(self) -> str:
         """Return the reason why the job cannot be paused, with a remedy; empty if it can be."""
@@ -184,28 +175,19 @@ class JobSupervisor:
         self._paused = ""
         if self.record.phase is JobPhase.PAUSED:
             self.record.begins_again(waits_because="resumed; waiting for resources")
-        self._allocator.soon()
+        self.allocator.soon()
 
     def stop(self, reason: str = _ASKED) -> None:
-        """Stop the job after the current step, and save it if possible.
-
-        Args:
-            reason: Reason to show in the job's message and its last event.
-        """
+        """Stop the job after the current step, and save it if possible."""
         if self._stopping_since is None:
-            self._stopping_since, self._stop_reason = time.monotonic(), reason
-            self._reports.queue.close()
+            self._stopping_since, self.stop_reason = time.monotonic(), reason
+            self.reports.queue.close()
             if self._starter.looking or not self.group.machine.members():
                 self.finish(JobPhase.STOPPED)
             elif self._can_be_saved():
                 self._preemption.begin(Allocated(nodes={}, reason=reason), time.monotonic())
             else:
                 self.group.post_to_members(StopJob())
-
-    def end_now(self, reason: str = _ASKED) -> None:
-        """End the job at once, in the middle of a step."""
-        self._stop_reason = f"{reason}, now"
-        self.finish(JobPhase.STOPPED)
 
     def _can_be_saved(self) -> bool:
         """True if the job trains, no rank is at the end of its train function, and no rank waits for storage."""
@@ -219,10 +201,10 @@ class JobSupervisor:
         if self._paused:  # the allocator may not have heard of it yet
             nodes, reason = {}, self._paused
         elif not nodes and self.record.phase is JobPhase.WAITING:
-            self.record.waits_for_resources(reason)
+            self.record.message, self.record.needs_node = reason, False
         target = Allocated(nodes=nodes, reason=reason, draining=draining)
         if self._starter.looking:
-            self._starter.hold_back(target)
+            self._starter.later = target
         elif self._preemption.active:
             self._preemption.follow(target)
         elif not nodes and (self._can_be_saved() if self._paused else self._may_be_preempted()):
@@ -234,22 +216,14 @@ class JobSupervisor:
     def _note_paused(self) -> None:
         """Record a requested pause once the job has no group any more."""
         if self._paused and self.group.machine.current is None and self.record.phase is not JobPhase.PAUSED:
-            self.record.paused(self._paused)
-
-    async def hear(self, message: WorkerMessage) -> None:
-        """Handle a worker's message; for a trial's report, return only when training may continue."""
-        await self._messages.hear(message)
-
-    async def next_report(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after`` (already handled); None if none arrives within ``wait_s``."""
-        return await self._reports.next(after, wait_s)
+            self.record.phase, self.record.message = JobPhase.PAUSED, self._paused
 
     def saved(self, message: StateSaved) -> float:
         """Record rank 0's automatic checkpoint and return the job's mean time between losses of workers [s]."""
         self.record.saved(message.state)
         if not self._saved:
             self._saved = True
-            self._allocator.soon()  # it may be stopped from now on
+            self.allocator.soon()  # it may be stopped from now on
         return self._losses.mean_time_s(time.monotonic() - self._begin_s)
 
     def claim_fault(self, index: int) -> bool:
@@ -258,15 +232,11 @@ class JobSupervisor:
         self._claimed.add(index)
         return fresh
 
-    def came_back(self, worker: str, result: RunResult) -> None:
-        """Handle the end of a worker's run of the train function."""
-        self._messages.run_ended(worker, result)
-
     def returned(self, worker: str, value: Sealed | None) -> None:
         """Store a train function's return value; another rank's value counts only until rank 0 returns."""
         current = self.group.machine.current
-        if current is None or current.rank_of(worker) == 0 or self._shutdown.return_value is None:
-            self._shutdown.returned(value)
+        if current is None or current.rank_of(worker) == 0 or self.shutdown.return_value is None:
+            self.shutdown.return_value = value
 
     def happened(self, note: Note) -> None:
         """Handle a note that a group has started to train, has changed or has failed."""
@@ -283,13 +253,14 @@ class JobSupervisor:
         if note.kind is EventKind.FAILURE:
             steps = self._planner.latest.total_steps if self._planner.latest is not None else 0
             if history.is_stuck(steps):
-                self.finish(JobPhase.FAILED, error=RuntimeError(history.stuck_because(note.reason)))
+                stuck = "groups in a row failed without a single step; the last"
+                self.finish(JobPhase.FAILED, error=RuntimeError(f"{STUCK_FAILURES} {stuck}: {note.reason}"))
                 return
             self._losses.some_lost(before, after)
         history.settled(note, time.monotonic())
         self._errors.settled(started=note.kind is EventKind.STARTED)
-        self.record.running()
-        self._allocator.soon()
+        self.record.phase = JobPhase.RUNNING
+        self.allocator.soon()
 
     def all_lost(self, reason: str) -> None:
         """Handle the loss of all workers that held the training state: restart the job, or fail it."""
@@ -298,7 +269,7 @@ class JobSupervisor:
         if self._stopping_since is not None:
             self.finish(JobPhase.STOPPED)
             return
-        if self._messages.torn:  # inside optimizer.step on every worker: bounded by the batch sizes that are tried
+        if self.messages.torn:  # inside optimizer.step on every worker: bounded by the batch sizes that are tried
             self._starter.start_again(reason)
             return
         point = self.record.resume_point
@@ -313,10 +284,6 @@ class JobSupervisor:
             return
         self._starter.start_again(reason)
 
-    def cannot_begin(self, error: Exception) -> None:
-        """Fail the job, because no worker process can be started."""
-        self.finish(JobPhase.FAILED, error=error)
-
     def complete(self) -> None:
         """Finish the job, because all ranks have left the train function."""
         last, latest = self.record.last_state, self._planner.latest
@@ -325,10 +292,6 @@ class JobSupervisor:
             which = f"the last automatic checkpoint is that of step {last.steps}" if last else "there is none"
             self.events.storage(f"what the run has ended with is not saved: {which}")
         self.finish(JobPhase.FINISHED)
-
-    def released(self) -> None:
-        """Send the allocator a heartbeat soon, because resources were released."""
-        self._allocator.soon()
 
     def _may_be_preempted(self) -> bool:
         """True if the job trains, no rank is at the end of its train function, and a save exists or is due soon."""
@@ -352,7 +315,7 @@ class JobSupervisor:
         if self._stopping_since is not None:
             point = self.record.resume_point
             steps = point.steps if point is not None else 0
-            self._stop_reason += f"; not saved: {why_not_saved}" if why_not_saved else f"; saved at step {steps}"
+            self.stop_reason += f"; not saved: {why_not_saved}" if why_not_saved else f"; saved at step {steps}"
             self.finish(JobPhase.STOPPED)
         elif why_not_saved:
             self._starter.start_again(f"preempted ({reason}) but not saved: {why_not_saved}")
@@ -372,28 +335,43 @@ class JobSupervisor:
         if then is not None:
             self.group.take(then)
         self._note_paused()
-        self._allocator.soon()
+        self.allocator.soon()
 
     def journal_state(self) -> None:
         """Record the job's state in the journal, for a replacement controller."""
-        self._journal.note(self._state())
-
-    def _state(self) -> ControllerState:
-        """Return the state of the job that a replacement controller needs."""
-        return controller_state(
-            self._parts,
-            losses=self._losses,
-            preemption=self._preemption,
+        machine, goal, actors = self.group.machine, self.group.goal, self.group.actors
+        state = ControllerState(
+            job=self._spec.job,
+            run=run_of(self._spec),
+            phase=self.record.phase.value,
+            message=self.record.message,
             submitted_s=self._submitted_s,
+            issued=machine.issued,
+            announced=machine.announced,
+            trained=machine.trained,
+            world_size=machine.world_size,
+            named=machine.named,
+            nodes=dict(goal.nodes),
+            reason=goal.reason,
             held_at=self._held_at,
             weight=self._weight,
+            **self._losses.counts,
+            **self.group.history.counts,
             saved=self._saved,
             stopping=self._stopping_since is not None,
             paused=self._paused,
+            critical_batch=self._planner.critical_batch,
+            preempted=self._preemption.reason if self._preemption.active else None,
+            processes=actors.processes(),
+            homes=actors.homes(),
+            pids={worker: process_info.pid for worker, process_info in actors.process_infos.items()},
             revivals=self._revivals,
-            claimed=self._claimed,
-            return_value=self._shutdown.return_value,
+            claimed=tuple(sorted(self._claimed)),
+            first_report=self.record.first_report,
+            return_value=as_text(self.shutdown.return_value) if self.record.phase.ended else None,
+            trackers=self._trackers.notes,
         )
+        self._journal.note(state)
 
     def recall(self, state: ControllerState, events: tuple[JobEvent, ...]) -> None:
         """Restore the state recorded by the previous controller."""
@@ -407,26 +385,16 @@ class JobSupervisor:
             self._planner.set_critical_batch(state.critical_batch)
         self._trackers.recall(state.trackers, events)
         self._metrics.recall(len(events))
-        self._losses.recall(
-            lost=state.lost,
-            failures=state.failures,
-            raised=state.raised,
-            fruitless=state.fruitless,
-            saved_steps=state.saved_steps,
-        )
+        self._losses.recall(state)
         self.group.history.recall(state, now_s)
         self._revivals = (*(at_s for at_s in state.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
         self._claimed = set(state.claimed)
         self._starter.recall(state.first_report)
-        self._shutdown.returned(from_text(state.return_value))
+        self.shutdown.return_value = from_text(state.return_value)
 
     def journal_revival(self, state: ControllerState) -> None:
         """Record this restart of the controller before it handles a message that might crash it again."""
         self._journal.note(dataclasses.replace(state, revivals=self._revivals))
-
-    def end_again(self) -> None:
-        """Complete the record of a job that ended before this controller had recovered everything."""
-        self._shutdown.record_again()
 
     def take_over(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
         """Continue with the previous controller's surviving workers; fail a job whose controller dies too often."""
@@ -444,7 +412,7 @@ class JobSupervisor:
             self._preemption.begin(Allocated(nodes={}, reason=state.preempted), time.monotonic())
         if state.stopping:
             self.stop(state.preempted or _ASKED)
-        self._allocator.soon()
+        self.allocator.soon()
 
     async def open(self) -> None:
         """Find the stored state of an earlier run of this name and prepare for workers; called before the first tick.
@@ -453,10 +421,6 @@ class JobSupervisor:
         """
         read_config(os.environ)
         await self._starter.open()
-
-    async def written(self) -> None:
-        """Wait until the job has ended and its records are flushed (best effort)."""
-        await self._shutdown.written()
 
     def tell_others(self, now_s: float) -> None:
         """Update the writer, trackers and metrics; called about ten times a second from start to end."""
@@ -477,12 +441,12 @@ class JobSupervisor:
             self.suspend(why)
         self._batches.tick(now_s)
         self._notifier.tick(self.record.phase, self.record.message, now_s)
-        self._allocator.tick(now_s)
+        self.allocator.tick(now_s)
         self.journal_state()
 
     def _hear_allocator(self, answer: HeartbeatReply) -> None:
-        cost_usd = None if answer.bill is None else answer.bill.usd
-        self.record.allocator_told(answer.note, cost_usd, answer.start_s)
+        self.record.note, self.record.start_s = answer.note, answer.start_s
+        self.record.cost_usd = None if answer.bill is None else answer.bill.usd
         if answer.priors:
             self._batches.advise(answer.priors)
         if answer.strategies is not None and self._planner.know(answer.strategies):
@@ -501,7 +465,7 @@ class JobSupervisor:
             allocation=self.group.actors.reserved(),
             may_be_stopped=self._saved and self._may_be_preempted(),
             weight=self._weight,
-            slow_nodes=self._messages.stragglers.slow_nodes(time.monotonic()),
+            slow_nodes=self.messages.stragglers.slow_nodes(time.monotonic()),
             node_failures=self._errors.failures(time.monotonic()),
         )
 
@@ -509,16 +473,16 @@ class JobSupervisor:
         """End the job and write its records; does nothing if it has already ended."""
         if self.record.phase.ended:
             return
-        reason = views.explain(error, phase, self._stop_reason)
+        reason = views.explain(error, phase, self.stop_reason)
         detail = self.group.history.told_of_start(time.monotonic())
         self.events.add(EventKind.FINISHED, self.group.machine.world_size, 0, reason, detail=detail)
-        self._shutdown.record(phase, error, reason, complete=self._starter.knows_reports)
-        self._reports.queue.close()
+        self.shutdown.record(phase, error, reason, complete=self._starter.knows_reports)
+        self.reports.queue.close()
         self._planner.close()
         self.journal_state()
         self._journal.flush(_NOTE_S)  # before anything is given back that a controller after this one would look for
-        self._shutdown.write()
-        self._shutdown.give_back()
+        self.shutdown.write()
+        self.shutdown.give_back()
 
 
 class BatchChanges:
@@ -548,7 +512,7 @@ class BatchChanges:
         current = self._group.machine.current
         if change is not None and current is not None and self._group.machine.in_flight is None:
             choice, reason = change
-            self._record.batch_chosen(reason)
+            self._record.batch_reason = reason
             self._group.actors.post(
                 [current.members[0].worker], BatchProposal(generation=current.generation, batch=choice)
             )

@@ -76,19 +76,15 @@ class StragglerReplacement:
         if current is None or report.generation != current.generation:
             return
         self.ratios = {member.worker: ratio for member, ratio in zip(current.members, report.ratios, strict=False)}
-        self._note_replaced(current, now_s)
+        for worker, each in self._wanted.items():
+            if current.rank_of(worker) is None:  # it was replaced, and has left
+                self._tried[each.node] = now_s
         self._wanted = {each.worker: each for each in report.stragglers if each.replace}
         self._since_s = {worker: self._since_s.get(worker, now_s) for worker in self._wanted}
         self._note_nodes(current, report.stragglers, now_s)
         chosen = [each for worker, each in self._wanted.items() if self._may_replace(worker, current, now_s)]
         reason = "; ".join(f"in place of worker {each.worker}: {each}" for each in chosen)
         self._group.take(Replace(workers=frozenset(each.worker for each in chosen), reason=reason))
-
-    def _note_replaced(self, current: GenerationSpec, now_s: float) -> None:
-        """Record the nodes of replaced workers that have left."""
-        for worker, each in self._wanted.items():
-            if current.rank_of(worker) is None:
-                self._tried[each.node] = now_s
 
     def _note_nodes(self, current: GenerationSpec, slow: Sequence[SlowWorker], now_s: float) -> None:
         ratios = {each.worker: each.ratio for each in slow if each.replace}
@@ -117,11 +113,7 @@ _NOTICES = 100  # the last ones, among which repeated ones are found
 
 
 class WorkerMessages:
-    """Dispatcher of workers' messages by type.
-
-    Args:
-        errors: Component that judges the exceptions of workers.
-    """
+    """Dispatcher of workers' messages by type."""
 
     def __init__(self, job: JobSupervisor, parts: JobContext, errors: WorkerErrors) -> None:
         self._job, self._errors = job, errors
@@ -150,7 +142,7 @@ class WorkerMessages:
             case WorkerNotice(kind=kind, text=text, detail=detail) if not self._is_repeated(text, detail):
                 # The status tells of slow workers that there are now.
                 if kind not in (EventKind.STRAGGLER, EventKind.PASS):
-                    self._record.user_told(text)
+                    self._record.told = text
                 if kind is EventKind.OUT_OF_MEMORY:
                     text += self._memory_advice()
                 self._events.note(kind, text, detail=detail)
@@ -164,7 +156,7 @@ class WorkerMessages:
         try:
             self._job.pause(reason)
         except ValueError as error:
-            self._record.user_told(str(error))
+            self._record.told = str(error)
             self._events.warn(str(error))
 
     def _is_repeated(self, text: str, detail: Mapping[str, Any]) -> bool:
@@ -194,15 +186,10 @@ class WorkerMessages:
             replicas = report.replicas
             held = f"batch {report.held_batch}: set by a policy" if report.held_batch is not None else ""
             self._events.add(EventKind.BATCH, replicas, replicas, held or self._record.batch_reason, detail=detail)
-        self._look_whether_caught_up(report)
-        self.stragglers.hear(report, time.monotonic())
-
-    def _look_whether_caught_up(self, report: StepReport) -> None:
-        """Add an event if a job that lost steps has reached its former step again."""
-        goal = steps_to_reach(self._record.events)
-        current = self._group.machine.current
+        goal, current = steps_to_reach(self._record.events), self._group.machine.current
         if goal and current is not None and report.generation == current.generation and report.total_steps >= goal:
             self._events.note(EventKind.CAUGHT_UP, f"step {goal} is reached again", detail={"steps": goal})
+        self.stragglers.hear(report, time.monotonic())
 
     def _ready(self, message: WorkerReady) -> None:
         """Handle a worker that has built its model; the job fails if its loader cannot divide batches as configured."""

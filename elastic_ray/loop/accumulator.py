@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import session_of_thread
+
+if TYPE_CHECKING:
+    from elastic_ray.session.session import Session
 
 
 class _Sum(float):
@@ -41,14 +45,16 @@ class Accumulator(Mapping[str, float]):
     """
 
     def __init__(self) -> None:
-        self._session = current_session()
-        self._key = self._session.new_accumulator()
+        self._start_in(current_session())
 
     def _join_present_run(self) -> None:
         """Attach to the current run: if a process trains several times, sums belong to the run that adds to them."""
         present = session_of_thread()
         if present is not None and present is not self._session:
-            self._session, self._key = present, present.new_accumulator()
+            self._start_in(present)
+
+    def _start_in(self, session: Session) -> None:
+        self._session, self._key = session, session.run.sums.new_key(session.ledger.accumulator_scope)
 
     def __getitem__(self, name: str) -> float:
         return _Sum(self._sums().get(name, 0.0))
@@ -67,7 +73,7 @@ class Accumulator(Mapping[str, float]):
                 "has its own samples: a sum that a rank kept to itself until the loop's end would be lost with it. "
                 "What is the same on every rank needs no Accumulator"
             )
-        self._session.add_to_sum(self._key, name, float(value))
+        self._session.run.sums.add(self._session.ledger.depth, self._key, name, float(value))
 
     def reset(self) -> None:
         """Reset all sums; call this on every rank, between two passes of a loader."""

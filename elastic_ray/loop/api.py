@@ -47,8 +47,8 @@ def session_of_new_model() -> Session:
 
     Outside a trainer, wrapping a model after the first epoch, or after a failed start, begins another run in the
     process: a notebook cell that is run again, or the next fold. The new run adopts loaders made since then, and the
-    loader that fed the previous run. A loop of the previous run that continues nevertheless raises an error (see
-    ``run.current.check_present``).
+    loader that fed the previous run. A loop of the previous run that continues nevertheless raises an error, see
+    ``run.current.replaced_error``.
     """
     earlier = current_session()
     if earlier.elastic or not (earlier.synced or earlier.opening_failed):
@@ -70,6 +70,7 @@ def _run_after(earlier: Session) -> Session:
     from elastic_ray.standalone.session import session_after
 
     session = session_after(earlier)
+    earlier.mark_replaced()
     earlier.registry.call(HookPoint.REPLACED)
     set_session(session)
     for join in earlier.registry.loaders.late():

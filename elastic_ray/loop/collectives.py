@@ -98,7 +98,7 @@ def _reduced_whole(value: int, op: ReduceOp) -> int:
         )
     result: int = _OF_WHOLE[op](each for each, _ in told)
     if not _INT64.min <= result <= _INT64.max:
-        raise OverflowError(f"all_reduce() gives whole numbers of 64 bits, but the sum is {result}: pass a float")
+        raise OverflowError(f"all_reduce() returns 64-bit integers, but the sum is {result}: pass a float")
     return result
 
 
@@ -220,7 +220,7 @@ def _plain(value: Any) -> bytes:
         from elastic_ray.state.tree import UnsafeStateError
 
         raise UnsafeStateError(
-            f"what is sent between workers is tensors and plain values, never pickled, but of this value {error}"
+            f"workers exchange tensors and plain values only, nothing is pickled, but of this value {error}"
         ) from error
 
 

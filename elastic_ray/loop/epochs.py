@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastic_ray.loop.api import current_session
-from elastic_ray.run.current import check_present, session_of_thread
+from elastic_ray.run.current import replaced_error, session_of_thread
 
 
 class Epochs:
@@ -83,7 +83,8 @@ class Epochs:
         """
         if not self._within:
             raise RuntimeError("end_epoch() was called without begin_epoch()")
-        check_present(self._session)
+        if self._session.replaced:
+            raise replaced_error()
         self._within = False
         self._session.passes.end_epoch()
         if self.done:
@@ -98,7 +99,9 @@ class Epochs:
         except GeneratorExit:
             pass  # the loop was left by break or return
         if session_of_thread() is self._session:
-            self._session.leave_epochs()
+            run = self._session.run  # which records this rank's state before later code changes it
+            if run.synced and run.group.world_size > 1:
+                run.replicas.leave(run.progress.steps, run.progress.loader_steps)
 
 
 def remaining_epochs_until(epochs: int) -> Iterator[int]:

@@ -226,14 +226,14 @@ class GenerationChanges(Roster):
         flight, record = self.in_flight, self.workers.get(worker)
         if record is None:
             return
-        record.fail_in(generation)
+        record.failed_in = max(record.failed_in, generation)
         if record.phase is WorkerPhase.LEAVING:
             self._lost(worker, f"it could not leave: {cause}", now_s)
             return
         if record.phase is WorkerPhase.READY:
             self._entered(record, generation, now_s)
             if self._hope is not None and flight is not None and flight.spec.generation == generation:
-                flight.take_effect(now_s)
+                flight.effective_s = now_s
                 self._force(self._hope.cause, now_s)
                 return
         if flight is not None and flight.forced and generation < flight.spec.generation:
@@ -245,14 +245,14 @@ class GenerationChanges(Roster):
 
     def _entered(self, record: WorkerRecord, generation: int, now_s: float) -> None:
         """Handle a joiner that has entered a generation; if the others continued without it, give it up."""
-        record.hold_state()
+        record.has_state = True
         flight = self.in_flight
         expected = flight is not None and (flight.spec.generation == generation or record in self.entering())
         if not expected and len(self.holders()) > 1 and self._hope is None:
             planned = self.is_planned(record.worker)
             self._give_up(record, f"it holds the state of generation {generation}, which was called off")
             if planned:
-                self._withdraw(f"joiner {record.worker} was given up", now_s)
+                self._withdraw(f"joiner {record.worker} was abandoned", now_s)
 
     def _prepare_failed(self, told: PrepareFailed, now_s: float) -> None:
         """Handle a worker's failure to form the group of the generation in flight."""
@@ -260,7 +260,7 @@ class GenerationChanges(Roster):
         if flight is None or flight.spec.generation != generation or self._hope is not None:
             return
         if flight.begun:
-            flight.could_not_form(told.worker)
+            flight.failed.add(told.worker)
             if self._suspicion is None and not self.silent(flight):
                 self._suspicion = _Deadline(now_s + self.config.notice_s, cause, generation)
             return
@@ -273,7 +273,7 @@ class GenerationChanges(Roster):
         # The worker to blame may be dead already: wait for the news before the others are tried again, once.
         self._retry_s = now_s + self.config.notice_s
         for record in joiners:
-            record.could_not_form()
+            record.failures += 1
             if record.failures > 1:
                 self._give_up(record, "its group could not be formed")
 
@@ -298,7 +298,7 @@ class GenerationChanges(Roster):
     def _take_effect(self, flight: InFlight, now_s: float) -> None:
         """Put the generation in flight into effect after its first entry; members that it excludes are leaving."""
         before, self.current = self.generation, flight.spec
-        flight.take_effect(now_s)
+        flight.effective_s = now_s
         self.trained = True
         if self._suspicion is not None and self._suspicion.generation < flight.spec.generation:
             self._suspicion = None  # a failure in the generation before is cured by this one

@@ -168,14 +168,14 @@ class JobMembership(GenerationChanges):
         """Mark members that must leave once others are ready, unless no others were available recently."""
         for record in self.workers.values():
             wanted = record.worker in wish.workers and now_s >= self._replace_after_s
-            record.replace(wanted and record.phase is WorkerPhase.MEMBER)
+            record.replaced = wanted and record.phase is WorkerPhase.MEMBER
         self._replace_reason = wish.reason
 
     def _keep_replaced(self, now_s: float) -> None:
         """Keep the members marked for replacement, because no others are available."""
         for record in self.workers.values():
             if record.replaced:
-                record.replace(False)
+                record.replaced = False
                 self._replace_after_s = now_s + self.config.replace_again_s
 
     def _reserved(self, worker: str, now_s: float) -> None:
@@ -195,7 +195,7 @@ class JobMembership(GenerationChanges):
             self._patience = 1.0
             self._loaded = max(self._loaded, told.loaded)
         elif record.phase is WorkerPhase.MEMBER:
-            record.built_early()  # it starts over, and its Rerun was overtaken
+            record.rebuilt = True  # it starts over, and its Rerun was overtaken
 
     def _left(self, worker: str, now_s: float) -> None:
         """Handle a worker whose train function has unwound after leaving its generation."""
@@ -213,7 +213,7 @@ class JobMembership(GenerationChanges):
         record = self.workers.get(worker)
         if record is None:
             return
-        record.finish()
+        record.phase = WorkerPhase.FINISHED
         self.returned[worker] = returned
         if not self.in_phase(WorkerPhase.MEMBER) and not self.entering():
             self._end(Complete())

@@ -51,10 +51,6 @@ class WorkerRecord:
         """Number of the worker; older workers have lower numbers."""
         return number(self.worker)
 
-    def replace(self, wanted: bool) -> None:
-        """Mark the worker to leave once a replacement is ready, or remove the mark."""
-        self.replaced = wanted
-
     def enter(self, phase: WorkerPhase, now_s: float) -> None:
         """Enter a phase."""
         self.phase, self.since_s = phase, now_s
@@ -63,10 +59,6 @@ class WorkerRecord:
         """Mark the worker as ready for a generation; ``loaded`` and ``has_state`` are as in its ``Ready`` signal."""
         self.enter(WorkerPhase.READY, now_s)
         self.loaded, self.has_state = loaded, has_state or self.has_state
-
-    def built_early(self) -> None:
-        """Record a ``Ready`` signal that arrived before the ``Rerun`` signal it follows."""
-        self.rebuilt = True
 
     def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
         """Record that the worker restarts in its process, keeping the state of ``state_generation`` if any."""
@@ -77,22 +69,6 @@ class WorkerRecord:
         """Make the worker a member of a generation; ``others``: the generation continues from other workers' state."""
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures, self.joined_others = 0, others
-
-    def finish(self) -> None:
-        """Mark the worker as finished: its train function has returned."""
-        self.phase = WorkerPhase.FINISHED
-
-    def hold_state(self) -> None:
-        """Mark the worker as holding a trained state."""
-        self.has_state = True
-
-    def fail_in(self, generation: int) -> None:
-        """Record that a collective of this generation failed on the worker."""
-        self.failed_in = max(self.failed_in, generation)
-
-    def could_not_form(self) -> None:
-        """Count a planned generation with this joiner that could not be formed."""
-        self.failures += 1
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -116,10 +92,6 @@ class InFlight:
         """True if the members will enter the generation whatever else happens."""
         return self.forced or self.effective_s is not None
 
-    def take_effect(self, now_s: float) -> None:
-        """Record when the first worker entered the generation."""
-        self.effective_s = now_s
-
     @property
     def pause(self) -> Pause:
         """Longest pause of any worker; zero for the first generation, since no training was interrupted."""
@@ -130,10 +102,6 @@ class InFlight:
         """Record that a worker has entered the generation."""
         self.pauses[told.worker] = told.pause
         self.proof = self.proof or told.proof
-
-    def could_not_form(self, worker: str) -> None:
-        """Record that a worker could not form the generation's group."""
-        self.failed.add(worker)
 
 
 def number(worker: str) -> int:

@@ -72,6 +72,17 @@ class WorkerMeasures:
         return self.wire_mib / self.step_s if self.step_s > 0 else 0.0
 
 
+def busiest(by_position: Sequence[Sequence[WorkerMeasures]]) -> tuple[WorkerMeasures, ...]:
+    """Return, for each unit, the measures of the worker that was busy for longest.
+
+    Args:
+        by_position: Measures of each unit's worker at a position, for each position.
+    """
+    return tuple(
+        max(workers, key=lambda each: each.compute_s + each.data_s) for workers in zip(*by_position, strict=True)
+    )
+
+
 FIELDS = tuple(field.name for field in dataclasses.fields(WorkerMeasures))
 """In the order in which they travel."""
 

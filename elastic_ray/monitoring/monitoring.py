@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ray.monitoring.gradient_measures import StepMeasures
-from elastic_ray.monitoring.measures import FIELDS, WorkerMeasures, mib, packed, traffic_fields, unpacked
+from elastic_ray.monitoring.measures import FIELDS, WorkerMeasures, busiest, mib, packed, traffic_fields, unpacked
 from elastic_ray.monitoring.monitor import Monitor
 
 _MEMORY_S = 1.0  # between two looks at the memory of host and device
@@ -77,6 +77,8 @@ class StepMeter:
         sending_s: returns the time that the current group's connections have spent sending since it was formed [s].
     """
 
+    resting: None = None
+
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
@@ -90,6 +92,8 @@ class StepMeter:
         self.on = False  # whether it measures
         # of all ranks, as of the latest step that was reduced; the same on every rank. Empty before the first.
         self.workers: tuple[WorkerMeasures, ...] = ()
+        self._concluded: tuple[WorkerMeasures, ...] = ()  # by this worker's position, where units are joined
+        self._gather: Callable[[Sequence[float]], Sequence[Sequence[float]]] | None = None
         self._of = 1  # steps that are committed together
         self._began_s: float | None = None
         self._ended_s: float | None = None
@@ -101,6 +105,14 @@ class StepMeter:
         self._own = WorkerMeasures()
         self._counted: Mapping[str, int] = {}  # bytes, when the step before ended
         self._sizes: Mapping[str, float] = {}  # of the step before
+
+    def join_units(self, gather: Callable[[Sequence[float]], Sequence[Sequence[float]]]) -> None:
+        """Measure each unit by its busiest worker, on all of its workers, once a step is committed.
+
+        Args:
+            gather: returns the values of every worker of this unit, by position.
+        """
+        self._gather = gather
 
     def ask(self) -> None:
         """Start measuring; call this before the first epoch, on all ranks."""
@@ -130,6 +142,9 @@ class StepMeter:
         """End the committed step."""
         if not self.on:
             return
+        if self._gather is not None:
+            rows = self._gather([value for each in self._concluded for value in packed(each, 0, 1)])
+            self.workers = busiest([unpacked(row, len(self._concluded)) for row in rows])
         now_s = self._clock()
         self._step_s = (now_s - self._ended_s) / self._of if self._ended_s is not None else 0.0
         self._sync_s, self._waited_s = self._waited_s / self._of, 0.0
@@ -151,12 +166,13 @@ class StepMeter:
 
     def begin(self) -> None:
         """Enter a group; the time between two groups does not count as a step."""
-        self.workers = ()
+        self.workers = self._concluded = ()
         self._began_s = self._ended_s = self._ready_s = self._waits_since_s = None
         self._sync_s = self._step_s = self._waited_s = 0.0
-        self._counted, self._sizes = dict(self._traffic()), {}
-        self._faults = major_faults()
-        self._sending.begin()
+        self._sizes = {}
+        if self.on:
+            self._counted, self._faults = dict(self._traffic()), major_faults()
+            self._sending.begin()
 
     def size(self, world_size: int) -> int:
         """Return the number of values that travel with the control sums."""
@@ -186,7 +202,9 @@ class StepMeter:
         if self._waits_since_s is not None:
             self._waited_s += self._clock() - self._waits_since_s
             self._waits_since_s = None
-        self.workers = unpacked(sums, world_size)
+        self._concluded = unpacked(sums, world_size)
+        if self._gather is None:
+            self.workers = self._concluded
 
 
 class _Looks:

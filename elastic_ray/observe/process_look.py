@@ -42,7 +42,7 @@ def look_at(worker: WorkerInfo, what: str) -> str:
         raise LookRefusedError(f"node {worker.node[:8]} has not answered within {_LOOK_S:g} s; ask again") from None
     except RayError as error:
         first = str(getattr(error, "cause", None) or error).strip().splitlines()[0]
-        raise LookRefusedError(f"node {worker.node[:8]} cannot be asked: {first}") from None
+        raise LookRefusedError(f"node {worker.node[:8]} did not answer: {first}") from None
     if refused:
         raise LookRefusedError(f"process {worker.pid} on node {worker.node[:8]}: {refused}")
     return printable_lines(text)

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from elastic_ray.steps.step import LoaderStep
 
 
+_SAMPLE = 64  # elements of a tensor
+
+
 class BufferSync:
     """Synchronises a module's buffers on all ranks: floating-point ones are averaged, the rest copied from rank 0."""
 
@@ -88,7 +91,9 @@ class WrittenTensors:
     """Tensors that a module's forward passes write to (queues, centres, a teacher's weights), for lost steps.
 
     Normalisation statistics are kept as lost passes left them, because they merely include more samples. Frozen
-    parameters are copied only from their second change on, so that a backbone's parameters are not held twice.
+    parameters are copied only from their second change on, so that a backbone's parameters are not held twice. Torch
+    does not count changes through ``.data``, as MoCo and DINO make them: they are found by samples, before ever rarer
+    steps.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -99,17 +104,23 @@ class WrittenTensors:
             frozen: Any = owner._parameters
             self._places += [(frozen, name) for name, p in frozen.items() if p is not None and not p.requires_grad]
         self._known: list[_Written | None] = [None] * len(self._places)
+        self._steps = 0
+        self._samples: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._uncounted: set[int] = set()  # tensors that have changed while their counters have not
 
     def __bool__(self) -> bool:
         return bool(self._places)
 
     def remember(self) -> list[_Written | None]:
         """Return a snapshot of the tensors, for :meth:`roll_back`."""
+        self._steps += 1
+        if self._steps & (self._steps - 1) == 0 or self._steps == 3:
+            self._find_uncounted()
         for number, (holder, name) in enumerate(self._places):
             now, known = holder.get(name), self._known[number]
             if now is None or now.requires_grad or now.is_inference():
                 self._known[number] = None
-            elif known is None or known.tensor is not now or known.version != now._version:
+            elif number in self._uncounted or known is None or known.tensor is not now or known.version != now._version:
                 copied = known is not None or not isinstance(now, torch.nn.Parameter)
                 self._known[number] = _Written(now, now._version, now.detach().clone() if copied else None)
         return list(self._known)
@@ -120,10 +131,21 @@ class WrittenTensors:
         for (holder, name), known in zip(self._places, before, strict=True):
             if known is None or known.copied is None:
                 continue
-            if known.version != known.tensor._version:
-                known.tensor.copy_(known.copied)
+            known.tensor.copy_(known.copied)
             if name in holder:
                 holder[name] = known.tensor
+
+    def _find_uncounted(self) -> None:
+        """Compare samples of the tensors with earlier ones; a changed sample with an equal counter gives them away."""
+        for number, (holder, name) in enumerate(self._places):
+            now = holder.get(name)
+            if now is None or number in self._uncounted:
+                continue
+            sample = now.detach().reshape(-1)[:: max(1, now.numel() // _SAMPLE)].clone()
+            tensor, version, before = self._samples.get(number, (None, 0, sample))
+            if tensor is now and version == now._version and not torch.equal(sample, before):
+                self._uncounted.add(number)
+            self._samples[number] = now, now._version, sample
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_ray.batch.device_numbers import added
 from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError, describe_gradients
+from elastic_ray.sync.device_numbers import added
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class FiniteWatch:
     def __init__(self, context: Run, module: torch.nn.Module, model: int, nonfinite: str) -> None:
         self._context, self._module, self._model, self._nonfinite = context, module, model, nonfinite
         self.looks, self.skips = nonfinite != "ignore", nonfinite == "skip"
-        self._streak = False
+        self.streak: list[int] = []  # the step of the first of the latest gradients, if these are not finite
         self._lagging = LaggingLook()
 
     def are_finite(
@@ -49,9 +49,6 @@ class FiniteWatch:
             return True
         unit = self._context.wishes
         several = self._context.group.world_size > 1
-        if unit is None and several and suspects is None:
-            self._streak = False
-            return True
         grads, sliced = list[torch.Tensor](), True
         for p in params:
             grad = getattr(p.grad, "_local_tensor", p.grad)
@@ -66,13 +63,13 @@ class FiniteWatch:
         else:
             finite = not elsewhere and sliced and self._grads_are_finite(grads)
         if finite:
-            self._streak = False
+            self.streak.clear()
             return True
         if scaled:
             return False
         text = describe_gradients(self._model, self._context.states.progress.steps, suspects or (), self._nonfinite)
-        if not self._streak:
-            self._streak = True
+        if not self.streak:
+            self.streak.append(self._context.states.progress.steps)
             detail = {"step": self._context.states.progress.steps, "ranks": list(suspects or ()), "model": self._model}
             self._context.tell("not_finite", text, detail)
         if self._nonfinite == "raise":
@@ -104,7 +101,7 @@ class FiniteWatch:
             (name, p) for name, p in self._module.named_parameters() if p.requires_grad
         ]
         held += [(name, b) for name, b in self._module.named_buffers() if b.is_floating_point()]
-        bad = [name for name, tensor in held if not bool(_own_rows(tensor).isfinite().all())]
+        bad = [name for name, tensor in held if not bool(getattr(tensor, "_local_tensor", tensor).isfinite().all())]
         if bad:
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
             raise NonFiniteParametersError(
@@ -139,8 +136,3 @@ def total(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     for each in numbers:
         by_device.setdefault(each.device, []).append(each.float())
     return torch.as_tensor(added(torch.stack(mine).sum() for mine in by_device.values()))
-
-
-def _own_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a sharded tensor that this rank holds; other tensors unchanged."""
-    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor

@@ -52,7 +52,7 @@ def copied(module: torch.nn.Module, training: bool) -> tuple[type[ModelCopy], tu
         what = f"the rows of {tables[0]} (ShardedEmbedding)" if tables else "its parameters (fully_shard)"
         raise TypeError(
             f"a model of {type(module).__name__} cannot be copied or pickled, since {what} lie with several workers: "
-            "call state_dict() on all of them, and keep what rank 0 has, or load it into a model that is built anew"
+            "call state_dict() on all of them, and keep what rank 0 has, or load it into a newly built model"
         )
     return ModelCopy, (module, training)
 
@@ -64,11 +64,7 @@ torch.nn.parallel.DistributedDataParallel.register(ModelCopy)
 def describe_model(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, amp: bool, strategy: object = None
 ) -> ModelInfo:
-    """Return a description of a wrapped model.
-
-    Args:
-        strategy: Builder of the model's synchronisation strategy; None is plain all-reduce.
-    """
+    """Return a description of a wrapped model."""
     lines = [type(module).__qualname__, type(optimizer).__qualname__, f"amp={amp}"]
     lines += [
         f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}" for name, param in module.named_parameters()

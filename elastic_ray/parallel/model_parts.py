@@ -60,7 +60,8 @@ def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Op
                 raise ValueError(
                     f"each parameter must be stepped by one optimizer, but {names.get(id(p), 'one')} is in optimizer "
                     f"{stepped[id(p)]} and in optimizer {number} of the list: give each optimizer parameters of its "
-                    "own; what two losses train together is one optimizer's, which steps for their sum"
+                    "own; parameters that two losses train together belong to one optimizer, which steps for the sum "
+                    "of the losses"
                 )
     return given, given[0] if len(given) == 1 else JointOptimizer(given)
 
@@ -123,7 +124,6 @@ class ModelParts:
 
     Args:
         optimizer: Optimizer of the model; a ``JointOptimizer`` if there are several.
-        number: Number of the model, in order of wrapping.
     """
 
     def __init__(
@@ -142,13 +142,7 @@ class ModelParts:
     def replicated(
         self, builder: Any, tracker: NoiseTracker, grad_scale: Callable[[], float], *, check_finite: bool, scaler: Any
     ) -> KeptModel:
-        """Return the components of a model that is replicated on each rank.
-
-        Args:
-            grad_scale: Returns AMP's current loss scale, 1 without AMP.
-            check_finite: Whether to find out which ranks have NaN or infinite gradients.
-            scaler: AMP's ``GradScaler``; None without AMP.
-        """
+        """Return the components of a model that is replicated on each rank."""
         run, module, optimizer = self._run, self._module, self._optimizer
         optimizers = optimizers_of(optimizer)
         ranges = group_ranges(optimizers) if len(optimizers) > 1 else [None]
@@ -157,7 +151,7 @@ class ModelParts:
             for each, groups in zip(optimizers, ranges, strict=True)
         ]
         several = len(parts) > 1
-        tracker.read_from(JointDenominators(parts) if several else parts[0].denominators)
+        tracker.source = JointDenominators(parts) if several else parts[0].denominators
         sync = GradientEngine(
             run,
             module,
@@ -180,13 +174,21 @@ class ModelParts:
             for number, (each, tiles) in enumerate(zip(optimizers, parts, strict=True))
         ]
         moved: dict[int, tuple[float, ...]] = {}
+        unit = run.unit
 
         def measured(number: int, update: Callable[[], Any]) -> Any:
             groups = self._trainable.groups[group_ranges(optimizers)[number]]
+            if unit is not None:
+                elsewhere = set(tracker.counted_elsewhere or ())
+                named = {id(p) for name, p in module.named_parameters() if name in elsewhere}
+                groups = [[p for p in group if id(p) not in named] for group in groups]
             whole = not parts[number].divided
             result, moved[number] = with_update_norms(optimizers[number], groups, update, whole=whole)
             if len(moved) == len(parts):  # by now each has stepped
-                self._statistics.meter.updated(tuple(norm for number in range(len(parts)) for norm in moved[number]))
+                norms = [norm for number in range(len(parts)) for norm in moved[number]]
+                if unit is not None:
+                    norms = [math.hypot(*workers) for workers in zip(*unit.gather(norms), strict=True)]
+                self._statistics.meter.updated(tuple(norms))
                 moved.clear()
             return result
 
@@ -210,20 +212,14 @@ class ModelParts:
         from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
         from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 
-        if len(optimizers_of(self._optimizer)) > 1:
-            raise StrategyError(
-                "several optimizers of a sharded model (elastic_ray.fully_shard) are not supported: give one optimizer "
-                "several parameter groups; or shard and wrap the parts of the model by themselves, each with its "
-                'optimizer; or leave the model whole and shard what its optimizers keep, strategy="zero1"'
-            )
         if self._tables:
             raise StrategyError(
                 "a ShardedEmbedding in a model that is sharded (elastic_ray.fully_shard) is not supported: use "
                 "torch.nn.Embedding, whose rows fully_shard divides among the ranks as well"
             )
-        if not is_elementwise(self._optimizer):
+        if unfit := [type(each).__name__ for each in optimizers_of(self._optimizer) if not is_elementwise(each)]:
             raise StrategyError(
-                f"{type(self._optimizer).__name__} cannot step a sharded model: each rank steps its own rows, which is "
+                f"{unfit[0]} cannot step a sharded model: each rank steps its own rows, which is "
                 "right only where an element's update depends on no other element. Torch's SGD, Adam, AdamW, NAdam, "
                 "RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop and ASGD are so"
             )
@@ -232,7 +228,7 @@ class ModelParts:
         collectives = ShardCollectives(run, self._number, shard_size_of(module))
         shards = ShardedOptimizer(run, module, optimizer, self._number, collectives)
         denominators = RowDenominators(optimizer, shards)
-        self._statistics.noise.read_from(denominators)
+        self._statistics.noise.source = denominators
         moved = MovedRows(optimizer, shards, self._statistics.meter)
         statistics = ShardStatistics(
             run, module, self._trainable, shards, collectives, self._statistics, denominators, moved
@@ -240,4 +236,5 @@ class ModelParts:
         sync = ShardedGradients(run, module, self._trainable, shards, collectives, statistics, self._number)
         StateDicts(module, shards)
         trained = TrainedState(optimizer, self._trainable, sync.rebuild, sync, shards)
-        return KeptModel(sync, [shards], [statistics.measured], ShardedModelState(module, shards), [trained])
+        measured = [functools.partial(statistics.measured, number) for number in range(len(shards.parts))]
+        return KeptModel(sync, shards.parts, measured, ShardedModelState(module, shards), [trained])

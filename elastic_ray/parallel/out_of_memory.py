@@ -80,8 +80,8 @@ def _join(column: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any:
         return torch.cat(list(column))
     if exact and column[0] is not None:
         raise torch.OutOfMemoryError(
-            "the model runs out of memory, and its output for parts of a batch is not that of the whole one: evaluate "
-            "with smaller batches"
+            "the model runs out of memory, and its output for a part of a batch differs from that for the whole "
+            "batch: evaluate with smaller batches"
         )
     first = column[0]
     return torch.stack(list(column)).mean(0) if _is_real(first) and first.dim() == 0 else first

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from elastic_ray.batch.device_numbers import local
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.steps.out_of_memory import free_caches, is_out_of_memory
+from elastic_ray.sync.device_numbers import local
 
 if TYPE_CHECKING:
     from elastic_ray.communication.unit_group import UnitGroup

@@ -54,8 +54,8 @@ def refuse_options(options: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_in_unit(module: torch.nn.Module, **given: Any) -> None:
-    """Raise ValueError for models and arguments that ``AdaptiveDataParallel`` does not support in a job of units."""
+def refuse_in_unit(module: torch.nn.Module) -> None:
+    """Raise ValueError for models that ``AdaptiveDataParallel`` does not support in a job of units."""
     for name, param in module.named_parameters():
         mesh = getattr(param, "device_mesh", None)
         if mesh is not None and mesh.mesh_dim_names == ALONE:
@@ -63,12 +63,6 @@ def refuse_in_unit(module: torch.nn.Module, **given: Any) -> None:
                 f"{name} is sharded by elastic_ray.fully_shard, over the job's workers, but the job is one of units "
                 "(SchedulingConfig(unit=)): shard it within the unit, by torch's "
                 "fully_shard(module, mesh=elastic_ray.unit_mesh())"
-            )
-    for name, value in given.items():
-        if value is not None and value != []:
-            raise ValueError(
-                f"AdaptiveDataParallel({name}=) is not supported in a job of units (SchedulingConfig(unit=)): leave it "
-                "out"
             )
 
 
@@ -103,7 +97,7 @@ def refuse_wrapped(module: torch.nn.Module, own: type) -> None:
     """Raise TypeError for a model that a multi-device wrapper already trains; ``own`` is our wrapper."""
     name = type(module).__name__
     if isinstance(module, own):
-        raise TypeError(f"module must be a plain model, but got one that is wrapped in {name} already")
+        raise TypeError(f"module must be a plain model, but got one already wrapped in {name} already")
     if isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         raise TypeError(
             f"module must be a plain model, but got a {name}: each worker trains on one device, and elastic-ray "
@@ -164,17 +158,12 @@ def bounded_tables(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def refuse_bounded_tables(tables: Mapping[str, torch.nn.Module], workers: int) -> None:
-    """Raise ValueError for trained tables with ``max_norm`` if there are several workers.
-
-    Args:
-        tables: The result of :func:`bounded_tables`.
-        workers: Number of workers of the group, now or later.
-    """
+    """Raise ValueError for trained tables with ``max_norm`` if there are several workers."""
     for name, layer in tables.items() if workers > 1 else ():
         if layer.weight.requires_grad:
             raise ValueError(
                 f"{name} has max_norm={layer.max_norm}, with which each worker shortens the rows that its own samples "
-                f"look up, so that the replicas of the table drift apart ({workers} workers, or as many later). Leave "
+                f"look up, so the replicas of the table drift apart ({workers} workers, or as many later). Leave "
                 "it out: shorten the looked-up vectors in forward(), or all rows after optimizer.step() under "
                 "torch.no_grad(), with torch.renorm; or train with one worker"
             )
@@ -200,7 +189,8 @@ def refuse_divided_by_torch(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for torch's ZeroRedundancyOptimizer, whose shards belong to one fixed group of ranks."""
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise ValueError(
-            "ZeroRedundancyOptimizer divides its state among the ranks of one group, and workers that leave take their "
-            "part along: give AdaptiveDataParallel the plain optimizer, as torch.optim.AdamW(model.parameters()), and "
+            "ZeroRedundancyOptimizer divides its state among the ranks of one group, and a worker that leaves takes "
+            "its part with it: give AdaptiveDataParallel the plain optimizer, as "
+            "torch.optim.AdamW(model.parameters()), and "
             'strategy="zero1", which divides its state in a group that changes'
         )

@@ -26,10 +26,10 @@ from elastic_ray.batch.scaling_rules import (
     remembered,
     resolve,
 )
-from elastic_ray.batch.statistics import is_adam_like
 from elastic_ray.parallel.patches import SEESAW, count_optimizer_steps
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.tree import DictState
+from elastic_ray.sync.preconditioners import is_adam_like
 from placement.goodput.model import NoiseScale
 
 if TYPE_CHECKING:
@@ -140,7 +140,6 @@ class LearningRates:
     """Learning rates of one optimizer, scaled by a rule around each step.
 
     Args:
-        optimizer: Optimizer whose rates user code and schedulers set.
         rule: As in ``AdaptiveDataParallel(scaling_rule=...)``.
         noise: Returns the noise of each parameter group, None if unknown.
         held: Factors of the previous step if they depend on the noise. All ranks share them; changed in place.
@@ -180,7 +179,6 @@ class LearningRates:
         """Set rates for a batch of ``scale`` x the initial one.
 
         Args:
-            scale: Global / initial batch size.
             has_statistics: Whether the strategy provides gradient statistics, without which the default rule is off.
 
         Returns the previous rates, for :meth:`restore`; None if they are unchanged.

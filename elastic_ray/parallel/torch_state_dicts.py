@@ -24,7 +24,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.loop.api import current_session
 from elastic_ray.loop.collectives import broadcast
 from elastic_ray.sync.sharded.embedding import ShardedEmbedding
-from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
+from elastic_ray.sync.sharded_parameters.sharded_optimizer import OptimizerPart
 
 _FUNCTIONS = "torch.distributed.checkpoint.state_dict"
 _MODELS: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()  # True where ranks hold parts
@@ -35,7 +35,7 @@ _OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] 
 
 def follow_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer: Any, divided: Any) -> None:
     """Register a model, its wrapper and its optimizer, whose state ranks divide, with torch's functions."""
-    sharded = isinstance(divided, ShardedOptimizer)
+    sharded = isinstance(divided, OptimizerPart)
     for each in wrapper.modules():
         if any(isinstance(inner, ShardedEmbedding) for inner in each.modules()):
             _REFUSED[each] = "with a ShardedEmbedding", "call state_dict() and load_state_dict() on all ranks"
@@ -95,7 +95,7 @@ def _get_optimizers(theirs: Callable[..., Any], model: torch.nn.Module, optimize
     ours = _known(optimizers)
     if not info.handle_optim or not ours:
         return theirs(model, optimizers, info)
-    if not info.full_state_dict and any(isinstance(each, ShardedOptimizer) for each in ours):
+    if not info.full_state_dict and any(isinstance(each, OptimizerPart) for each in ours):
         raise _no_shards("get_state_dict()" if info.handle_model else "get_optimizer_state_dict()")
     divided = any(each.divided for each in ours)
     found = theirs(model, optimizers, info)
@@ -105,7 +105,7 @@ def _get_optimizers(theirs: Callable[..., Any], model: torch.nn.Module, optimize
 def _init_optimizer(theirs: Callable[[Any], None], optimizer: torch.optim.Optimizer) -> None:
     """Create initial states as torch does, unless the optimizer's states are not in ``optimizer.state``."""
     (divided,) = _known((optimizer,)) or (None,)
-    if divided is None or not (isinstance(divided, ShardedOptimizer) or divided.divided):
+    if divided is None or not (isinstance(divided, OptimizerPart) or divided.divided):
         theirs(optimizer)
 
 
@@ -131,7 +131,7 @@ def _load_optimizers(
     if not info.handle_optim or not ours:
         return theirs(model, optimizers, state_dict, info)
     name = "set_state_dict()" if info.handle_model else "set_optimizer_state_dict()"
-    divided = any(isinstance(each, ShardedOptimizer) or each.divided for each in ours)
+    divided = any(isinstance(each, OptimizerPart) or each.divided for each in ours)
     if info.broadcast_from_rank0:
         state_dict = _of_rank_zero(state_dict)
     elif divided and not state_dict:

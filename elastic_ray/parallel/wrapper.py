@@ -54,15 +54,14 @@ from elastic_ray.parallel.refusals import (
 )
 from elastic_ray.parallel.schedulers import LearningRates, Schedulers, policies_of, rules_of
 from elastic_ray.parallel.torch_state_dicts import follow_in_torch
-from elastic_ray.run.registry import HookPoint
+from elastic_ray.run.registry import HookPoint, ModelFacts
 from elastic_ray.state.shared_state import ModuleExtras
 from elastic_ray.state.tree import DictState, OptimizerState
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
-from elastic_ray.sync.builders import StrategyBuilder
+from elastic_ray.sync.builders import StrategyBuilder, resolve_strategy
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.joint_optimizer import group_ranges
 from elastic_ray.sync.engine.trainable import Trainable
-from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
 from elastic_ray.sync.sharded.model_tables import ModelTables
 from elastic_ray.sync.sharded_parameters.model_checks import check_model, is_sharded_model, strategy_of
@@ -180,7 +179,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self.module = module
         session = session_of_new_model()
         if session.run.unit is not None:
-            refuse_in_unit(module, policy=policy, monitor=monitor)
+            refuse_in_unit(module)
         if session.elastic:
             refuse_graphed(module)
         self._bounded_tables = bounded_tables(module)
@@ -198,7 +197,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         else:
             session.stragglers.ask(watched)
         if not fold_random:
-            session.registry.keep_random()
+            session.registry.folds_random = False
         try:
             kept = self._join_run(whole, nonfinite, strategy)
             self._steps = self._steps_of(kept, rules, nonfinite, session.adaptation.runner)
@@ -228,11 +227,15 @@ class AdaptiveDataParallel(torch.nn.Module):
             strategy_of(module) if self._sharded else resolve_strategy("all_reduce" if strategy is None else strategy)
         )
         info = describe_model(module, optimizer, amp=self._scaler is not None, strategy=builder)
-        self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
+        facts = ModelFacts(
+            noise=lambda: self.noise_scale,
+            learning_rates=lambda: tuple(float(group["lr"]) for group in optimizer.param_groups),
+            rate_factor=lambda: self._steps[0].rates.factor,
+            signal=lambda: self._tracker.signal,
+        )
+        self._index = run.add_model(module, optimizer, info, facts)
         for each in self._optimizers:
             run.optimizers.add(each)
-        run.registry.add_rate_factor(lambda: self._steps[0].rates.factor)
-        run.registry.add_signal(lambda: self._tracker.signal)
         self._saved_buffers = SavedBuffers(module) if nonfinite == "skip" else None
         self._tables = ModelTables(run, module, first, self._index, self._scaler)
         parts = ModelParts(run, module, self._trainable, optimizer, self._statistics, self._index, self._tables)
@@ -453,7 +456,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         states.register(f"modules/{index}", extras)
         for number, each in enumerate(self._optimizers):
             name = f"optimizer/{index}.{number}" if number else f"optimizer/{index}"
-            states.register(name, kept.optimizer_states[number])
+            if number < len(kept.optimizer_states):  # of a sharded model, the first has the states of all
+                states.register(name, kept.optimizer_states[number])
             for attribute, inner in inner_optimizers(each).items():
                 states.register(f"{name}/{attribute}", OptimizerState(inner))
         for number, table in enumerate(self._tables.tables):
@@ -485,7 +489,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         """Request at least two samples per rank if BatchNorm in training mode would raise for one."""
         norms = (each for each in self.module.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm))
         if any(each.training and not isinstance(each, torch.nn.SyncBatchNorm) for each in norms):
-            self._run.registry.ask_for_shares(LEAST_HALF)
+            self._run.registry.least_share = max(self._run.registry.least_share, LEAST_HALF)
 
     def _check_batch(self) -> None:
         """Require the gradient statistics that an adaptive batch needs."""
@@ -502,7 +506,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
         self._sync.before_update()
-        self._run.replicas.trained(self.module)
+        self._run.replicas.trained[id(self.module)] = self.module.training
         self._check_called()
         if not self._scaler_checked:
             self._scaler_checked = True
@@ -517,7 +521,8 @@ class AdaptiveDataParallel(torch.nn.Module):
                 return value
         self._sync.applied()
         if not self._counts(own):
-            self._tables.leave_out()
+            for table in self._tables.tables:
+                table.leave_out()
             ledger.applied()
             return value
         step = ledger.outermost
@@ -530,7 +535,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if larger or (step is not None and id(own.optimizer) in self._untried):
             params = [p for group in self._trainable.groups[own.groups] for p in group]
             untouched = Untouched(own.optimizer, params)
-        ledger.begin_update()
+        ledger.updating = True
         rates = own.rates.scale(scale, has_statistics=self._sync.gives_statistics)
         try:
             result = self._update(own, apply, **kwargs)
@@ -539,7 +544,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             lost = is_out_of_memory(error) and alone and untouched is not None and untouched.undo()
             if not lost or not self._lose_step():
                 raise
-            ledger.cancel_update()
+            ledger.updating = False
             let_go(error)
             return value
         finally:
@@ -578,7 +583,10 @@ class AdaptiveDataParallel(torch.nn.Module):
         params = self._trainable.params
         if len(self._optimizers) > 1:
             params = [p for group in self._trainable.groups[own.groups] for p in group]
-        if own.finite.are_finite(params, self._sync.nonfinite_ranks, scaled=scaled):
+        run, finite, suspects = self._run, own.finite, self._sync.nonfinite_ranks
+        if known := suspects is None and run.group.world_size > 1 and run.wishes is None:  # all ranks' are finite
+            finite.streak.clear()
+        if known or finite.are_finite(params, suspects, scaled=scaled):
             self._statistics.applied()
         else:
             self._statistics.invalidate()  # what it has measured is of no use

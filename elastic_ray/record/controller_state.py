@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 
 from elastic_ray.job_spec import JobSpec
+from elastic_ray.json_numbers import known_fields
 from elastic_ray.sealed import Sealed
 from placement.versions import check_format
 
@@ -69,10 +70,9 @@ class ControllerState:
         if not isinstance(values, dict):
             raise ValueError(f"a note must be a JSON object, but got {text[:100]!r}")
         check_format(values, FORMAT)
-        known = {field.name for field in dataclasses.fields(cls)}
-        values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         try:
-            return cls(**values)
+            return cls(**known_fields(cls, values | lists))
         except TypeError as error:
             raise ValueError(f"a note lacks fields: {error}") from None
 

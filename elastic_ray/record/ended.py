@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from elastic_ray.events import JobPhase, JobStatus, TrialFacts
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.json_numbers import dump, load
+from elastic_ray.json_numbers import dump, dumpable, known_fields, load
+from elastic_ray.record.outlook import named_parts
 from elastic_ray.sealed import Raised
 from placement.versions import check_format
 
@@ -47,9 +47,7 @@ class EndedJobNote:
     @property
     def duration_s(self) -> float:
         """Time from submission to the end [s]."""
-        status = self.status
-        parts = (status.waiting_s, status.starting_s, status.pausing_s, status.catching_up_s, status.training_s)
-        return sum(parts)
+        return sum(named_parts(self.status).values())
 
     def to_json(self) -> str:
         """Return the record as JSON; if JSON cannot hold the metrics, their values are replaced by their ``repr``."""
@@ -59,11 +57,7 @@ class EndedJobNote:
         if self.status.trial is not None:
             status["trial"] = dataclasses.asdict(self.status.trial)
         metrics = {str(name): value for name, value in self.status.metrics.items()}
-        try:
-            return dump({"format": FORMAT, **said, "status": {**status, "metrics": metrics}})
-        except (TypeError, ValueError, RecursionError):
-            metrics = {name: repr(value) for name, value in metrics.items()}
-            return dump({"format": FORMAT, **said, "status": {**status, "metrics": metrics}})
+        return dump({"format": FORMAT, **said, "status": {**status, "metrics": dumpable(metrics)}})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> EndedJobNote:
@@ -75,11 +69,7 @@ class EndedJobNote:
         try:
             said = told["status"]
             read = {"phase": JobPhase(said.get("phase")), "trial": TrialFacts.read(said.get("trial"))}
-            status = JobStatus(**{**_known(JobStatus, said), **read})
-            return cls(**{**_known(cls, told), "status": status})
+            status = JobStatus(**{**known_fields(JobStatus, said), **read})
+            return cls(**{**known_fields(cls, told), "status": status})
         except TypeError as error:
             raise ValueError(f"a note of an ended job lacks fields: {error}") from None
-
-
-def _known(kind: Any, told: Mapping[str, Any]) -> dict[str, Any]:
-    return {field.name: told[field.name] for field in dataclasses.fields(kind) if field.name in told}

@@ -16,11 +16,7 @@ logger = logging.getLogger("elastic_ray.job")
 
 
 class EventLog:
-    """Log of a job's events.
-
-    Args:
-        keep: called with every event to save it for a restarted controller.
-    """
+    """Log of a job's events."""
 
     def __init__(
         self, spec: JobSpec, record: JobRecord, machine: JobMembership, keep: Callable[[JobEvent], None]
@@ -28,11 +24,7 @@ class EventLog:
         self._spec, self._record, self._machine, self._keep = spec, record, machine, keep
 
     def add(self, kind: EventKind, before: int, after: int, reason: str, **facts: Any) -> None:
-        """Add an event; ``before`` and ``after`` are the numbers of workers.
-
-        Args:
-            **facts: further fields of ``JobEvent``.
-        """
+        """Add an event; ``before`` and ``after`` are the numbers of workers."""
         facts = {"generation": self._machine.generation} | facts
         if before != after and self._record.cost_usd is not None:
             facts["detail"] = {**facts.get("detail", {}), "cost_usd": self._record.cost_usd}

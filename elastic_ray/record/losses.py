@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.checkpoints.interval import FIRST_INTERVAL_S, mean_time_between_losses_s
 from elastic_ray.events import EventKind
@@ -38,10 +38,14 @@ class Losses:
         self.failures = self.raised = self.fruitless = self.saved_steps = 0
         self._just_raised = False  # since a group has trained last
 
-    def recall(self, *, lost: float, failures: int, raised: int, fruitless: int, saved_steps: int) -> None:
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Counts for the next controller, as fields of ``ControllerState``."""
+        return {name: getattr(self, name) for name in ("lost", "failures", "raised", "fruitless", "saved_steps")}
+
+    def recall(self, state: ControllerState) -> None:
         """Restore the counts of the previous controller."""
-        self.lost, self.failures, self.raised = lost, failures, raised
-        self.fruitless, self.saved_steps = fruitless, saved_steps
+        vars(self).update({name: getattr(state, name) for name in self.counts})
 
     def some_lost(self, before: int, after: int) -> None:
         """Count lost members, each as its fraction of the job, because losses often occur together."""
@@ -81,7 +85,7 @@ class Losses:
 
 
 _RESIZE_COST_S = 0.2  # before the first one was measured
-_STUCK_FAILURES = 10
+STUCK_FAILURES = 10
 
 
 class SizeHistory:
@@ -105,6 +109,12 @@ class SizeHistory:
         self._launched_s: float | None = None
         self.launched_at_s: float | None = None
         self._stuck: tuple[int, int] = (-1, 0)
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """History for the next controller, as fields of ``ControllerState``."""
+        names = ("most_workers", "resizes", "resize_cost_s", "start_s", "launched_at_s")
+        return {name: getattr(self, name) for name in names}
 
     def recall(self, state: ControllerState, at_s: float) -> None:
         """Restore the history of the previous controller; ``at_s`` is the current time [s since the epoch]."""
@@ -150,11 +160,7 @@ class SizeHistory:
             steps: committed steps when the current group failed.
         """
         self._stuck = (steps, self._stuck[1] + 1 if steps == self._stuck[0] else 1)
-        return self._stuck[1] > _STUCK_FAILURES
-
-    def stuck_because(self, reason: str) -> str:
-        """Return the message for a stuck job."""
-        return f"{_STUCK_FAILURES} groups in a row failed without a single step; the last: {reason}"
+        return self._stuck[1] > STUCK_FAILURES
 
     def saves_soon(self, now_s: float) -> bool:
         """True if the job has trained so briefly that it need not have saved a checkpoint yet."""

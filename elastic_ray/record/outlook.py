@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from elastic_ray.events import EventKind, JobEvent, JobPhase, Pause
 from elastic_ray.job_spec import JobSpec
@@ -56,6 +57,15 @@ class TimeSpent:
         return dataclasses.replace(self, pausing_s=self.pausing_s + pause_s, **{name: trained_s})
 
 
+PARTS = tuple(field.name for field in dataclasses.fields(TimeSpent))
+"""Parts of the time since a job's submission, as fields of ``TimeSpent`` and of all that shows it."""
+
+
+def named_parts(spent: Any) -> dict[str, float]:
+    """Return the parts of an object that has :data:`PARTS`, keyed by their names in words, training first [s]."""
+    return {part.removesuffix("_s").replace("_", " "): getattr(spent, part) for part in reversed(PARTS)}
+
+
 def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, started_for_s: float = 0.0) -> TimeSpent:
     """Divide the time since submission into its parts, according to a job's events.
 
@@ -76,7 +86,7 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
             if trains:
                 spent = spent.with_group(until - since, paused, catching_up=goal > 0)
             else:
-                spent = spent.without_group(until - since, _number(event, "start_s"))
+                spent = spent.without_group(until - since, number_of(event.detail, "start_s"))
             since, paused = until, 0.0
             trains = begins or (trains and not stops)
             ended = event.kind is EventKind.FINISHED
@@ -99,7 +109,8 @@ def _goal(before: int, event: JobEvent) -> int:
     """Return the value of ``steps_to_reach`` after one more event."""
     if event.kind is EventKind.CAUGHT_UP:
         return 0
-    if event.kind is EventKind.RESTART and (reached := int(_number(event, "reached_steps"))) > _number(event, "steps"):
+    reached = int(number_of(event.detail, "reached_steps"))
+    if event.kind is EventKind.RESTART and reached > number_of(event.detail, "steps"):
         return max(before, reached)
     return before
 
@@ -113,15 +124,15 @@ def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float 
     """
     for event in reversed(events):
         if event.kind in (EventKind.RESIZE, EventKind.FAILURE) and event.pause_s > 0:
-            vote_s, group_s, state_s = (_number(event, name) for name in ("vote_s", "group_s", "state_s"))
+            vote_s, group_s, state_s = (number_of(event.detail, name) for name in ("vote_s", "group_s", "state_s"))
             first_s = first_step_s if generation == event.generation else None
             return Pause(vote_s=vote_s, group_s=group_s, state_s=state_s, first_step_s=first_s)
     return None
 
 
-def _number(event: JobEvent, name: str) -> float:
+def number_of(detail: Mapping[str, Any], name: str) -> float:
     """Return a number from an event's detail; 0 if it is missing or not finite."""
-    value = event.detail.get(name)
+    value = detail.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     return 0.0
@@ -157,9 +168,7 @@ def samples_to_end(
 
     Args:
         progress: progress of the job, in iterations at M0.
-        dataset_size: samples in one pass over the training loader; None if unknown.
         init_batch_size: M0 [samples].
-        efficiency: statistical efficiency of the current batch, above 0; None if unknown.
     """
     left = remaining(progress)
     if progress is None or left is None:
@@ -173,13 +182,7 @@ def samples_to_end(
 
 
 def seconds_to_end(progress: Progress | None, init_batch_size: int | None, goodput: float | None) -> float | None:
-    """Return iterations left x M0 / goodput [s, >= 0]; None if any of these is unknown.
-
-    Args:
-        progress: progress of the job, in iterations at M0.
-        init_batch_size: M0 [samples].
-        goodput: goodput of the current configuration [samples/s].
-    """
+    """Return iterations left x M0 / goodput [s, >= 0]; None if any of these is unknown."""
     left = remaining(progress)
     if left is None or not init_batch_size or not goodput or not math.isfinite(goodput) or goodput < 0:
         return None

@@ -46,7 +46,7 @@ class JobRecord:
         self.unwritten_events = Backlog()  # lines of ``events.jsonl``
         self.unwritten_reports = Backlog()  # lines of ``reports.jsonl``
         self.metrics: Mapping[str, Any] = {}
-        self.batch_reason = ""
+        self.batch_reason = ""  # why it has changed last
         self._states: tuple[StateFile, ...] = ()
         self._states_kept, self._keeps_last = spec.states_kept, spec.elastic.keep_last_state
         self._since_checkpoint: set[str] = set()  # automatic ones; of as many steps, the later one is further
@@ -117,14 +117,6 @@ class JobRecord:
         """Automatic checkpoint that remains when the job finishes; None if none remains."""
         return self._states[0] if self._states and self._keeps_last else None
 
-    def _left_state(self, phase: JobPhase) -> str:
-        """Return the directory of the automatic checkpoints that remain if the job ends in `phase`.
-
-        Empty if none remain.
-        """
-        left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
-        return posixpath.dirname(left.path) if left is not None else ""
-
     @property
     def workers_at_most(self) -> int:
         """Largest number of workers that can continue from the resume point, 0 for no limit.
@@ -139,38 +131,10 @@ class JobRecord:
         if self.phase is JobPhase.WAITING:
             self.phase, self.message = JobPhase.STARTING, "workers are starting"
 
-    def running(self) -> None:
-        """Record that a group trains."""
-        self.phase = JobPhase.RUNNING
-
     def begins_again(self, *, waits_because: str | None) -> None:
         """Record that the job has no workers: new ones start, or the job waits for resources for the given reason."""
         self.phase = JobPhase.STARTING if waits_because is None else JobPhase.WAITING
         self.message = waits_because or ""
-
-    def paused(self, why: str) -> None:
-        """Record that the job has no workers until a user resumes it."""
-        self.phase, self.message = JobPhase.PAUSED, why
-
-    def ending(self, phase: JobPhase, message: str) -> None:
-        """Record that the job ends; :meth:`end` later records its outcome."""
-        self.phase, self.message = phase, message
-
-    def waits_for_resources(self, why: str, *, needs_node: bool = False) -> None:
-        """Store the reason why the job has no workers yet, and whether it needs a node that does not exist."""
-        self.message, self.needs_node = why, needs_node
-
-    def user_told(self, text: str) -> None:
-        """Store a worker's message for the job's user."""
-        self.told = text
-
-    def allocator_told(self, note: str, cost_usd: float | None, start_s: float | None) -> None:
-        """Store the allocator's message, the job's cost [USD], and its expected start [s from now]."""
-        self.note, self.cost_usd, self.start_s = note, cost_usd, start_s
-
-    def batch_chosen(self, reason: str) -> None:
-        """Store why the batch size has changed."""
-        self.batch_reason = reason
 
     def event(self, event: JobEvent) -> None:
         """Add an event."""
@@ -240,8 +204,6 @@ class JobRecord:
 
         Args:
             lines: event lines that ``events.jsonl`` lacks.
-            first_report: number of the first report of this run; 0 if unknown.
-            reports: the last reports in ``reports.jsonl``.
         """
         for line in lines:
             self.unwritten_events.add(line)
@@ -252,7 +214,7 @@ class JobRecord:
             if report.index >= self._reports.last:
                 self.metrics = report.metrics
         if first_report:
-            self._reports.began_with(first_report)
+            self._reports.first = first_report
 
     def waits(self, who: str, what: str) -> None:
         """Record what `who` is waiting for from storage; an empty text ends the wait."""
@@ -275,6 +237,7 @@ class JobRecord:
     ) -> None:
         """Record the job's end and outcome."""
         self.phase, self.message = phase, message
+        left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
         self._outcome = JobOutcome(
             phase=phase,
             error=error,
@@ -282,7 +245,7 @@ class JobRecord:
             reports=self._reports.values(),
             first_report=self._reports.first or 1,
             checkpoints=self._retention.kept,
-            states=self._left_state(phase),
+            states=posixpath.dirname(left.path) if left is not None else "",
             return_value=return_value,
         )
 

@@ -53,10 +53,6 @@ class BoundedLog(Generic[T]):
             self._things.pop(self.low, None)
             self.low += 1
 
-    def began_with(self, number: int) -> None:
-        """Set the number of the first item, which itself is not kept."""
-        self.first = number
-
     def values(self) -> tuple[T, ...]:
         """Return the kept items, in order of their numbers."""
         return tuple(self._things[number] for number in sorted(self._things))
@@ -125,7 +121,6 @@ class ReportQueue:
     Args:
         taken: number of the last report before this run, from which a run that continues from a checkpoint counts on.
         ahead: number of undelivered reports that training may make before it waits for the reader; None for any number.
-        keep: number of reports to keep.
     """
 
     def __init__(self, *, taken: int = 0, ahead: int | None = None, keep: int = MOST) -> None:
@@ -168,7 +163,6 @@ class ReportQueue:
 
         Args:
             after: number of the last report that the reader has processed; None if it has processed none of this run.
-            wait_s: longest wait [s].
 
         Returns None if there is no such report yet, or the queue was closed.
         """

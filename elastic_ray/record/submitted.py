@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable
 
 from elastic_ray.events import EventKind, JobEvent
+from elastic_ray.json_numbers import known_fields
 from placement.versions import check_format
 
 _FORMAT = 1
@@ -42,7 +43,7 @@ class SubmittedJob:
         if not isinstance(values, dict):
             raise ValueError(f"a submission must be a JSON object, but got {values!r:.80}")
         check_format(values, _FORMAT)
-        known = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values}
+        known = known_fields(cls, values)
         if not isinstance(words := known.get("command", []), list) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"a submission's command must be a list of texts, but got {words!r:.80}")
         for name, value in known.items():

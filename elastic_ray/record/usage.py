@@ -57,7 +57,6 @@ def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]
     """Return the usage of one job, with a row for each user, tenant and week.
 
     Args:
-        events: events of all the job's runs, oldest first.
         seen_s: when the last run was last known to be active, if it has not ended [s since the epoch].
     """
     spans = list(_spans(events, seen_s))

@@ -91,7 +91,8 @@ def allocator_view(
         wished=wished,
         allocation=allocation,
         most_workers=history.most_workers,
-        growth_limit=_growth_limit(spec, history),
+        # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
+        growth_limit=spec.min_workers if spec.trial is not None and not history.most_workers else None,
         goodput=planner.own_model,
         init_batch_size=limits.init_batch_size if limits else None,
         max_batch_size=limits.max_batch_size if limits else None,
@@ -145,12 +146,6 @@ def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[
     return most, None if least_wished is None else min(allowed.at_least(least_wished) or most, most)
 
 
-def _growth_limit(spec: JobSpec, history: SizeHistory) -> int | None:
-    """Return the largest size for now; None if only the job's own limit applies."""
-    # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
-    return spec.min_workers if spec.trial is not None and not history.most_workers else None
-
-
 def _atomic_bsz_range(planner: BatchPlanner) -> tuple[int, int] | None:
     """Return the bounds of a worker's batch on the current GPU type; None if there are none."""
     bounds = planner.tuner.atomic_bsz_range if planner.tuner is not None else None
@@ -185,8 +180,6 @@ def job_status(
     """Return the job's status for its driver.
 
     Args:
-        submitted_s: when the job was submitted [s since the epoch].
-        now_s: the current time [s since the epoch].
         started_for_s: how long processes have been starting, if no group trains [s].
     """
     report, ended, waiting = planner.latest, record.phase.ended, record.phase is JobPhase.WAITING
@@ -316,7 +309,6 @@ def members(
     """Return the members of the current generation in rank order, leaving out those whose process is not known.
 
     Args:
-        silence_s: time since each worker was last heard from [s], keyed by worker.
         ratios: each worker's time for equal work, divided by the group's median, keyed by worker.
     """
     spec = machine.current

@@ -59,11 +59,7 @@ class ErrorVerdict:
 
 
 class WorkerErrors:
-    """Judge of the exceptions of a job's workers.
-
-    Args:
-        losses: counter of the exceptions that cost the job a member.
-    """
+    """Judge of the exceptions of a job's workers."""
 
     def __init__(self, losses: Losses) -> None:
         self._losses = losses
@@ -80,7 +76,6 @@ class WorkerErrors:
 
         Args:
             others_train: other workers hold the state and have not returned from the train function.
-            now_s: the current time [s, monotonic].
         """
         origin = error.origin
         if origin is None or origin.refusal:
@@ -129,7 +124,6 @@ class WorkerErrors:
 
         Args:
             beside: the job's other workers, all of which were started before this exception.
-            nodes: number of nodes that could run a worker of the job.
         """
         origin = error.origin
         if origin is None or origin.refusal:
@@ -158,12 +152,7 @@ class WorkerErrors:
     def note(
         self, node: str, worker: str, cause: str, *, starting: bool, now_s: float, of_device: bool = False
     ) -> None:
-        """Record a worker's failure, to be reported to the allocator.
-
-        Args:
-            now_s: the current time [s, monotonic].
-            of_device: the error names a disk or a GPU of the node.
-        """
+        """Record a worker's failure, to be reported to the allocator."""
         told = {"node": node, "worker": worker, "cause": cause[:_CAUSE]}
         failure = NodeFailure(**told, age_s=0.0, starting=starting, of_device=of_device)
         self._noted = [*self._noted, (now_s, failure)][-_MOST_NOTED:]

@@ -74,7 +74,6 @@ class RecordWriter:
     """Writer of a record's backlogs, which also reads stored state and deletes checkpoints.
 
     Args:
-        background: runs tasks beside the controller's loop.
         tell: called once with each sentence about storage that the job's user should read.
     """
 

@@ -35,14 +35,12 @@ def _is_thread_of_torch() -> bool:
     return in_backward and isinstance(threading.current_thread(), threading._DummyThread)
 
 
-def check_present(session: object) -> None:
-    """Raise RuntimeError if a later run of this process has replaced the session's run."""
-    present = _session.get()
-    if present is not None and present is not session:
-        raise RuntimeError(
-            "AdaptiveDataParallel must wrap every model before the first epoch: a model that was wrapped since has "
-            "begun another run of this process, so the loop of the run before cannot continue"
-        )
+def replaced_error() -> RuntimeError:
+    """Return the error of a loop whose run a later run of this process has replaced."""
+    return RuntimeError(
+        "AdaptiveDataParallel must wrap every model before the first epoch: wrapping another model since has "
+        "started a new run in this process, so the earlier run's loop cannot continue"
+    )
 
 
 def set_session(session: Session | None) -> None:
@@ -68,7 +66,7 @@ def check_thread() -> None:
     """Raise RuntimeError in a worker's thread that has no session, because the effect of its call would be lost."""
     if _in_worker and session_of_thread() is None:
         raise RuntimeError(
-            f"elastic_ray was called in thread {threading.current_thread().name!r}, which knows nothing of the job: "
+            f"elastic_ray was called in thread {threading.current_thread().name!r}, which does not belong to the job: "
             "call it in the train function's own thread, or start the other one with "
             "threading.Thread(target=contextvars.copy_context().run, args=(function,))"
         )

@@ -167,6 +167,9 @@ class Participant:
     def set_strategy(self, strategy: object) -> None:
         """Switch to another strategy from the next step on; raises ValueError or TypeError if it cannot be used."""
 
+    def keep_strategy(self) -> None:
+        """Cancel a switch to another strategy that was requested since the last step."""
+
     def set_topology(self, topology: str) -> None:
         """Switch to another reduction topology; raises ValueError if the model cannot use it."""
         raise ValueError("the gradients of a sharded model have no topology")

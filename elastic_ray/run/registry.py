@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.batch.halving import LEAST_HALF, UNHALVED_STEPS, Halving
-from elastic_ray.batch.noise_scale import NoiseSignal
-from elastic_ray.batch.reports import LoaderInfo, ModelInfo
+from elastic_ray.batch.reports import LoaderInfo, ModelInfo, NoiseSignal
 from elastic_ray.batch.scaling_rules import step_gain
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.consensus.saving import SaveAgreement
@@ -53,62 +52,40 @@ class HookPoint(enum.Enum):
     REPLACED = enum.auto()  # by another run of this process
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Facts about one wrapped model, each a function that returns its present value."""
+
+    noise: Noise  # its noise scale, equal on all ranks; None before an estimate
+    learning_rates: Callable[[], tuple[float, ...]] = tuple  # as set by user code and schedulers
+    rate_factor: Callable[[], float] = float  # on its learning rates in the latest step
+    signal: Callable[[], NoiseSignal | None] = lambda: None  # rank 0's estimate of its gradient signal
+
+
 class ModelRegistry:
-    """Registry of wrapped models, in order of wrapping; the first model determines the job's efficiency."""
+    """Registry of wrapped models, in order of wrapping; the first model determines the job's efficiency.
+
+    Attributes:
+        infos: Descriptions of the models that are sent to the controller.
+        first: Facts about the first model; None before it is wrapped.
+    """
 
     def __init__(self) -> None:
-        self._noises: list[Noise] = []
-        self._infos: list[ModelInfo] = []
-        self._rates: list[Callable[[], tuple[float, ...]]] = []
-        self._rate_factors: list[Callable[[], float]] = []
-        self._signals: list[Callable[[], NoiseSignal]] = []
-
-    @property
-    def infos(self) -> tuple[ModelInfo, ...]:
-        """Descriptions of the models that are sent to the controller."""
-        return tuple(self._infos)
+        self.infos: tuple[ModelInfo, ...] = ()
+        self.first: ModelFacts | None = None
 
     def __len__(self) -> int:
-        return len(self._infos)
+        return len(self.infos)
 
-    @property
-    def learning_rates(self) -> tuple[float, ...]:
-        """Learning rates of the first model, as set by user code and schedulers; empty before there is a model."""
-        return self._rates[0]() if self._rates else ()
-
-    def add(self, info: ModelInfo, noise: Noise, rates: Callable[[], tuple[float, ...]] = tuple) -> int:
-        """Add a newly wrapped model and return its number.
-
-        Args:
-            noise: Returns the model's noise scale.
-            rates: Returns the model's learning rates.
-        """
-        self._rates.append(rates)
-        self._infos.append(info)
-        self._noises.append(noise)
-        return len(self._noises) - 1
-
-    def add_rate_factor(self, factor: Callable[[], float]) -> None:
-        """Add a function that returns a newly wrapped model's learning rate factor in the latest step."""
-        self._rate_factors.append(factor)
-
-    @property
-    def rate_factor(self) -> float | None:
-        """Factor on the first model's learning rates; None before there is a model."""
-        return self._rate_factors[0]() if self._rate_factors else None
+    def add(self, info: ModelInfo, facts: ModelFacts) -> int:
+        """Add a newly wrapped model and return its number."""
+        self.infos = (*self.infos, info)
+        self.first = self.first or facts
+        return len(self.infos) - 1
 
     def noise(self) -> NoiseScale | None:
         """Return the noise scale of the first model; None before an estimate."""
-        return self._noises[0]() if self._noises else None
-
-    def add_signal(self, signal: Callable[[], NoiseSignal]) -> None:
-        """Add a function that returns rank 0's estimate of a newly wrapped model's gradient signal."""
-        self._signals.append(signal)
-
-    @property
-    def signal(self) -> NoiseSignal | None:
-        """Rank 0's estimate of the first model's gradient signal; None before there is a model."""
-        return self._signals[0]() if self._signals else None
+        return self.first.noise() if self.first is not None else None
 
     def gain(self, scale: float) -> float:
         """Return the progress of one step at ``scale`` x the initial batch size, in steps at the initial size."""
@@ -126,7 +103,7 @@ class LoaderRegistry:
         self._fixed_batch = fixed_batch
         self.info: LoaderInfo | None = None  # what it tells the job, None before there is one
         self.in_processes = False  # samples of the leading loader are loaded by worker processes
-        self._leading: weakref.ref[Any] | None = None  # its worker processes must go when the user lets it go
+        self.leading: weakref.ref[Any] | None = None  # its worker processes must go when the user lets it go
         self._late: list[weakref.WeakMethod[Any]] = []
         self._failed = False
         self._made: list[weakref.WeakMethod[Any]] = []
@@ -139,18 +116,13 @@ class LoaderRegistry:
                     "scale_with_workers=True and ElasticConfig(fixed_batch=True) contradict each other: leave one out"
                 )
             info = dataclasses.replace(info, limits=dataclasses.replace(info.limits, max_batch_size=None))
-        self._leading, self.info, self._failed = weakref.ref(loader), info, False
+        self.leading, self.info, self._failed = weakref.ref(loader), info, False
         self.in_processes = in_processes
-
-    @property
-    def leading(self) -> weakref.ref[Any] | None:
-        """Weak reference to the leading loader; None if there is none."""
-        return self._leading
 
     @property
     def is_left(self) -> bool:
         """True if the leading loader has been garbage-collected, or if opening its run failed."""
-        return self._failed or (self._leading is not None and self._leading() is None)
+        return self._failed or (self.leading is not None and self.leading() is None)
 
     def fail(self) -> None:
         """Record that opening the run failed, so that the next loader to be made leads."""
@@ -158,7 +130,7 @@ class LoaderRegistry:
 
     def leads(self, loader: object) -> bool:
         """True if `loader` is the leading one."""
-        return self._leading is not None and self._leading() is loader
+        return self.leading is not None and self.leading() is loader
 
     def add_late(self, join: weakref.WeakMethod[Any]) -> None:
         """Add a loader made after this run's first epoch; ``join`` moves it to another run."""
@@ -194,61 +166,27 @@ class Registry:
         self.monitoring = monitoring or Monitoring()
         self.models = ModelRegistry()
         self.loaders = LoaderRegistry(fixed_batch=fixed_batch)
-        self._hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
+        self.hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
         self._buffers: list[BufferSync] = []
         self._gradients: list[Participant] = []
         self.drifting: set[int] = set()  # models that are averaged, by their numbers
         self._efforts: list[Callable[[], float | None]] = []
         self.saving = SaveAgreement()  # what the ranks agree on of checkpoints that all of them write
-        self._least_share = 1
+        self.least_share = 1
         self.halving_changes = 0  # how often it has changed which steps are halved, but for changes of group and batch
         self._adds_up = False  # gradients over several steps
         self._needs_halves = False  # layers do not show the noise
-        self._saves: Callable[[], bool] = lambda: False
+        self.saves: Callable[[], bool] = lambda: False  # whether this worker has something to save
         self.folds_random = True  # torch's generators become each rank's own with the first epoch
-
-    def keep_random(self) -> None:
-        """Leave torch's random generators as user code has seeded them."""
-        self.folds_random = False
-
-    @property
-    def least_share(self) -> int:
-        """Smallest number of samples per forward pass that the models require."""
-        return self._least_share
-
-    def ask_for_shares(self, least: int) -> None:
-        """Request that no worker train with fewer than ``least`` samples at once, if possible."""
-        self._least_share = max(self._least_share, least)
 
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
         """Register ``hook`` to be called at every such point."""
-        self._hooks[point].append(hook)
-
-    def save_when(self, due: Callable[[], bool]) -> None:
-        """Set the function that returns True if this worker has something to save."""
-        self._saves = due
-
-    @property
-    def saving_is_due(self) -> bool:
-        """True if this worker has something to save."""
-        return self._saves()
-
-    def has_hook(self, point: HookPoint) -> bool:
-        """True if any hook is registered for the point."""
-        return bool(self._hooks[point])
+        self.hooks[point].append(hook)
 
     def call(self, point: HookPoint) -> None:
         """Call the hooks registered for a point of the run."""
-        for hook in self._hooks[point]:
+        for hook in self.hooks[point]:
             hook()
-
-    def add_rate_factor(self, factor: Callable[[], float]) -> None:
-        """Add a function that returns a newly wrapped model's learning rate factor in the latest step."""
-        self.models.add_rate_factor(factor)
-
-    def add_signal(self, signal: Callable[[], NoiseSignal]) -> None:
-        """Add a function that returns rank 0's estimate of a newly wrapped model's gradient signal."""
-        self.models.add_signal(signal)
 
     def add_buffers(self, buffers: BufferSync) -> None:
         """Add a model's buffers, which are synchronised at the end of every pass and in every new group."""
@@ -290,6 +228,10 @@ class Registry:
         """
         self._of(model).set_strategy(strategy)
 
+    def keep_strategy(self, model: int) -> None:
+        """Cancel a switch to another strategy that was requested between the same two steps."""
+        self._of(model).keep_strategy()
+
     def set_topology(self, model: int, topology: str) -> None:
         """Switch a model's gradients to another reduction topology; same conditions as :meth:`set_strategy`."""
         self._of(model).set_topology(topology)
@@ -316,12 +258,6 @@ class Registry:
     def samples(self) -> int | None:
         """Number of samples per epoch of the leading loader, as constructed; None if unknown."""
         return self.loaders.info.dataset_size if self.loaders.info is not None else None
-
-    @property
-    def loader_info(self) -> LoaderInfo | None:
-        """Description of the leading loader and the models, for the controller; None without a loader."""
-        loader = self.loaders.info
-        return dataclasses.replace(loader, models=self.models.infos) if loader is not None else None
 
     def halving(self, steps: int) -> Halving | None:
         """Return which steps a single rank splits in two after ``steps`` committed ones; None for no steps.

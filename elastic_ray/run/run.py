@@ -26,7 +26,7 @@ from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.run.controller_client import ControllerClient
 from elastic_ray.run.current import session_of_thread
-from elastic_ray.run.registry import HookPoint, Noise, Registry
+from elastic_ray.run.registry import HookPoint, ModelFacts, Registry
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.shared_state import SharedState
@@ -151,7 +151,7 @@ class Run:
 
         Returns the failure of this worker or of another one; None if all succeeded.
         """
-        due = saves or self.registry.saving_is_due
+        due = saves or self.registry.saves()
         if self.wishes is None or self.wishes.settle(well=failure is None, due=due, measured=measured):
             return failure
         return failure or "another worker of the unit could not complete its step"
@@ -191,10 +191,6 @@ class Run:
         for each in self.exchanges:
             each.close()
 
-    def mark_synced(self) -> None:
-        """Mark this worker as having joined the job."""
-        self.synced = True
-
     def run_out_of_memory(self) -> bool:
         """Record that this rank ran out of memory in the current step; False if smaller micro-batches cannot help.
 
@@ -213,7 +209,7 @@ class Run:
             return False
         together = not (self.registry.meets_in_passes or self.registry.drifts or self.ledger.reduced)
         if self.group.world_size == 1 or (together and self.models == 1):
-            self.agreed.run_out()
+            self.agreed.ran_out = True
             if self.group.world_size == 1:
                 self.ledger.fail(RAN_OUT)
             return True
@@ -247,16 +243,12 @@ class Run:
 
     def set_shape(self, shape: BatchChoice | None) -> None:
         """Use another batch shape from the next step on; None for the loader's own."""
-        self.states.set_shape(shape)
+        self.states.shape = shape
         self.shape_changes += 1
         self.registry.call(HookPoint.SHAPE_CHANGED)
 
-    def may_choose(self, number: int) -> bool:
-        """True if this model's strategy may be chosen now: one at a time, because models share the timed steps."""
-        return self.registry.have_chosen(number)
-
     def add_model(
-        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, noise: Noise
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, facts: ModelFacts
     ) -> int:
         """Register a newly wrapped model; return its number, in order of wrapping.
 
@@ -271,8 +263,7 @@ class Run:
                 "divide one count of epochs among them: `for count in remaining_epochs_until(folds * epochs): "
                 "fold, epoch = divmod(count, epochs)`; or submit a job each"
             )
-        rates: Callable[[], tuple[float, ...]] = lambda: tuple(float(group["lr"]) for group in optimizer.param_groups)  # noqa: E731
-        number = self.registry.models.add(info, noise, rates)
+        number = self.registry.models.add(info, facts)
         self.models = number + 1
         self.replicas.add(module, optimizer)
         self.optimizers.add(optimizer)
@@ -412,8 +403,8 @@ class OptimizerWatch:
         """
         if late and optimizer in self._known:
             raise RuntimeError(
-                f"a {type(scheduler).__name__} was made for the optimizer of a wrapped model after the first epoch had "
-                "begun: workers that join later, and the job when it starts again, would continue with another "
+                f"a {type(scheduler).__name__} was made for the optimizer of a wrapped model after the start of the "
+                "first epoch: workers that join later, and the job when it starts again, would continue with another "
                 "schedule. Make all schedulers before the model is wrapped, and pass them as lr_scheduler=; stages "
                 "that follow each other are one torch.optim.lr_scheduler.SequentialLR, and a new one in each epoch is "
                 "one LambdaLR over all steps"

@@ -23,6 +23,7 @@ from elastic_ray.adaptation.view import PolicyView
 from elastic_ray.batch.limits import BatchChoice, cut_within
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.run.run import Run
+from elastic_ray.state.codec import decode, encode
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.step import LoaderStep
@@ -50,9 +51,10 @@ class Adaptation:
     def add(self, policies: Iterable[Policy]) -> None:
         """Add policies. Raises PolicyError: The state of a policy is not plain."""
         self.runner.add(policies)
-        self.active = bool(self.runner)
-        if self.active:
+        if self.runner and not self.active:
+            self.active = True
             self._run.meter.ask()
+            self._run.consensus.add(self.runner.watched, self.runner.ballot)
 
     def register(self, states: SharedState) -> None:
         """Register the policies' state, to be sent to joiners and rolled back with a lost step.
@@ -133,7 +135,7 @@ class Adaptation:
         values, watched, workers = self.runner.values, self.runner.watched, self._run.meter.workers
         if workers:
             values.advance(workers[0].passed_s, len(workers), samples)
-        values.take_metrics(watched.latest, watched.reports)
+        values.metrics, values.reports = dict(watched.latest), watched.reports
         self._step, wish = step, self.wish
         self.runner.settle(self._progress.steps)
         if self.wish != wish:
@@ -154,13 +156,21 @@ class Adaptation:
             self.runner.end(self._progress.steps)
 
     def _call(self, hook: str) -> None:
-        if self.runner.wants(hook):
+        """Call a hook of the policies; in a unit, the leader alone decides for all its workers."""
+        if not self.runner.wants(hook):
+            return
+        unit = self._run.unit
+        if unit is None or unit.leads:
             self.runner.call(hook, self._view())
+        if unit is not None:  # its workers measure and report apart from each other: one of them decides
+            answers = unit.of_leader(encode(self.runner.answers()) if unit.leads else b"")
+            if not unit.leads:
+                self.runner.adopt(decode(answers))
 
     def _view(self) -> PolicyView:
         """Return the run's current state as shown to policies."""
         run, values, progress, step = self._run, self.runner.values, self._progress, self._step
-        info, workers = run.registry.loaders.info, run.meter.workers
+        info, workers, first = run.registry.loaders.info, run.meter.workers, run.registry.models.first
         limits = info.limits if info is not None else None
         initial = limits.init_batch_size if limits is not None else 0
         fewest, most = self._sizes or (None, None)
@@ -180,7 +190,7 @@ class Adaptation:
             initial_batch_size=initial,
             max_batch_size=limits.max_batch_size if limits is not None else None,
             critical_batch=run.agreed.critical_batch,
-            learning_rates=run.registry.models.learning_rates,
+            learning_rates=first.learning_rates() if first is not None else (),
             rate_factor=values.rate_factor,
             noise=run.registry.models.noise(),
             step_s=workers[0].step_s if workers else 0.0,
@@ -207,13 +217,13 @@ class Adaptation:
             case ScaleRate():
                 values.scale_rate(request.factor)
             case Stop():
-                values.stop_in(self._progress.epoch, self._step.ordinal - 1 if self._step is not None else 0)
+                values.stopped = self._progress.epoch, self._step.ordinal - 1 if self._step is not None else 0
             case Report():
                 pass  # its event is all there is to it
             case Pause() if self._sizes is None:
                 return "there is no controller that would pause and resume it"
             case Checkpoint() | Pause():  # the controller pauses the job when the request is reported
-                if not self._run.registry.has_hook(HookPoint.CHECKPOINT_ASKED):
+                if not self._run.registry.hooks[HookPoint.CHECKPOINT_ASKED]:
                     return "this run makes no automatic checkpoints"
                 self._run.registry.call(HookPoint.CHECKPOINT_ASKED)
         return ""
@@ -248,12 +258,15 @@ class Adaptation:
 
     def _set_strategy(self, request: SetStrategy | SetTopology) -> str:
         """Set a model's strategy or topology; return the reason if the model cannot use it, else ""."""
-        registry = self._run.registry
+        registry, wishes, refused = self._run.registry, self._run.wishes, ""
         try:
             if isinstance(request, SetTopology):
                 registry.set_topology(request.model, request.topology)
             else:
                 registry.set_strategy(request.model, request.strategy)
         except (ValueError, TypeError) as error:
-            return str(error)
-        return ""
+            refused = str(error)
+        if wishes is not None and not wishes.agree(not refused) and not refused:
+            registry.keep_strategy(request.model)
+            refused = "another worker of the unit cannot use it for its part of the model"
+        return refused

@@ -89,7 +89,8 @@ class GroupChanges:
             self._make_equal(ends=True)
         if agreed.stop or agreed.preempted:
             raise WorkerDismissed(stopped=True)
-        heard = run.registry.saving.take_heard(run.group.world_size)
+        saving = run.registry.saving
+        heard = saving.take_heard(run.group.world_size) if saving.resting is None else ()
         if agreed.take_consensus() and not self._saved_by_step(heard):
             self._make_equal()
         run.registry.call(HookPoint.BETWEEN_STEPS)
@@ -233,6 +234,20 @@ class GroupChanges:
         exchanged = run.states.exchange(communicator, registry, registry.samples, run.ledger)
         if run.ledger.has_left:
             run.states.progress.follow_passes(exchanged.passes)
+        with communicator.together():
+            proof = self._set_up(spec, communicator)
+        self._steps_waited = 0
+        if run.wishes is not None:
+            run.wishes.begin()
+        pause = run.clock.resume(run.group.generation)
+        run.ledger.clear_failure()
+        self._set_shape(spec.batch or run.states.shape)
+        self._controller.switched(spec.generation, pause, proof)
+        return exchanged.passes
+
+    def _set_up(self, spec: GenerationSpec, communicator: Communicator) -> Link:
+        """Set up a group whose ranks hold equal state, and return the proof of that; raises as :meth:`_enter`."""
+        run, registry = self._run, self._run.registry
         registry.enter_group()
         run.consensus.enter_group()
         if communicator.world_size > 1:
@@ -240,7 +255,7 @@ class GroupChanges:
             # One rank may be about to evaluate its model, and a joiner's be in another mode, but all cut steps alike.
             gives_back = bool(registry.drifting) and run.unit is None and registry.gives_back
             rows = communicator.gather_ints([registry.least_share, int(gives_back), registry.pulling])
-            registry.ask_for_shares(max(row[0] for row in rows))
+            registry.least_share = max(registry.least_share, *(row[0] for row in rows))
             run.shares.enter(
                 communicator, wanted=all(row[1] for row in rows), called_off=lambda: self._membership.voided
             )
@@ -251,14 +266,7 @@ class GroupChanges:
         registry.sync_buffers(communicator)
         proof = self._prove(spec, communicator)
         self._results.enter_group(communicator, run.progress)
-        self._steps_waited = 0
-        if run.wishes is not None:
-            run.wishes.begin()
-        pause = run.clock.resume(run.group.generation)
-        run.ledger.clear_failure()
-        self._set_shape(spec.batch or run.states.shape)
-        self._controller.switched(spec.generation, pause, proof)
-        return exchanged.passes
+        return proof
 
     def _prove(self, spec: GenerationSpec, communicator: Communicator) -> Link:
         """Compare the state that must be identical on all ranks, before the first step of a group.
@@ -279,8 +287,10 @@ class GroupChanges:
             told = difference(communicator, tensors, different)
             check_alike(different, joined, told, progress.steps)
             if not run.elastic or communicator.rank in different:
-                raise ReplicasDifferError(f"what this worker was sent when it joined is not what it holds: {told}")
-            raise CommunicationFailedError(f"a joiner does not hold what it was sent: {told}")
+                raise ReplicasDifferError(
+                    f"this worker does not hold the state that it was sent when it joined: {told}"
+                )
+            raise CommunicationFailedError(f"a joining worker does not hold the state that it was sent: {told}")
         link = Link.after(
             rows[0][2],
             {
@@ -293,12 +303,13 @@ class GroupChanges:
                 "bytes": sum(each.numel() * each.element_size() for each in tensors.values()),
             },
         )
-        progress.link(link)
+        progress.proof = link.link
         return link
 
     def _set_shape(self, shape: BatchChoice | None) -> None:
         """Set another batch shape, unless a policy has set one."""
-        self._run.set_shape(self._adaptation.held_shape() or shape)
+        held = self._adaptation.held_shape() if self._adaptation.active else None
+        self._run.set_shape(held or shape)
 
     def _saved_by_step(self, heard: Sequence[float]) -> bool:
         """True if each rank saves its own part, now or later, according to the votes ``heard`` with the step's sums."""
@@ -467,11 +478,11 @@ class UserCollectives:
                 return known
             if number < self._results.first:
                 raise RuntimeError(
-                    f"this worker joined the job within code that makes collectives, and the result of {what}() is not "
-                    "kept any more: more than 256 MiB of results came between two passes over loaders"
+                    f"this worker joined the job within code that makes collectives, and the result of {what}() was "
+                    "discarded: the results between two passes over loaders exceeded 256 MiB"
                 )
             announced = Announced(Intent.COLLECTIVE, 1 + number % _NUMBERS, digest((what, detail)), what)
-            self._progress.meet()
+            self._progress.meeting = True
             try:
                 content = self._carried_out(announced, perform, alone)
             except CommunicationFailedError as error:
@@ -488,8 +499,8 @@ class UserCollectives:
         self._run.moment("collective")
         if self._run.group.world_size == 1:
             return alone()
-        if self._run.consensus.in_phase:
-            self._run.consensus.interject(announced)
+        if self._run.consensus.announcer.in_phase:
+            self._run.consensus.announcer.interject(announced)
         else:
             self._run.consensus.agree_on(announced)
         content = perform(self._run.group.communicator)

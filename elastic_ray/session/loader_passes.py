@@ -40,17 +40,13 @@ class LoaderPasses:
         self._run, self._changes, self._adaptation = run, changes, adaptation
         self._deferred_change: Callable[[int], bool] | None = None
         self._asked_to_end: PassProgress | None = None
-        self._ended_early: PassProgress | None = None
+        # ended by :meth:`end_after_step` with a step that is committed
+        self.ended_early: PassProgress | None = None
         # By depth: a pass, the group in which it was described, and its description.
         self._plans: dict[int, tuple[PassProgress, int, DataPlan]] = {}
         self._due: tuple[int, DataPlan | None] = 0, None  # what the present step's end compares, in which generation
         self._told: int | None = 0  # link of the last pass that the job has heard of
         self._stepped_in = 0  # latest generation in which a step that is within no other was committed
-
-    @property
-    def step(self) -> LoaderStep | None:
-        """The innermost step in progress."""
-        return self._run.ledger.step
 
     def check_group(self, loader_pass: PassProgress) -> None:
         """Switch to the next group before a step is divided, if the current group was called off."""
@@ -89,8 +85,10 @@ class LoaderPasses:
         """
         run = self._run
         depth, generation = run.ledger.depth, run.group.generation
-        if not depth and run.group.returned:
-            self._check_returned()
+        steps = run.states.progress.loader_steps
+        for each in run.group.returned if not depth else ():  # whose training has ended
+            if each.steps <= steps:
+                raise RanksDisagreeError(returned_early(each.rank, each.steps, run.group.communicator.rank, steps))
         known = self._plans.get(depth)
         if run.group.world_size == 1 or (known and known[0] is loader_pass and known[1] == generation):
             return True
@@ -107,15 +105,6 @@ class LoaderPasses:
             self._changes.regroup(str(error))
             return False
         return True
-
-    def _check_returned(self) -> None:
-        """Raise RanksDisagreeError if another rank's training ended before the step that comes next."""
-        steps = self._run.states.progress.loader_steps
-        for each in self._run.group.returned:
-            if each.steps <= steps:
-                raise RanksDisagreeError(
-                    returned_early(each.rank, each.steps, self._run.group.communicator.rank, steps)
-                )
 
     def begin_step(self, step: LoaderStep) -> None:
         """Start a step, before its first micro-batch is handed out."""
@@ -144,7 +133,7 @@ class LoaderPasses:
     def makes_step(self, step: LoaderStep) -> bool:
         """True if this rank executes the started step; False if another rank does, or the round is lost."""
         run = self._run
-        if not run.shares.active or step.taken or run.ledger.round is None:
+        if run.ledger.round is None or step.taken or not run.shares.active:
             return True
         try:
             if run.shares.is_own(run.ledger.round.steps):
@@ -173,13 +162,9 @@ class LoaderPasses:
 
         A lost step is drawn again, and the call must then be repeated. ``break`` does not allow that.
         """
-        step = self.step
+        step = self._run.ledger.step
         assert step is not None, "a pass ends after a step"
         self._asked_to_end = step.loader_pass
-
-    def ended_early(self, loader_pass: PassProgress) -> bool:
-        """True if the pass was ended by :meth:`end_after_step` with a step that is committed."""
-        return self._ended_early is loader_pass
 
     def fetched(self, fetch: Callable[[], Any]) -> Any:
         """Return the micro-batch from ``fetch``, measuring the time spent waiting for data."""
@@ -189,20 +174,6 @@ class LoaderPasses:
         batch = fetch()
         self._run.meter.waited_for_data(time.perf_counter() - since_s)
         return batch
-
-    def end_micro_step(self, step: LoaderStep) -> None:
-        """End a micro-step that does not synchronise. Halved batches are not timed."""
-        if not step.halved:
-            self._run.clock.micro()
-
-    def abandon(self, left: PassProgress) -> None:
-        """Abandon a pass that user code left in the middle of a step.
-
-        It is not yet known whether by ``break`` or by an exception. Only after ``break`` does the program continue;
-        then :meth:`settle` commits the step and ends the pass. An iterator that outlives its epoch has already been
-        settled.
-        """
-        self._run.ledger.abandon(left)
 
     def enter(self) -> PassProgress:
         """Enter the next loader pass of this epoch, at the position that it has already reached.
@@ -217,7 +188,7 @@ class LoaderPasses:
 
     def end_epoch(self) -> None:
         """End the epoch, including passes whose iterators still wait for their ``next``."""
-        self._run.ledger.abandon_all()
+        self._run.ledger.abandoned = self._run.ledger.depth
         self.settle()
         self._adaptation.end_epoch()
         self._run.states.progress.keep_sums()
@@ -279,12 +250,12 @@ class LoaderPasses:
                 self._recover(step, str(error))
             return run.states.progress.loader_steps > before
         if ends_early:
-            self._ended_early = step.loader_pass
+            self.ended_early = step.loader_pass
         hashes = run.tally.take(step) if not nested else None
         trained = ledger.commit(step, run.group.generation, run.registry.models.gain, hashes)
         if not nested:
             if step.leads and trained:
-                run.states.progress.note_fit(max(map(max, step.sizes)))
+                run.states.progress.fits = max(run.states.progress.fits, *map(max, step.sizes))
             self._stepped_in = run.group.generation
             if self._conclude(step, trained=trained) and not (ends_pass or ends_early):
                 self._changes.between_steps(step.can_switch)
@@ -317,7 +288,7 @@ class LoaderPasses:
         if not self.end_round(ends_pass=ends_pass or ends_early, abandoned=abandoned):
             return False
         if ends_early:
-            self._ended_early = step.loader_pass
+            self.ended_early = step.loader_pass
         return True
 
     def end_round(self, *, ends_pass: bool = True, abandoned: bool = False) -> bool:
@@ -346,7 +317,7 @@ class LoaderPasses:
             return self._lose_round(str(error), abandoned=abandoned)
         ledger.end_round(run.tally.take(ended))
         if ended.trained and ended.last.leads:
-            run.states.progress.note_fit(max(map(max, ended.last.sizes)))
+            run.states.progress.fits = max(run.states.progress.fits, *map(max, ended.last.sizes))
         self._stepped_in = run.group.generation
         if self._conclude(ended.last, trained=ended.trained, ended=ended) and not ends_pass:
             self._changes.between_steps(ended.last.can_switch)
@@ -425,7 +396,7 @@ class LoaderPasses:
             self._leave_pass(loader_pass, total, put_off=put_off)
             return
         run, ended = self._run, self._run.states.progress.ended_passes
-        early, self._ended_early = abandoned or self._ended_early is loader_pass, None
+        early, self.ended_early = abandoned or self.ended_early is loader_pass, None
         while self._run.states.progress.ended_passes == ended and not run.ledger.has_left:
             lost = run.ledger.lost_within(gradients_wait=run.registry.gradients_wait)
             try:
@@ -457,14 +428,6 @@ class LoaderPasses:
         facts = {"epoch": progress.epoch, "steps": progress.steps, "samples": loader_pass.position, "of": total}
         progress.prove({**facts, "hash": loader_pass.hashed, "rest": rest()})
 
-    def _tell_proof(self) -> None:
-        """Report the last pass that ended, unless already reported: the rank responsible for it may be lost."""
-        facts = self._run.states.progress.last_pass
-        if facts and facts["link"] != self._told and self._run.elastic and self._run.group.rank == 0:
-            self._told = facts["link"]
-            text = f"epoch {facts['epoch']}: {facts['samples']} of {facts['of']} samples were used"
-            self._run.tell(EventKind.PASS.value, text, {"proof": dict(facts), "number": facts["link"]})
-
     def _end_alone(self, loader_pass: PassProgress) -> None:
         """End a pass before its last sample after the group was lost, so that no joiner resumes it."""
         loader_pass.end()
@@ -472,8 +435,13 @@ class LoaderPasses:
 
     def _leave_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool) -> None:
         """Leave a pass that all ranks know to have ended."""
-        self._tell_proof()
-        self._run.ledger.end_pass(loader_pass)
+        run, facts = self._run, self._run.states.progress.last_pass
+        # Told by whichever is rank 0 by now: the rank that was to tell it may be lost.
+        if facts and facts["link"] != self._told and run.elastic and run.group.rank == 0:
+            self._told = facts["link"]
+            text = f"epoch {facts['epoch']}: {facts['samples']} of {facts['of']} samples were used"
+            run.tell(EventKind.PASS.value, text, {"proof": dict(facts), "number": facts["link"]})
+        run.ledger.end_pass(loader_pass)
         if self._run.ledger.depth == 0:
             self._deferred_change = lambda world_size: total >= world_size
             if not put_off:
@@ -518,7 +486,7 @@ class LoaderPasses:
     def _draw_in_parts(self, step: LoaderStep, *, abandoned: bool) -> None:
         """Undo a step in which a worker ran out of memory, and draw its batch again in smaller micro-batches."""
         run = self._run
-        run.agreed.forget_ran_out()
+        run.agreed.ran_out = False
         run.sums.undo_beyond(run.ledger.depth)
         run.ledger.undo(step)
         run.ledger.clear_failure()

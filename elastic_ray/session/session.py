@@ -7,11 +7,11 @@ sees a change of membership, batch size or learning rate.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.adaptation.policy import Policy
-from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.consensus import UNRECORDED
@@ -25,7 +25,7 @@ from elastic_ray.run.run import Run
 from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.group_changes import CollectiveResults, GroupChanges, UserCollectives
 from elastic_ray.session.loader_passes import LoaderPasses
-from elastic_ray.state.layout import check_ends
+from elastic_ray.state.layout import check_ends, digest
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint, SavedState, StartingPoint
 from elastic_ray.steps.random_numbers import fold_generators
@@ -33,50 +33,6 @@ from elastic_ray.stragglers.detection import StragglerConfig
 
 if TYPE_CHECKING:
     from elastic_ray.communication.unit_group import UnitGroup
-
-
-def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
-    """Return measurements since the previous call; None before the first generation."""
-    spec = run.group.generation_spec
-    if spec is None:
-        return None
-    shape, steps, step_time, grad_time = run.clock.take()
-    if run.clock.generation != spec.generation:  # a leaver's last steps, and those before a switch under way
-        shape, steps, step_time, grad_time = None, 0, 0.0, 0.0
-    progress, peak_s = run.states.progress, run.registry.peak_s
-    tokens = run.registry.loaders.info.tokens if run.registry.loaders.info is not None else None
-    return StepReport(
-        generation=spec.generation,
-        nodes=spec.nodes,
-        replicas=spec.world_size,
-        shape=shape,
-        steps=steps,
-        step_time=step_time,
-        grad_time=grad_time,
-        noise=run.registry.models.noise(),
-        signal=run.registry.models.signal,
-        epoch=progress.epoch,
-        epochs=progress.epochs,
-        total_steps=progress.steps,
-        batch_size=run.clock.batch_size,
-        progress=progress.summary(),
-        strategy=run.clock.strategy,
-        uneven=run.clock.uneven,
-        stragglers=(*run.stragglers.slow, *run.stragglers.senders),
-        ratios=run.stragglers.ratios,
-        parts=run.gpu_types.take() if not run.stragglers.uneven else (),
-        held_batch=adaptation.held_batch,
-        coming=adaptation.coming,
-        wish=adaptation.wish,
-        learning_rate_factor=run.registry.models.rate_factor,
-        first_step_s=run.clock.first_step_s,
-        loss=run.registry.monitoring.loss,
-        memory_bound=progress.memory_bound,
-        backend=run.group.communicator.backend if run.group.members else "",
-        mfu=peak_s * run.clock.batch_size / spec.world_size / step_time if peak_s and step_time > 0 else None,
-        tokens_per_sample=tokens.per_sample if tokens is not None else None,
-        found=run.registry.found_strategies,
-    )
 
 
 # Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
@@ -106,6 +62,9 @@ class Session:
 
     Attributes:
         passes, collectives: Passes of the run's loaders; collectives called by user code.
+        opening_failed: This run was refused before its first step, or while one of its models was being wrapped.
+        in_epochs: The loop uses ``remaining_epochs_until``.
+        replaced: A later run of this process has taken this run's place.
         optimizers: Watch of optimizers that step without having been wrapped.
     """
 
@@ -131,7 +90,7 @@ class Session:
         stragglers: StragglerConfig = _IGNORED,
     ) -> None:
         self.start = start or StartingPoint()
-        self._in_epochs = self._opening_failed = self._told_of_early_report = False
+        self.in_epochs = self.opening_failed = self.replaced = self._told_of_early_report = False
         self._steps_at_join = 0
         self._saved, self._join_timeout_s = saved, join_timeout_s
         self.run = run = Run(
@@ -159,7 +118,6 @@ class Session:
         self.consensus, self.stragglers, self.optimizers = run.consensus, run.stragglers, run.optimizers
         self.tell, self.moment = run.tell, run.moment
         self.adaptation = Adaptation(run, sizes)
-        run.consensus.add(self.adaptation.runner.watched, self.adaptation.runner.ballot)
         results = CollectiveResults()
         self._changes = GroupChanges(
             run, self.adaptation, results, explain=explain, regroup_timeout_s=regroup_timeout_s
@@ -172,25 +130,15 @@ class Session:
         """True if this worker has joined the job, which happens at the first epoch."""
         return self.run.synced
 
-    @property
-    def opening_failed(self) -> bool:
-        """True if this run was refused before its first step, or while one of its models was being wrapped."""
-        return self._opening_failed
-
     def fail_opening(self) -> None:
         """Allow the run to be opened again; outside a trainer, a new model starts another run instead."""
-        self._opening_failed, self._in_epochs = True, False
+        self.opening_failed, self.in_epochs = True, False
         self.registry.loaders.fail()
 
     @property
     def progress(self) -> RunProgress:
         """Progress of the run."""
         return self.states.progress
-
-    @property
-    def shape(self) -> BatchChoice | None:
-        """Batch shape of the adaptive loader; None if its own default applies."""
-        return self.states.shape
 
     @property
     def rank(self) -> int:
@@ -203,27 +151,13 @@ class Session:
         return self.group.world_size
 
     @property
-    def share_weights(self) -> tuple[float, ...] | None:
-        """Weight of each rank in the division of a step's samples; None if the ranks have equal shares."""
-        return self.run.gpu_types.weights(self.run.stragglers.weights)
-
-    @property
-    def in_epochs(self) -> bool:
-        """True if the loop uses ``remaining_epochs_until``."""
-        return self._in_epochs
-
-    @property
     def preempted(self) -> bool:
         """True if the ranks have agreed to stop now and to continue later."""
         return self.run.agreed.preempted and not self.run.agreed.stop
 
-    def new_accumulator(self) -> tuple[int, int]:
-        """Return the key of a newly made accumulator: its epoch (-1 outside epochs) and its number there."""
-        return self.run.sums.new_key(self.ledger.accumulator_scope)
-
-    def add_to_sum(self, key: tuple[int, int], name: str, value: float) -> None:
-        """Add to an accumulator's sum in the innermost step in progress."""
-        self.run.sums.add(self.ledger.depth, key, name, value)
+    def mark_replaced(self) -> None:
+        """Record that a later run of this process has replaced this one, whose loop cannot continue."""
+        self.replaced = True
 
     def add_policies(self, policies: Sequence[Policy]) -> None:
         """Add policies, which are called between steps.
@@ -245,7 +179,7 @@ class Session:
         """
         if self.synced:
             return
-        self._opening_failed = False
+        self.opening_failed = False
         try:
             self._open()
         except BaseException:
@@ -265,15 +199,37 @@ class Session:
             self.states.check_plain()  # here it is the user's to mend; in the middle of a change it would be too late
         self._install_saved()
         loaded = self.progress.steps if self.states.loaded else 0
+        self._join_unit()
         self.run.agree_in_unit(None)  # all of it is ready
-        self.controller.ready(self.registry.loader_info, has_state=self.states.unique, loaded=loaded)
+        info = self.registry.loaders.info
+        if info is not None:
+            info = dataclasses.replace(info, models=self.registry.models.infos)
+        self.controller.ready(info, has_state=self.states.unique, loaded=loaded)
         self.moment("joining")
         self._changes.join(timeout_s=self._join_timeout_s)
-        self.run.mark_synced()
+        self.run.synced = True
         self._steps_at_join = self.progress.steps
         if self.registry.folds_random:
             fold_generators(self.rank, self.group.generation, self.progress.loader_steps, joined=self.states.joined)
         self.ledger.begin_replay()
+
+    def _join_unit(self) -> None:
+        """Act with the other workers of the unit from here on.
+
+        Raises ValueError: They have other policies, measurements or strategies.
+        """
+        if self.run.wishes is None or self.run.unit is None:
+            return
+        registry, policies = self.registry, self.adaptation.runner.facts
+        facts = policies, registry.monitoring.request, registry.strategies, registry.round_period
+        if len(set(self.run.wishes.alike(float(digest(facts))))) > 1:
+            raise ValueError(
+                "all workers of a unit must give the same policy=, monitor= and strategy= to AdaptiveDataParallel, but "
+                f"they differ; this worker has the policies {[name for name, _ in policies] or 'none'}, "
+                f"{registry.monitoring.request} and the strategies {list(registry.strategies)}"
+            )
+        if self.adaptation.active or self.stragglers.shares or registry.monitoring.request.workers:
+            self.run.meter.join_units(self.run.unit.gather)
 
     def _install_saved(self) -> None:
         """Adopt the states to start with; an error names the checkpoint from which they come."""
@@ -292,7 +248,7 @@ class Session:
 
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
         """Return the state with which a rerun in this process continues; None if there is no complete state."""
-        if not self.synced or self.ledger.half_updated:
+        if not self.synced or self.ledger.updating:
             return None
         self.states.roll_back()
         return self.states.capture_to_keep(), self.progress
@@ -302,14 +258,9 @@ class Session:
 
         Raises WorkerDismissed, UnsafeStateError: As in :meth:`sync_point`.
         """
-        self._in_epochs = True
+        self.in_epochs = True
         self.sync_point()
-        self.progress.declare_epochs(epochs)
-
-    def leave_epochs(self) -> None:
-        """Leave the loop over epochs, recording this rank's state before later code changes it."""
-        if self.synced and self.world_size > 1:
-            self.run.replicas.leave(self.progress.steps, self.progress.loader_steps)
+        self.progress.epochs = epochs
 
     def enter_loop(self) -> PassProgress:
         """Enter the next loader pass of this epoch, at the position that it has already reached.
@@ -317,7 +268,7 @@ class Session:
         Raises RuntimeError: The job is elastic, but its loop does not use ``remaining_epochs_until``.
         """
         if not self.synced:
-            if self.elastic and not self._in_epochs:
+            if self.elastic and not self.in_epochs:
                 raise RuntimeError(
                     "an AdaptiveDataLoader must be iterated inside `for epoch in "
                     "elastic_ray.remaining_epochs_until(n):`, so that workers who join later start in the right epoch"
@@ -341,18 +292,18 @@ class Session:
 
     def count_report(self, *, saves: bool = False) -> int:
         """Count a call of ``report`` and return its number in the run; ``saves`` if it has a checkpoint."""
-        self.run.agreed.ask_for_comparison(saves)
+        self.run.agreed.wants_comparison |= saves
         if self.rank and self.run.agreed.is_unrecorded():
             self.run.tell_once("warning", UNRECORDED, 0)
         reports = self.progress.count_report(self.run.agreed.reports)
-        self.run.agreed.count_reports(reports)
+        self.run.agreed.reports = reports
         return reports
 
     def may_save(self) -> bool:
         """True if all ranks hold this rank's model; if not, request that they do after the next step."""
         settled = self.registry.settled
         if not settled:
-            self.run.agreed.ask_for_consensus()
+            self.run.agreed.wants_consensus = True
         return settled
 
     @property
@@ -369,7 +320,47 @@ class Session:
 
     def step_report(self) -> StepReport | None:
         """Return rank 0's measurements since the previous call; None before the first generation."""
-        return step_report(self.run, self.adaptation)
+        run, adaptation = self.run, self.adaptation
+        spec = run.group.generation_spec
+        if spec is None:
+            return None
+        shape, steps, step_time, grad_time = run.clock.take()
+        if run.clock.generation != spec.generation:  # a leaver's last steps, and those before a switch under way
+            shape, steps, step_time, grad_time = None, 0, 0.0, 0.0
+        progress, peak_s, first = run.states.progress, run.registry.peak_s, run.registry.models.first
+        tokens = run.registry.loaders.info.tokens if run.registry.loaders.info is not None else None
+        return StepReport(
+            generation=spec.generation,
+            nodes=spec.nodes,
+            replicas=spec.world_size,
+            shape=shape,
+            steps=steps,
+            step_time=step_time,
+            grad_time=grad_time,
+            noise=run.registry.models.noise(),
+            signal=first.signal() if first is not None else None,
+            epoch=progress.epoch,
+            epochs=progress.epochs,
+            total_steps=progress.steps,
+            batch_size=run.clock.batch_size,
+            progress=progress.summary(),
+            strategy=run.clock.strategy,
+            uneven=run.clock.uneven,
+            stragglers=(*run.stragglers.slow, *run.stragglers.senders),
+            ratios=run.stragglers.ratios,
+            parts=run.gpu_types.take() if not run.stragglers.uneven else (),
+            held_batch=adaptation.held_batch,
+            coming=adaptation.coming,
+            wish=adaptation.wish,
+            learning_rate_factor=first.rate_factor() if first is not None else None,
+            first_step_s=run.clock.first_step_s,
+            loss=run.registry.monitoring.loss,
+            memory_bound=progress.memory_bound,
+            backend=run.group.communicator.backend if run.group.members else "",
+            mfu=peak_s * run.clock.batch_size / spec.world_size / step_time if peak_s and step_time > 0 else None,
+            tokens_per_sample=tokens.per_sample if tokens is not None else None,
+            found=run.registry.found_strategies,
+        )
 
     def _announce_finished(self, wait_s: float, left: int) -> list[int]:
         """Announce that this rank is done; return the others' fingerprints if they arrive within ``wait_s``."""
@@ -413,5 +404,5 @@ class Session:
         if not ends:
             self.tell("storage", f"the end of the run is not saved: other ranks have not returned after {wait_s:g} s")
             return False
-        self.consensus.reductions_started()
+        self.consensus.announcer.done()
         return self._changes.before_last_save()

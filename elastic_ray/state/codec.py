@@ -62,9 +62,9 @@ def decode(data: bytes) -> Any:
     try:
         value = reader.value(0)
     except (struct.error, TypeError, OverflowError, UnicodeDecodeError) as error:
-        raise ValueError(f"no plain value: {error}") from error
+        raise ValueError(f"not a plain value: {error}") from error
     if reader.at != len(data):
-        raise ValueError(f"no plain value: {len(data) - reader.at} bytes are left over")
+        raise ValueError(f"not a plain value: {len(data) - reader.at} bytes are left over")
     return value
 
 
@@ -77,7 +77,7 @@ def dtype_of(name: Any) -> torch.dtype:
     """Return the dtype of a name, as from :func:`dtype_name`. Raises ValueError: Torch has no such dtype."""
     found = getattr(torch, name, None) if isinstance(name, str) and _NAME.fullmatch(name) else None
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"no plain value: torch has no type {name!r}")
+        raise ValueError(f"not a plain value: torch has no type {name!r}")
     return found
 
 
@@ -140,7 +140,7 @@ def _device(content: bytes) -> torch.device:
     try:
         return torch.device(content.decode())
     except RuntimeError as error:
-        raise ValueError(f"no plain value: {error}") from error
+        raise ValueError(f"not a plain value: {error}") from error
 
 
 def _complex(content: bytes) -> complex:
@@ -150,9 +150,9 @@ def _complex(content: bytes) -> complex:
 def _sparse_index(told: Any) -> SparseIndex:
     """Return a sparse index from its decoded fields; raises ValueError if :func:`_write` cannot have written them."""
     if type(told) is not tuple or [type(each) for each in told] != [TensorIndex, TensorIndex, tuple]:
-        raise ValueError("no plain value: no sparse tensor is like this")
+        raise ValueError("not a plain value: no sparse tensor is like this")
     if not all(type(size) is int and 0 <= size < 1 << 48 for size in told[2]):
-        raise ValueError("no plain value: no sparse tensor has this shape")
+        raise ValueError("not a plain value: no sparse tensor has this shape")
     return SparseIndex(*told)
 
 
@@ -186,7 +186,7 @@ class _Reader:
 
     def value(self, depth: int) -> Any:
         if depth > DEEPEST:
-            raise ValueError(f"no plain value: nested deeper than {DEEPEST} levels")
+            raise ValueError(f"not a plain value: nested deeper than {DEEPEST} levels")
         tag = self._take(1)
         if tag in b"NTF":
             return {b"N": None, b"T": True, b"F": False}[tag]
@@ -200,11 +200,11 @@ class _Reader:
             return _sparse_index(self.value(depth + 1))
         if tag in (b"g", b"y"):
             return self._numbers(depth, scalar=tag == b"g")
-        raise ValueError(f"no plain value: no type begins with {tag!r}")
+        raise ValueError(f"not a plain value: no type begins with {tag!r}")
 
     def _take(self, count: int) -> bytes:
         if count > len(self._data) - self.at:
-            raise ValueError("no plain value: it ends too early")
+            raise ValueError("not a plain value: it ends too early")
         piece = self._data[self.at : self.at + count]
         self.at += count
         return piece
@@ -215,7 +215,7 @@ class _Reader:
     def _count(self) -> int:
         count = int(_LENGTH.unpack(self._take(_LENGTH.size))[0])
         if count > len(self._data) - self.at:  # every item has a byte at least
-            raise ValueError("no plain value: it ends too early")
+            raise ValueError("not a plain value: it ends too early")
         return count
 
     def _fill(self, mapping: Any, depth: int) -> Any:
@@ -228,9 +228,9 @@ class _Reader:
         """Return a NumPy array, or a NumPy scalar."""
         name = self._content().decode()
         if not re.fullmatch(rf"[<>|=][{_NUMBERS}][0-9]{{1,2}}", name):
-            raise ValueError(f"no plain value: NumPy has no numbers of type {name!r}")
+            raise ValueError(f"not a plain value: NumPy has no numbers of type {name!r}")
         shape, content = self.value(depth + 1), self.value(depth + 1)
         if not isinstance(shape, tuple) or not isinstance(content, bytes):
-            raise ValueError("no plain value: numbers without their shape")
+            raise ValueError("not a plain value: numbers without their shape")
         array = np.frombuffer(content, np.dtype(name)).reshape(shape).copy()
         return array[()] if scalar else array

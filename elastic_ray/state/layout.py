@@ -112,7 +112,7 @@ def _fact(value: Any) -> str:
 _NAMED = 5
 _DIGEST_BYTES = 5
 _WAY_OUT = (
-    "Each rank takes its share of an order of its own, so that samples are left out and others used twice. Give "
+    "Each rank takes its share of an order of its own, so some samples would be left out and others used twice. Give "
     "AdaptiveDataLoader the same whole dataset and the same arguments on every worker, whatever its rank, and let it "
     "share the samples out: sort what comes from a set or a directory listing, seed random_split, shuffles and "
     "generated data alike, and do not cut the dataset by rank"
@@ -166,9 +166,9 @@ def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
         one_joins, other_joins = (", which joins" if joins and joins[rank] else "" for rank in (one, other))
         raise ReplicasDifferError(
             f"every worker must train on the same dataset, but the training loader's has {known[one]} samples on rank "
-            f"{one}{one_joins} and {known[other]} on rank {other}{other_joins}: each would take its share of another "
-            "order, so that samples are left out and others used twice. Build it from the same files on every worker, "
-            "and let the loader share it out"
+            f"{one}{one_joins} and {known[other]} on rank {other}{other_joins}: each would read its share of a "
+            "different order, so some samples would be left out and others used twice. Build it from the same files "
+            "on every worker, and let the loader share it out"
         )
 
 
@@ -204,8 +204,8 @@ def check_ends(fingerprints: Sequence[int]) -> None:
         others = ", ".join(str(rank) for rank, value in known.items() if value != common)
         raise ReplicasDifferError(
             f"the result of rank 0 stands for all ranks, but when the loop over epochs was left, rank(s) {others} held "
-            "other parameters, or trained them in another way, than the others: something in the last steps follows "
-            "from rank, clock, own samples or unseeded random numbers"
+            "or trained parameters differently from the others: something in the last steps depends "
+            "on rank, clock, local samples or unseeded random numbers"
         )
 
 

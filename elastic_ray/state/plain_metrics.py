@@ -38,7 +38,7 @@ class _Budget:
         if self.left < 0:
             raise ValueError(
                 f"metrics must fit into {MOST_CHARACTERS >> 10} KiB of JSON all together, but {where}, {_type(value)}, "
-                "goes beyond that: report a summary of it, or write it into the checkpoint's directory"
+                "exceeds that: report a summary, or write it into the checkpoint's directory"
             )
 
 

@@ -128,10 +128,6 @@ class RunProgress:
     weighed_samples: int = 0  # how many samples these were
     tokens_per_sample: float = 0.0  # their mean as batches go by it, which follows once it has moved by a part
 
-    def declare_epochs(self, epochs: int | None) -> None:
-        """Declare the number of epochs that the loop runs; None if the loop does not say."""
-        self.epochs = epochs
-
     @property
     def in_last_epoch(self) -> bool:
         """True if the loop has declared its number of epochs and this is the last one."""
@@ -190,18 +186,10 @@ class RunProgress:
         link = Link.after(self.proof, facts)
         self.proof, self.last_pass = link.link, {**facts, "before": link.before, "link": link.link}
 
-    def link(self, link: Link) -> None:
-        """Append the proof of a change of group."""
-        self.proof = link.link
-
     def follow_passes(self, furthest: int) -> None:
         """Adopt the number of passes that another rank has ended, if larger."""
         self.ended_passes = max(self.ended_passes, furthest)
         self.collectives_before = self.collectives
-
-    def meet(self) -> None:
-        """Record that user code has entered its next collective."""
-        self.meeting = True
 
     def count_collective(self) -> None:
         """Count a collective whose result user code has received."""
@@ -220,10 +208,6 @@ class RunProgress:
         """
         fits = self.fits if self.fits <= 0.9 * failed else 0
         self.limit_memory(max(1, failed // 2, fits))
-
-    def note_fit(self, samples: int) -> None:
-        """Record the number of samples processed at once that fitted into memory in a committed training step."""
-        self.fits = max(self.fits, samples)
 
     def limit_memory(self, bound: int | None) -> None:
         """Limit the samples that any worker processes at once, never above an earlier limit; None for no limit."""

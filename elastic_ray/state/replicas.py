@@ -36,9 +36,11 @@ class Replicas:
         self._modules: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._checked = -1
+        self.next_check = 0  # no check is due before so many steps in reductions of gradients, unless asked for
         self._left = 0, 0
         self._held = 0  # a number for the parameters' memory at the end of the last pass
-        self._trains: dict[int, bool] = {}  # mode of each model in its last optimizer step, by its id
+        # by the model's id: its mode in its last optimizer step; later code may change it on one rank alone
+        self.trained: dict[int, bool] = {}
 
     def add(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Add a model and the optimizer that steps it.
@@ -62,18 +64,15 @@ class Replicas:
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
     def begin(self) -> None:
-        """Enter a group, discarding checks made in another one."""
-        self._checked = -1
+        """Enter a group, discarding checks made in another one, and modes, of which a joiner knows none."""
+        self._checked, self.next_check = -1, 0
+        self.trained.clear()
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
         """True if the ranks must compare all parameters after ``steps`` steps."""
         late = at_end and steps - self._checked >= min(_EVERY, self._checked // _PART_OF_ALL)
         due = always or late or steps in _EARLY or steps % _EVERY == 0
         return due and steps != self._checked and bool(self._modules) and not self._drift()
-
-    def trained(self, module: torch.nn.Module) -> None:
-        """Record a model's mode when its optimizer steps, because later code may change it on one rank alone."""
-        self._trains[id(module)] = module.training
 
     def end_pass(self) -> None:
         """Record the parameters after a pass's last step, before user code may change them on one rank alone."""
@@ -100,7 +99,8 @@ class Replicas:
 
     def fingerprint(self, steps: int) -> int:
         """Return a fingerprint, never 0, of all parameters and of how they are trained, after ``steps`` steps."""
-        self._checked = steps
+        self._checked, every = steps, (steps // _EVERY + 1) * _EVERY
+        self.next_check = min(each for each in (*_EARLY, every) if each > steps)
         told = repr((self._sums(), self._settings().fingerprint))
         digest = hashlib.blake2b(told.encode(), digest_size=_BYTES)
         return int.from_bytes(digest.digest(), "big") or 1
@@ -123,7 +123,7 @@ class Replicas:
             raise ReplicasDifferError(
                 f"every rank must train its replica in the same way, but after {self._checked} steps {text}. Freeze "
                 "and unfreeze, call train() and eval(), and set options of the optimizer alike on every rank, in the "
-                "same step: let it follow from numbers that all ranks share, not from rank, clock or own samples"
+                "same step: derive it from numbers that all ranks share, not from rank, clock or local samples"
             )
         names = [f"{prefix}{name}" for (prefix, module) in self._named_modules() for name, _ in self._compared(module)]
         everyone = communicator.gather_ints(self._sums())
@@ -153,7 +153,7 @@ class Replicas:
         for (prefix, module), optimizer in zip(self._named_modules(), self._optimizers, strict=True):
             for name, p in module.named_parameters():
                 found[f"{prefix}{name}.requires_grad"] = p.requires_grad
-            trains = self._trains.get(id(module)) is module.training  # else one rank may be about to evaluate
+            trains = self.trained.get(id(module)) is module.training  # else one rank may be about to evaluate
             for name, each in module.named_modules():
                 found[f"{prefix}{name or 'model'}.training"] = each.training if trains else None
             for number, group in enumerate(optimizer.param_groups):
@@ -184,16 +184,7 @@ def _plain(value: Any) -> Any:
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the wrapping integer sum of a tensor's memory, which is the same on every device."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    bytes_each = flat.element_size()
-    if flat.numel() * bytes_each % 8 == 0 and flat.numel():
-        if flat.storage_offset() * bytes_each % 8:
-            flat = flat.clone()  # a part of a larger tensor, that cannot be read as what it is the sum of elsewhere
-        return flat.view(torch.int64).sum()
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bytes_each]
-    return flat.view(kind).sum(dtype=torch.int64)
+    return integers(tensor).sum(dtype=torch.int64)
 
 
 _ROW = 8  # integers that are added up before they are weighed by their place
@@ -288,6 +279,6 @@ def check_alike(ranks: Sequence[int], joined: Sequence[bool], told: str, step: i
     """Raise ReplicasDifferError if ranks that have already trained differ among themselves."""
     if any(not joined[rank] for rank in ranks):
         raise ReplicasDifferError(
-            f"the ranks must hold the same before a group begins, but after {step} steps {told}. What changes "
-            "parameters or an optimizer's state must do so alike on every rank"
+            f"all ranks must hold the same state before a group starts, but after {step} steps {told}. Code that "
+            "changes parameters or optimizer state must do the same on every rank"
         )

@@ -62,7 +62,7 @@ class ResumePoint:
             passes = tuple((_position(position), done) for position, done in point.get("loops", ()))
             done, ends = float(point.get("done", 0.0)), tuple(float(end) for end in point.get("epoch_ends", ()))
         except (TypeError, OverflowError) as error:
-            raise ValueError(f"it is no place in a run: {error}") from None
+            raise ValueError(f"it is not a position in a run: {error}") from None
         if not all(math.isfinite(value) for value in (done, *ends)):
             raise ValueError(f"statistical progress must be finite, but is {done!r}, {list(ends)!r}")
         return cls(

@@ -296,10 +296,6 @@ class SharedState:
         """True if this worker's state would be lost with the worker."""
         return self.complete and not self.loaded
 
-    def set_shape(self, shape: BatchChoice | None) -> None:
-        """Set another batch shape; None for the loader's own."""
-        self.shape = shape
-
     def _take_progress(self, progress: RunProgress) -> None:
         # Loader passes in progress hold on to their PassProgress: refresh these instead of replacing them.
         mine = self.progress.passes
@@ -329,7 +325,7 @@ class SharedState:
         if not self.complete and communicator.world_size > 1:
             self.check_plain()
         layout = packed(self._layout())
-        rows = self._gathered(communicator, replicas, samples, layout, ledger)
+        rows = self._gather_versions(communicator, replicas, ledger, digest(layout), samples)
         run = self.progress
         holds = [bool(row[4]) for row in rows]
         check_samples([row[-1] for row in rows], [any(holds) and not each for each in holds])
@@ -368,10 +364,10 @@ class SharedState:
         furthest = max(each.order() for each in everyone)
         return Exchanged(received=received, passes=max(each.passes for each in everyone if each.order() == furthest))
 
-    def _gathered(
-        self, communicator: Communicator, replicas: Registry, samples: int | None, layout: bytes, ledger: StepLedger
+    def _gather_versions(
+        self, communicator: Communicator, replicas: Registry, ledger: StepLedger, layout: int, samples: int | None
     ) -> list[list[int]]:
-        """Return where each rank stands, once no rank is in a step that others are not in."""
+        """Return how far each rank is, one row a rank, once all are within the same number of nested passes."""
         while True:
             run = self.progress
             depth = ledger.depth_in_group if self.complete else -1  # -1: this rank goes wherever the others are
@@ -383,7 +379,7 @@ class SharedState:
                     run.ended_passes,
                     int(self.complete),
                     replicas.marker,
-                    digest(layout),
+                    layout,
                     depth,
                     run.memory_bound or 0,
                     -1 if samples is None else samples,
@@ -418,8 +414,8 @@ class SharedState:
         unknown = trees.keys() - self._states.keys() - _OF_EVERY_RUN
         if unknown:
             raise RuntimeError(
-                f"{_SAME_STATES}, but the others have {', '.join(sorted(unknown))}, and this worker, which joins them, "
-                "has not: have it run the same code up to its first epoch (register_state, AdaptiveDataParallel with "
+                f"{_SAME_STATES}, but the others have {', '.join(sorted(unknown))}, which this joining worker lacks: "
+                "run the same code up to the first epoch on every worker (register_state, AdaptiveDataParallel with "
                 "the same schedulers and scaler, the same policies), whatever its rank"
             )
         self.install(trees, skip=done)

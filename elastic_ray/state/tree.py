@@ -100,9 +100,9 @@ def check_plain(trees: Mapping[str, Any]) -> None:
             encode(pack(tree)[0])
         except NotPlainError as error:
             raise UnsafeStateError(
-                f"state {key!r} holds something else than tensors and plain values, and what is sent between workers "
+                f"state {key!r} holds something other than tensors and plain values, and data from other workers "
                 f"is never unpickled: {error}. Keep numbers, strings, lists, dicts and tensors in it, or leave that "
-                "value out of its state_dict() and make it anew in load_state_dict()"
+                "value out of its state_dict() and rebuild it in load_state_dict()"
             ) from error
 
 
@@ -209,6 +209,14 @@ def receive_state(
 
     Raises CommunicationFailedError: The peer is lost or sent invalid data. Nothing of it was adopted.
     """
+    with communicator.together():
+        return _received(communicator, source, own)
+
+
+def _received(
+    communicator: Communicator, source: int, own: Callable[[str], Any | None]
+) -> tuple[dict[str, Any], set[str]]:
+    """Return what one rank sends; see :func:`receive_state`."""
     skeletons, specs = _receive_header(communicator, source)
     tensors, in_place = _destinations(skeletons, specs, own)
     works, small = [], []
@@ -305,8 +313,13 @@ class ModuleState:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+        self._divided: list[Any] = [  # by torch's fully_shard, which takes a second to import
+            each for each in module.modules() if any(kind.__name__ == "FSDPModule" for kind in type(each).__mro__)
+        ]
 
     def capture(self) -> Any:
+        for each in self._divided:  # an evaluation leaves parameters whole
+            each.reshard()
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def restore(self, tree: Any) -> None:
@@ -361,6 +374,22 @@ class OptimizerState:
             self._optimizer.state[parameters[index]] = values
         for group, values in zip(self._optimizer.param_groups, tree["groups"], strict=True):
             group.update(values)
+
+
+def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
+    """Return a parameter's optimizer state as local parts, divided as the parameter is."""
+    part = getattr(param, "_local_tensor", None)
+    if part is None:
+        return values
+    from torch.distributed.tensor import DTensor
+
+    def divided(value: Any) -> Any:
+        whole = isinstance(value, DTensor) or not isinstance(value, torch.Tensor)
+        if whole or not value.dim() or value.shape != part.shape:  # a count of steps has no dimension
+            return value
+        return DTensor(value.to(part.device), param._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    return {key: divided(value) for key, value in values.items()}
 
 
 class DictState:
@@ -418,7 +447,7 @@ def from_bytes(content: bytes) -> Any:
             raise ValueError("something is left")
         return unpack(decode(plain), tensors)
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        raise ValueError(f"a peer has sent what is no value: {error}") from error
+        raise ValueError(f"a peer has sent an invalid value: {error}") from error
 
 
 def on_device_of(tree: Any, own: Any) -> Any:

@@ -36,29 +36,24 @@ class Replay:
         self._ordinal = len(progress.passes) - 1
         self._collective = progress.joined_at
         self._effects = progress.effects()
-        self._before_pass = between_epochs or bool(progress.passes)
+        self.before_pass = between_epochs or bool(progress.passes)
 
     @staticmethod
     def needed(progress: RunProgress) -> bool:
         """True if the other ranks are within an epoch's code."""
         return bool(progress.passes) or progress.joined_at is not None
 
-    @property
-    def before_pass(self) -> bool:
-        """True until the code reaches the others' latest pass; after that it runs up to the others' collective."""
-        return self._before_pass
-
     def reach_pass(self, ordinal: int) -> bool:
         """Record that the code has reached the epoch's pass number `ordinal`; True if it has caught up."""
         if ordinal < self._ordinal:
             return False
-        self._before_pass = False
+        self.before_pass = False
         self._take_back()
         return self._collective is None
 
     def reach_collective(self, number: int) -> bool:
         """Record that the code has reached its collective number `number`; True if it has caught up."""
-        if self._before_pass or self._collective is None or number < self._collective:
+        if self.before_pass or self._collective is None or number < self._collective:
             return False
         self._take_back()
         return True
@@ -114,11 +109,11 @@ class StepLedger:
         self._failure: str | None = None
         # Why outer steps are lost while a pass within them continues, and how many are.
         self._around: tuple[str | None, int] = (None, 0)
+        self.reduced = False  # a reduction of gradients of the present step has completed
         self._left: _LeftSteps | None = None
-        self._reduced = False
         self._trains = False
         self._updates_asked = 0
-        self._updating = False
+        self.updating = False  # an optimizer step has started; if it fails half-way, this rank's state is inconsistent
         self._counts_one = False
         self._replay: Replay | None = None
 
@@ -219,10 +214,6 @@ class StepLedger:
         if any(step.loader_pass is left for step in (*self._outer, self.step) if step is not None):
             self.abandoned += 1
 
-    def abandon_all(self) -> None:
-        """Abandon all passes whose iterators still wait for their ``next`` at the end of the epoch."""
-        self.abandoned = self.depth
-
     def take_abandoned(self) -> LoaderStep | None:
         """Return the innermost abandoned step, which must now be committed; None if there is none left."""
         if not self.abandoned or self.step is None:
@@ -275,7 +266,7 @@ class StepLedger:
         else:
             self._updates_asked = 0
             self._failure, self._around = None, (None, 0)
-            self._reduced = self._trains = False
+            self.reduced = self._trains = False
             self.state.snapshot()
         self.step = step
         self._follow()
@@ -298,17 +289,17 @@ class StepLedger:
         Raises RuntimeError: Another pass was started within the step and has not ended, or an optimizer step was not
         completed.
         """
-        if self._updating:
+        if self.updating:
             self._check_updated()
         if expected is not None and self.step is None:
             raise RuntimeError(
-                "an iterator over an AdaptiveDataLoader belongs to the epoch in which it was made, and that is over: "
-                "call iter(loader) again in each epoch"
+                "an iterator over an AdaptiveDataLoader belongs to the epoch in which it was made, and that epoch has "
+                "ended: call iter(loader) again in each epoch"
             )
         if expected is not None and self.step is not None and self.step.loader_pass is not expected:
             raise RuntimeError(
-                "loops over AdaptiveDataLoaders may be nested but not interleaved, as zip(loader_a, loader_b) does: "
-                "use one loader over a dataset that gives both items"
+                "loops over AdaptiveDataLoaders may be nested but not interleaved, as in zip(loader_a, loader_b): "
+                "use one loader over a dataset that yields both items"
             )
         if self.step is None:
             raise AssertionError("an edge without a step")
@@ -319,7 +310,7 @@ class StepLedger:
     @property
     def needs_vote(self) -> bool:
         """True if the step that has just ended had no collective that could carry the ranks' vote."""
-        return self.step is not None or not self._reduced
+        return self.step is not None or not self.reduced
 
     @property
     def trains(self) -> bool:
@@ -378,7 +369,7 @@ class StepLedger:
 
         The nested pass continues first, so that user code gets its result; only then does the failure take effect.
         """
-        outer_lost = lost.outer_lost or not self._reduced  # its shares were cut for a group that is gone
+        outer_lost = lost.outer_lost or not self.reduced  # its shares were cut for a group that is gone
         if lost.nested and outer_lost and lost.before == self._place:
             self._around = cause, self.depth
             self._follow()
@@ -404,15 +395,6 @@ class StepLedger:
                 "them one item of the dataset"
             )
         self._trains = True
-
-    @property
-    def reduced(self) -> bool:
-        """True if a gradient reduction of the current step has completed."""
-        return self._reduced
-
-    def mark_reduced(self) -> None:
-        """Mark that a gradient reduction of this step has completed."""
-        self._reduced = True
 
     def fail(self, cause: str) -> None:
         """Fail the current step after a collective failed, so that this rank applies none of it."""
@@ -471,7 +453,7 @@ class StepLedger:
         False within an accumulation, after a failure, and if a survivor had already applied it before this step was
         drawn again: a GAN's first optimizer may have stepped when the second one's gradients were lost.
         """
-        if self._updating:
+        if self.updating:
             self._check_updated()
         step = self.outermost
         if step is None:
@@ -485,29 +467,16 @@ class StepLedger:
             self._moment("optimizer_step")
         return True
 
-    def begin_update(self) -> None:
-        """Start an update, which :meth:`applied` ends; if it fails half-way, this rank's state is inconsistent."""
-        self._updating = True
-
-    @property
-    def half_updated(self) -> bool:
-        """True if an optimizer step has started and has not been completed."""
-        return self._updating
-
     def _check_updated(self) -> None:
-        if self._updating:
+        if self.updating:
             raise RuntimeError(
-                "optimizer.step() failed half-way, and the error was caught: parameters and optimizer state of this "
-                "worker are of no step. Let errors inside optimizer.step() leave the train function"
+                "optimizer.step() failed half-way, and the error was caught: this worker's parameters and optimizer "
+                "state belong to no step. Let errors inside optimizer.step() leave the train function"
             )
-
-    def cancel_update(self) -> None:
-        """Cancel the update of a lost step, in which the optimizer changed nothing."""
-        self._updating = False
 
     def applied(self) -> None:
         """Record that the optimizer step was applied, or permanently skipped."""
-        self._updating = False
+        self.updating = False
         if (step := self.outermost) is not None:
             self.state.progress.count_optimizers(self._updates_asked, step.count)
             if self._moment is not None:
@@ -564,6 +533,8 @@ class SampleTally:
     Args:
         ledger: Holds the step in progress.
     """
+
+    resting: None = None
 
     def __init__(self, ledger: StepLedger) -> None:
         self._ledger = ledger

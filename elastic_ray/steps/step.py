@@ -61,7 +61,7 @@ class LoaderStep:
     given: bool = False
     own_counts: list[float] = dataclasses.field(default_factory=list)
     counts: Sequence[Sequence[float]] | None = None
-    _backward: int = -1  # the latest micro-batch that had a backward pass
+    backward: int = -1  # the latest micro-batch that had a backward pass
     count: int = dataclasses.field(init=False)
     micro_steps: int = dataclasses.field(init=False)
     is_last_micro: bool = dataclasses.field(init=False)
@@ -89,7 +89,7 @@ class LoaderStep:
         Raises RuntimeError: The micro-batch already has a weight or a gradient, or an earlier one of the step has no
         weight.
         """
-        if self._backward == self.micro:
+        if self.backward == self.micro:
             raise RuntimeError(
                 "loader.weigh(n) must be called before backward(), which has taken the micro-batch for its samples"
             )
@@ -101,14 +101,6 @@ class LoaderStep:
             )
         self.own_counts.append(count)
         self.weighed = True
-
-    def begin_backward(self) -> None:
-        """Start a backward pass of the current micro-batch, which fixes its weight."""
-        self._backward = self.micro
-
-    def take_counts(self, counts: Sequence[Sequence[float]]) -> None:
-        """Store the weights of all ranks, which make the loop's weights exact."""
-        self.counts = counts
 
     @property
     def work(self) -> Sequence[Sequence[float]]:

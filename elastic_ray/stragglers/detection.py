@@ -10,7 +10,10 @@ import dataclasses
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 THRESHOLD = 0.8
 """Speed of a straggler over the median's (Or, Zhang and Freedman, MLSys 2020)."""
@@ -38,7 +41,25 @@ def lower_median(values: Sequence[float]) -> float:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedTrace:
+class Trace:
+    """Base of records of a group's steps, whose fields are numbers or tuples by rank."""
+
+    def to_state(self) -> dict[str, Any]:
+        """Return plain values, for :meth:`from_state`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_state(cls, tree: Mapping[str, Any]) -> Self:
+        """Restore a trace from the output of :meth:`to_state`, in which tuples may have become lists."""
+        return cls(**{name: _as_tuple(value) for name, value in tree.items()})
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(each) for each in value) if isinstance(value, list | tuple) else value
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedTrace(Trace):
     """Moving averages of the ranks' step times in one group, since its members or shares last changed.
 
     A rank's time t is compared with the time of the median rank for equal work. Part of a step does not grow with its
@@ -86,23 +107,12 @@ class SpeedTrace:
         return SpeedTrace(
             skipped=self.skipped,
             steps=self.steps + 1,
-            busy=_moved(before, now, part),
-            data=_moved(self.data or waits, waits, part),
+            busy=moved(before, now, part),
+            data=moved(self.data or waits, waits, part),
             deviation=self.deviation + max(_ALPHA, 1.0 / max(1, self.steps)) * (distance - self.deviation),
             recent=tuple((old << 1 | new) & _RECENT for old, new in zip(slow_steps, slow, strict=True)),
             last=(*self.last[1 - _LAST :], tuple(time / mean for time in times)),
         )
-
-    def to_state(self) -> dict[str, Any]:
-        """Return plain values, for :meth:`from_state`."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_state(cls, tree: Mapping[str, Any]) -> SpeedTrace:
-        """Restore a trace from the output of :meth:`to_state`, in which tuples may have become lists."""
-        per_rank = {name: tuple(tree[name]) for name in ("busy", "data", "recent")}
-        last = tuple(tuple(row) for row in tree["last"])
-        return cls(skipped=tree["skipped"], steps=tree["steps"], deviation=tree["deviation"], last=last, **per_rank)
 
     @property
     def ready(self) -> bool:
@@ -134,7 +144,8 @@ class SpeedTrace:
         return lower_median([self.busy[rank] for rank in among])
 
 
-def _moved(before: Sequence[float], now: Sequence[float], part: float) -> tuple[float, ...]:
+def moved(before: Sequence[float], now: Sequence[float], part: float) -> tuple[float, ...]:
+    """Return averages moved towards new values by a part of the difference."""
     return tuple(old + part * (new - old) for old, new in zip(before, now, strict=True))
 
 
@@ -149,7 +160,7 @@ _LEAST_PART = 1e-3  # of the time of a look: what sends for less is not told apa
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SendTrace:
+class SendTrace(Trace):
     """Sending times of a group's ranks, evaluated after each step or each second, whichever is longer.
 
     In a ring all ranks send equally many bytes and wait for the slowest connection; only the sender's kernel knows
@@ -173,7 +184,7 @@ class SendTrace:
             seconds: duration of the step [s].
         """
         sums = dataclasses.replace(
-            self, seconds=self.seconds + seconds, sending_s=_plus(self.sending_s, sending_s), mib=_plus(self.mib, mib)
+            self, seconds=self.seconds + seconds, sending_s=plus(self.sending_s, sending_s), mib=plus(self.mib, mib)
         )
         return sums._looked() if sums.seconds >= _LOOK_S else sums
 
@@ -199,18 +210,9 @@ class SendTrace:
     def _of_others(rank: int, values: Sequence[float]) -> float:
         return lower_median([value for other, value in enumerate(values) if other != rank])
 
-    def to_state(self) -> dict[str, Any]:
-        """Return plain values, for :meth:`from_state`."""
-        return dataclasses.asdict(self)
 
-    @classmethod
-    def from_state(cls, tree: Mapping[str, Any]) -> SendTrace:
-        """Restore a trace from the output of :meth:`to_state`, in which tuples may have become lists."""
-        lists = {name: tuple(tree[name]) for name in ("sending_s", "mib", "recent", "ratios", "slow")}
-        return cls(seconds=tree["seconds"], looks=tree["looks"], **lists)
-
-
-def _plus(before: Sequence[float], now: Sequence[float]) -> tuple[float, ...]:
+def plus(before: Sequence[float], now: Sequence[float]) -> tuple[float, ...]:
+    """Return sums including new values; nothing before counts as zeros."""
     return tuple(now) if not before else tuple(old + new for old, new in zip(before, now, strict=True))
 
 

@@ -70,11 +70,7 @@ class TypeShares:
         return self._mixed
 
     def weights(self, others: Sequence[float] | None) -> tuple[float, ...] | None:
-        """Return the current ranks' shares of a step's samples; None if they are equal.
-
-        Args:
-            others: further weights by rank, which multiply those by type; None if there are none.
-        """
+        """Return the current ranks' shares of a step's samples; None if they are equal."""
         if not self.mixed:
             return tuple(others) if others is not None else None
         known = self._known()

@@ -14,7 +14,10 @@ from elastic_ray.stragglers.detection import (
     SpeedTrace,
     StragglerCause,
     StragglerConfig,
+    Trace,
     lower_median,
+    moved,
+    plus,
 )
 
 if TYPE_CHECKING:
@@ -92,6 +95,11 @@ class StragglerWatch:
         return config.goes_beyond(self._config)
 
     @property
+    def shares(self) -> bool:
+        """True if slow ranks get fewer samples."""
+        return self._config.shares
+
+    @property
     def weights(self) -> tuple[float, ...] | None:
         """The current ranks' shares of a step's samples; None if they are equal."""
         if not self.slow or self._equal() or not any(each.weight < 1.0 for each in self.slow):
@@ -136,7 +144,7 @@ class StragglerWatch:
         used = [each.memory_used for each in measured]
         self._memory = self._memory.add(faults=recent.faults, compute_s=compute_s, used=used)
         self._sends = self._sends.add(sending_s=recent.sending_s, mib=recent.mib, seconds=recent.seconds)
-        self._take_time(recent.seconds)
+        self.slow = tuple(dataclasses.replace(each, slow_s=each.slow_s + recent.seconds) for each in self.slow)
         if self._trace.ready:
             self._judge(members)
             self._share()
@@ -161,10 +169,6 @@ class StragglerWatch:
         if any(each.weight < 1.0 for each in self.slow):
             self.slow = tuple(dataclasses.replace(each, weight=1.0, fixed=None) for each in self.slow)
             self._reshared()
-
-    def _take_time(self, seconds: float) -> None:
-        if self.slow:
-            self.slow = tuple(dataclasses.replace(each, slow_s=each.slow_s + seconds) for each in self.slow)
 
     def _judge(self, members: Sequence[Member]) -> None:
         """Find new stragglers, and remove those that have caught up."""
@@ -295,7 +299,7 @@ class StragglerWatch:
             "trace": self._trace.to_state(),
             "memory": self._memory.to_state(),
             "sends": self._sends.to_state(),
-            "recent": dataclasses.asdict(self._recent),
+            "recent": self._recent.to_state(),
             "rest": self._rest,
             "rising": self._rising,
             "withdrawn": self._withdrawn,
@@ -307,7 +311,7 @@ class StragglerWatch:
         """Restore a captured state."""
         self._workers, self._trace = tuple(tree["workers"]), SpeedTrace.from_state(tree["trace"])
         self._memory, self._sends = MemoryTrace.from_state(tree["memory"]), SendTrace.from_state(tree["sends"])
-        self._recent = RecentSteps(**tree["recent"])
+        self._recent = RecentSteps.from_state(tree["recent"])
         self._rest, self._rising, self._withdrawn = tree["rest"], tree["rising"], tree["withdrawn"]
         self.slow = tuple(_from_state(each) for each in tree["slow"])
         self.senders = tuple(_from_state(each) for each in tree["senders"])
@@ -336,37 +340,33 @@ def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RecentSteps:
+class RecentSteps(Trace):
     """Sums over the latest steps, which are combined while they are short."""
 
-    work: list[float] = dataclasses.field(default_factory=list)  # samples of each rank
+    work: tuple[float, ...] = ()  # samples of each rank
     # time of each rank until its gradients were complete [s]
-    busy_s: list[float] = dataclasses.field(default_factory=list)
-    data_s: list[float] = dataclasses.field(default_factory=list)  # the part of it that was waiting for data [s]
-    faults: list[float] = dataclasses.field(default_factory=list)  # pages that each rank fetched from a disk
-    sending_s: list[float] = dataclasses.field(default_factory=list)  # time in which each rank was sending [s]
-    mib: list[float] = dataclasses.field(default_factory=list)  # what each rank handed to collectives [MiB]
+    busy_s: tuple[float, ...] = ()
+    data_s: tuple[float, ...] = ()  # the part of it that was waiting for data [s]
+    faults: tuple[float, ...] = ()  # pages that each rank fetched from a disk
+    sending_s: tuple[float, ...] = ()  # time in which each rank was sending [s]
+    mib: tuple[float, ...] = ()  # what each rank handed to collectives [MiB]
     seconds: float = 0.0  # of the steps, by the slowest rank's clock [s]
 
     def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[WorkerMeasures]) -> RecentSteps:
         """Return the sums including another step."""
         return RecentSteps(
-            work=_added(self.work, [sum(row) for row in sizes]),
-            busy_s=_added(self.busy_s, [each.compute_s + each.data_s for each in measured]),
-            data_s=_added(self.data_s, [each.data_s for each in measured]),
-            faults=_added(self.faults, [each.major_faults for each in measured]),
-            sending_s=_added(self.sending_s, [each.sending_s for each in measured]),
-            mib=_added(self.mib, [each.wire_mib for each in measured]),
+            work=plus(self.work, [sum(row) for row in sizes]),
+            busy_s=plus(self.busy_s, [each.compute_s + each.data_s for each in measured]),
+            data_s=plus(self.data_s, [each.data_s for each in measured]),
+            faults=plus(self.faults, [each.major_faults for each in measured]),
+            sending_s=plus(self.sending_s, [each.sending_s for each in measured]),
+            mib=plus(self.mib, [each.wire_mib for each in measured]),
             seconds=self.seconds + max([each.step_s for each in measured]),
         )
 
 
-def _added(before: Sequence[float], now: Sequence[float]) -> list[float]:
-    return [old + new for old, new in zip(before, now, strict=True)] if before else list(now)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryTrace:
+class MemoryTrace(Trace):
     """Memory measures of the ranks of one group, step by step."""
 
     # by rank, the least time that its pages from disks have taken, moving average over steps [s]
@@ -378,8 +378,8 @@ class MemoryTrace:
         """Return the trace after one more step."""
         now_s = [_FAULT_S * count for count in faults]
         return MemoryTrace(
-            faults_s=_moved(self.faults_s or now_s, now_s),
-            compute_s=_moved(self.compute_s or compute_s, compute_s),
+            faults_s=moved(self.faults_s or now_s, now_s, _ALPHA),
+            compute_s=moved(self.compute_s or compute_s, compute_s, _ALPHA),
             used=tuple(used),
         )
 
@@ -399,16 +399,3 @@ class MemoryTrace:
             return False
         full = self.used[rank] >= FULL > lower_median([self.used[other] for other in others])
         return full or beyond_s >= _EXPLAINS * excess_s
-
-    def to_state(self) -> dict[str, Any]:
-        """Return plain values, for :meth:`from_state`."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_state(cls, tree: Mapping[str, Any]) -> MemoryTrace:
-        """Restore a trace from the output of :meth:`to_state`, in which tuples may have become lists."""
-        return cls(**{name: tuple(values) for name, values in tree.items()})
-
-
-def _moved(before: Sequence[float], now: Sequence[float]) -> tuple[float, ...]:
-    return tuple(old + _ALPHA * (new - old) for old, new in zip(before, now, strict=True))

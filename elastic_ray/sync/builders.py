@@ -6,8 +6,11 @@ Each builder's docstring gives its original name and the differences from the or
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 from elastic_ray.sync.checks import StrategyError, check_count, check_flag
 from elastic_ray.sync.plan import ModelProfile, Topology
@@ -184,8 +187,27 @@ class Parallax:
         )
 
 
+class _Averaging:
+    """Base of strategies that average models: fields have the names and limits of those of ``Average``."""
+
+    __slots__ = ()
+    algorithm: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        _ = self._average  # refuses what is out of range
+
+    @property
+    def _average(self) -> Average:
+        fields: Any = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return Average(algorithm=self.algorithm, **fields)
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """Build the strategy; see ``StrategyBuilder``."""
+        return Strategy(average=self._average, name=self.algorithm)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSGD:
+class LocalSGD(_Averaging):
     """Strategy that averages models every few steps (Stich, ICLR 2019).
 
     Attributes:
@@ -201,20 +223,11 @@ class LocalSGD:
     period: int = 4
     give_back: bool = False
 
-    def __post_init__(self) -> None:
-        _ = self._average  # refuses what is out of range
-
-    @property
-    def _average(self) -> Average:
-        return Average(algorithm="local_sgd", period=self.period, give_back=self.give_back)
-
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
-        return Strategy(average=self._average, name="local_sgd")
+    algorithm: ClassVar[str] = "local_sgd"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DiLoCo:
+class DiLoCo(_Averaging):
     """Strategy of local steps, then an outer Nesterov step to the mean (Douillard et al., arXiv 2311.08105).
 
     Attributes:
@@ -234,26 +247,11 @@ class DiLoCo:
     outer_momentum: float = 0.9
     give_back: bool = False
 
-    def __post_init__(self) -> None:
-        _ = self._average  # refuses what is out of range
-
-    @property
-    def _average(self) -> Average:
-        return Average(
-            algorithm="diloco",
-            period=self.period,
-            outer_lr=self.outer_lr,
-            outer_momentum=self.outer_momentum,
-            give_back=self.give_back,
-        )
-
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
-        return Strategy(average=self._average, name="diloco")
+    algorithm: ClassVar[str] = "diloco"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SMA:
+class SMA(_Averaging):
     """Strategy that pulls every rank to the mean model (KungFu: SynchronousAveragingOptimizer, after EA-SGD).
 
     Attributes:
@@ -271,20 +269,11 @@ class SMA:
     period: int = 1
     give_back: bool = False
 
-    def __post_init__(self) -> None:
-        _ = self._average  # refuses what is out of range
-
-    @property
-    def _average(self) -> Average:
-        return Average(algorithm="sma", alpha=self.alpha, period=self.period, give_back=self.give_back)
-
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
-        return Strategy(average=self._average, name="sma")
+    algorithm: ClassVar[str] = "sma"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PairAveraging:
+class PairAveraging(_Averaging):
     """Strategy that averages each rank's model with other ranks' newest models (KungFu: PairAveragingOptimizer).
 
     After a step a rank averages its model with one that it has pulled from a random other rank meanwhile. No rank waits
@@ -303,16 +292,7 @@ class PairAveraging:
     period: int = 8
     give_back: bool = False
 
-    def __post_init__(self) -> None:
-        _ = self._average  # refuses what is out of range
-
-    @property
-    def _average(self) -> Average:
-        return Average(algorithm="pair", period=self.period, give_back=self.give_back)
-
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
-        return Strategy(average=self._average, name="pair")
+    algorithm: ClassVar[str] = "pair"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -474,3 +454,95 @@ class UnevenPartitionedPS(_Tiles):
 
     _NAME: ClassVar[str] = "uneven_partitioned_ps"
     _CUT: ClassVar[str] = "uneven"
+
+
+NAMED: Mapping[str, Callable[[], StrategyBuilder]] = {
+    "all_reduce": AllReduce,
+    "two_level": lambda: AllReduce(topology="two_level"),
+    "ring": lambda: AllReduce(topology="ring"),
+    "tree": lambda: AllReduce(topology="tree"),
+    "star": lambda: AllReduce(topology="star"),
+    "ps": PS,
+    "ps_balanced": PSLoadBalancing,
+    "zero1": ZeRO1,
+    "zero2": ZeRO2,
+    "partitioned_ps": PartitionedPS,
+    "uneven_partitioned_ps": UnevenPartitionedPS,
+    "partitioned_ar": PartitionedAR,
+    "random_axis_partition_ar": RandomAxisPartitionAR,
+    "parallax": Parallax,
+    "bf16": lambda: AllReduce(wire=Wire(dtype="bf16")),
+    "fp16": lambda: AllReduce(wire=Wire(dtype="fp16")),
+    "int8": lambda: AllReduce(wire=Wire(dtype="int8")),
+    "powersgd": PowerSGD,
+    "local_sgd": LocalSGD,
+    "diloco": DiLoCo,
+    "sma": SMA,
+    "pair": PairAveraging,
+    "auto": Auto,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ready:
+    """Builder that returns a given strategy."""
+
+    strategy: Strategy
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """Return the given strategy unchanged."""
+        return self.strategy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Everywhere:
+    """Builder that applies one `sync` to all dense parameters."""
+
+    sync: Reduce | Owner
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """Return the strategy; parameters with sparse gradients are excluded."""
+        return dense(self.sync, profile, "")
+
+
+def resolve_strategy(given: object) -> StrategyBuilder:
+    """Return the strategy builder for a user's ``strategy=`` argument.
+
+    Args:
+        given: A name in :data:`NAMED`, a builder, a ``Strategy``, a ``Reduce`` or ``Owner`` for all parameters,
+            or the path of a strategy's JSON file.
+
+    Raises:
+        StrategyError: the name or file does not exist, or the file does not contain a valid strategy.
+        TypeError: `given` has none of these types.
+    """
+    if isinstance(given, Strategy):
+        return _Ready(given)
+    if isinstance(given, (Reduce, Owner)):
+        return _Everywhere(given)
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and (given.endswith(".json") or os.sep in given)):
+        return _Ready(_read(Path(given)))
+    if isinstance(given, str):
+        if given not in NAMED:
+            raise StrategyError(
+                f"strategy must be one of {', '.join(NAMED)}, a builder of elastic_ray.sync, a Strategy, or the path "
+                f"of its JSON, but got {given!r}"
+            )
+        return NAMED[given]()
+    if isinstance(given, type) or not callable(getattr(given, "build", None)):
+        hint = "; make one of it: call it" if isinstance(given, type) else ""
+        hint = hint or ("; Strategy.from_json(json.dumps(...)) reads one" if isinstance(given, dict) else "")
+        raise TypeError(f"strategy must be a name, a builder, a Strategy or a path, but got {given!r}{hint}")
+    return given  # type: ignore[return-value]
+
+
+def _read(path: Path) -> Strategy:
+    """Return the strategy in a file; errors name the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise StrategyError(f"strategy {str(path)!r} cannot be read: {error}") from None
+    try:
+        return Strategy.from_json(text)
+    except StrategyError as error:
+        raise StrategyError(f"strategy {str(path)!r}: {error}") from None

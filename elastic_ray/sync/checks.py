@@ -57,7 +57,7 @@ def parse_json(text: str) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise StrategyError(f"a field is there twice in {[name for name, _ in pairs]}")
+            raise StrategyError(f"a field occurs twice in {[name for name, _ in pairs]}")
         return found
 
     try:

@@ -236,7 +236,7 @@ def _tiles(syncs: Sequence[Sync], topology: Topology) -> TilePlan | None:
     for other in found.values():
         if (other.copies, other.cut) != (owner.copies, owner.cut):
             raise StrategyError(
-                "all tiles of a model must have as many copies and be cut in one way, but got "
+                "all tiles of a model must have the same number of copies and the same cut, but got "
                 f"copies={owner.copies}, cut={owner.cut!r} and copies={other.copies}, cut={other.cut!r}"
             )
     return TilePlan(params=tuple(found), owner=owner, divided=topology.world_size > owner.copies)
@@ -280,8 +280,8 @@ def _check(param: ParamInfo, sync: Sync, profile: ModelProfile) -> None:
     if isinstance(sync, Rows):
         if len(param.shape) != 2:
             raise StrategyError(
-                f"Rows needs a table of two dimensions, but {param.name} has shape {param.shape}: match it by no rule "
-                "of Rows"
+                f"Rows needs a table of two dimensions, but {param.name} has shape {param.shape}: exclude it from the "
+                "patterns of Rows"
             )
         optimizer = profile.optimizer_of(param)
         gives_sparse = sync.update == "sparse" or (sync.update == "auto" and param.sparse)

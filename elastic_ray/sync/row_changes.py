@@ -100,8 +100,8 @@ def _checked(change: object, of: Sequence[nn.Module | Iterable[Tensor]]) -> list
     for number, other in enumerate(shapes):
         if other != shapes[0]:
             raise ValueError(
-                f"all that change_parameters is given must have the same shapes in the same order, but number {number} "
-                f"has {other!s:.200}, and the first {shapes[0]!s:.200}"
+                "all lists passed to change_parameters must have the same shapes in the same order, but number "
+                f"{number} has {other!s:.200}, and the first {shapes[0]!s:.200}"
             )
     return groups
 
@@ -170,6 +170,6 @@ class HandChanges:
         self.watch(())
         if found:
             raise ReplicasDifferError(
-                f"parameters of model {self._model}, which is sharded, were changed besides its optimizer's step, and "
-                f"the group has changed since: the copies that others have of these rows were not changed. {_HOW}"
+                f"parameters of model {self._model}, which is sharded, were changed outside its optimizer's step, and "
+                f"the group has changed since: the copies of these rows on other workers were not updated. {_HOW}"
             )

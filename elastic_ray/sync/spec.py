@@ -175,7 +175,7 @@ class Owner:
         check_count("bucket_bytes", self.bucket_bytes, least=1024, most=_MOST_BYTES)
         check_type("wire", self.wire, Wire)
         if self.wire.rank or self.wire.dtype == "int8":
-            raise StrategyError("Owner.wire must be native, bf16 or fp16: an owner's tensors have no residuals")
+            raise StrategyError("Owner.wire must be native, bf16 or fp16: owned tensors keep no residuals")
         if self.owns_tiles and self.placement != "balanced":
             raise StrategyError(f"Owner.placement must be 'balanced' for tiles, but got {self.placement!r}")
         if self.slices_gradients and not self.owns_tiles:
@@ -309,7 +309,7 @@ class Strategy:
             check_type("average", self.average, Average)
             if self.rules or self.default != ALL_REDUCE:
                 raise StrategyError(
-                    "Strategy.average excludes rules and another default: where models are averaged, gradients are not"
+                    "Strategy.average excludes rules and a default: a strategy averages either models or gradients"
                 )
 
     def with_topology(self, topology: str) -> Strategy:

@@ -51,8 +51,8 @@ class StepHooks:
             args, given = found
         if len(args) > 1:
             raise RuntimeError(
-                "a hook has given optimizer.step() positional arguments, which one that steps tiles does not take: "
-                f"{args[1:]!r:.80}"
+                "a hook has given optimizer.step() positional arguments, which an optimizer that steps tiles does not "
+                f"accept: {args[1:]!r:.80}"
             )
         return dict(given)
 

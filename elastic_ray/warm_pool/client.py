@@ -32,7 +32,6 @@ class PoolClient:
     """Client that claims processes from the pool, and starts new ones that the pool requests.
 
     Args:
-        owner: Owner on whose behalf processes are claimed.
         environment: Ray runtime environment of the processes, on top of that of this Ray job.
         start: Starts a process without an owner; called with a node and a name.
     """
@@ -48,7 +47,6 @@ class PoolClient:
         """Claim a process on the node for the owner; return it with its name, or None if none is available.
 
         Args:
-            node: Node id of the process.
             starting: Whether to wait for a process that is still starting.
         """
         while self.on:

@@ -76,13 +76,8 @@ def close_pool(timeout_s: float = _CLOSE_S) -> None:
         with contextlib.suppress(RayActorError):
             ray.get(pool.close.remote(), timeout=max(0.1, deadline_s - time.monotonic()))
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the pool of warm processes has not ended within {timeout_s:g} s")
+            raise TimeoutError(f"the pool of warm processes did not end within {timeout_s:g} s")
         time.sleep(0.05)
-
-
-def process_name(environment: str, node: str) -> str:
-    """Return a new name for a process of the pool."""
-    return f"{NAME}/{environment}/{node}/{secrets.token_hex(4)}"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -130,8 +125,6 @@ class WarmPool:
 
         Args:
             job: Job (or sweep) of the caller; no process is started on the node for a while when a new job begins.
-            environment: Key of the runtime environment.
-            node: Node id of the process.
             starting: Whether a process that is still starting is acceptable.
         """
         await self._found
@@ -223,7 +216,7 @@ class WarmPool:
                 case End(name=name, reason=reason):
                     self._end(name, reason)
                 case Start(node=node, reason=reason) if each.environment == environment:
-                    name = process_name(environment, node)
+                    name = f"{NAME}/{environment}/{node}/{secrets.token_hex(4)}"
                     process = PooledProcess(name=name, node=node, environment=environment, ready=False)
                     self._entries[name] = _PoolEntry(process=process, until_s=now_s + _ORDER_S)
                     logger.debug("warm pool: one more on node %s: %s", node[:8], reason)

@@ -82,9 +82,7 @@ def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: st
 
     Args:
         spec: Job that determines the runtime environment.
-        node: Node id on which to start.
         owner: Owner of the process; None for a process of the cluster's pool, which has no owner yet.
-        name: Name of the actor.
     """
     return (
         actor_class(WorkerProcess)
@@ -274,11 +272,7 @@ class Processes:
         return next(iter(self._warm.get(node, [])), None) or self._pool.witness(node)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
-        """Keep warm processes available on these nodes, and kill the job's own elsewhere.
-
-        Args:
-            nodes: Number of the job's workers, keyed by node.
-        """
+        """Keep warm processes available on these nodes, and kill the job's own elsewhere."""
         for node in set(self._warm) - set(nodes):
             for actor in self._warm.pop(node):
                 self._kill(actor)

@@ -156,11 +156,9 @@ def plan(
     """Return which processes to start and to end now.
 
     Args:
-        config: Limits of the pool.
         processes: Unclaimed processes, including those that are still starting.
         requests: Requests of jobs for processes.
         busy: Time until which jobs in their first epochs need a node's CPUs, keyed by node [s].
-        now_s: Current time [s].
 
     Returns:
         Ends come first; later calls may start processes in the space they free. At most one start per node.

@@ -19,6 +19,7 @@ from elastic_ray.checkpoints.object_store import put_checkpoint
 from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.tracker_files import TrackerFiles
+from elastic_ray.communication.bootstrap import BootstrapCall, call_mac
 from elastic_ray.events import EventKind, Pause
 from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
 from elastic_ray.run.current import WorkerDismissed
@@ -48,8 +49,9 @@ _SOONEST_S = 0.1  # between beats that are not to wait
 _MOST_UNHEARD = 500  # about a second of a controller's time
 _POLL_S = 0.1
 _PAUSE_S = 2e-3
-_ENDED = "its controller has ended"
+CONTROLLER_ENDED = "its controller has ended"
 _MOST_REPORTED = 2000
+_ON_THE_WAY_S = 2.0
 _UNWRITTEN_S = 20.0  # a controller writes reports every ten seconds at the latest
 
 
@@ -68,7 +70,8 @@ class ActorControllerClient:
         # The other ranks wait in a collective meanwhile, and must not take this one for lost.
         timeout_s = min(setup.elastic.storage_timeout_s, setup.elastic.collective_timeout_s / 2)
         self._checkpoints = ReportedCheckpoints(self.storage, self.calls, timeout_s=timeout_s)
-        self._is_stopping: Callable[[], bool] = lambda: False
+        # asked while a checkpoint is stored: true if the job must stop now
+        self.is_stopping: Callable[[], bool] = lambda: False
         self._patience_s = setup.elastic.controller_timeout_s
         self.paced = setup.paced
         self._unheard: dict[int, tuple[WorkerMessage, Any]] = {}
@@ -91,17 +94,9 @@ class ActorControllerClient:
         """True if another process of this process's unit (one worker of several processes) reports for it."""
         return bool(self._position)
 
-    def leave_controller(self, why: str) -> None:
-        """Stop waiting for the controller, because it will never answer again; ``why`` gives the reason."""
-        self.gone = why
-
     def start_from(self, resumed: str) -> None:
         """Set which automatic checkpoint the run resumes from, or why it cannot; sent with :meth:`ready`."""
         self._resumed = resumed
-
-    def stop_when(self, is_stopping: Callable[[], bool]) -> None:
-        """Set the function that is polled while a checkpoint is stored; it returns True if the job must stop now."""
-        self._is_stopping = is_stopping
 
     def saved(self, message: StateSaved) -> float:
         """Report an automatic checkpoint, and return the job's mean time between worker losses [s]."""
@@ -109,7 +104,7 @@ class ActorControllerClient:
             try:
                 return float(insist(lambda: self._controller.saved.remote(message), timeout_s=_ANSWER_S))
             except ActorDiedError:
-                self.gone = _ENDED
+                self.gone = CONTROLLER_ENDED
         return math.inf
 
     def push(self, message: WorkerMessage) -> Any:
@@ -194,13 +189,6 @@ class ActorControllerClient:
                 raise TimeoutError(f"the job's controller has not taken a report within {self._patience_s:g} s")
             time.sleep(_POLL_S)
 
-    def flush_if_there(self) -> None:
-        """Flush at the end of a run that another rank stopped; the controller may already have ended."""
-        try:
-            self.flush()
-        except ActorDiedError:
-            self.gone = _ENDED
-
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
         self.last_ready = WorkerReady(
             worker=self._worker, loader=loader, has_state=has_state, loaded=loaded, resumed=self._resumed
@@ -243,7 +231,7 @@ class ActorControllerClient:
         path, reference, problem = None, None, ""
         if checkpoint is not None:
             note = CheckpointNote(resume_point=resume_point, metrics=metrics)
-            path, problem = self._checkpoints.store(checkpoint, index, note, self._is_stopping)
+            path, problem = self._checkpoints.store(checkpoint, index, note, self.is_stopping)
             if path and self.paced and not self.storage.local:  # only a trial's is wanted by others while it lives
                 reference = put_checkpoint(checkpoint)
         self.stored = path
@@ -268,7 +256,7 @@ class ActorControllerClient:
             self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
 
     def add_files(self, checkpoint: Any, index: int) -> None:
-        problem = self._checkpoints.add(checkpoint, index, self._is_stopping)
+        problem = self._checkpoints.add(checkpoint, index, self.is_stopping)
         if problem:
             self.tell(EventKind.WARNING.value, problem, {"number": index})
 
@@ -332,3 +320,35 @@ class HeartbeatThread:
         self._stop.set()
         self._link.wanted.set()
         self._thread.join(timeout=5.0)
+
+
+class ControllerCaller:
+    """Caller of the controller's bootstrap method, through which a new generation's members exchange values."""
+
+    def __init__(self, assignment: Assignment, generation: int) -> None:
+        self._controller = assignment.controller
+        self._worker = assignment.worker
+        self._generation = generation
+        self._mac = call_mac(assignment.secret, generation, assignment.worker)
+        self._told: list[Any] = []
+
+    def tell(self, values: Mapping[str, bytes]) -> None:
+        """Publish values to the other members without waiting; a refusal raises in the next :meth:`ask`."""
+        self._told.append(self._call(tells=values))
+
+    def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Publish ``tells``, and return all known values once ``keys`` are known or ``wait_s`` has passed.
+
+        Raises RuntimeError if the controller does not answer, or refuses the call.
+        """
+        try:
+            call = self._call(tells=tells, wants=keys, wait_s=wait_s)
+            known: Mapping[str, bytes] = ray.get(call, timeout=wait_s + _ON_THE_WAY_S)
+        except RayError as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise RuntimeError(f"its controller does not connect it to the other workers: {lines[-1]}") from error
+        return known
+
+    def _call(self, **fields: Any) -> Any:
+        call = BootstrapCall(generation=self._generation, worker=self._worker, mac=self._mac, **fields)
+        return self._controller.bootstrap.remote(call)

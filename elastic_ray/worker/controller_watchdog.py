@@ -83,7 +83,10 @@ class ControllerWatchdog:
                 continue
             if why and watch is self._registration:
                 if why != _STRANGER:
-                    self._save_before(why)
+                    try:
+                        self._save(why)
+                    except Exception:  # the process ends all the same
+                        logger.exception("a run without a controller could not save itself")
                 self._end(why)
 
     def _ask(self, watch: Registration) -> str:
@@ -104,12 +107,6 @@ class ControllerWatchdog:
             return f"its controller has not answered for {silence_s:.0f} s ({type(error).__name__})"
         self._heard_s = time.monotonic()
         return _STRANGER if answer is ControllerAnswer.STRANGER else ""
-
-    def _save_before(self, why: str) -> None:
-        try:
-            self._save(why)
-        except Exception:  # the process ends all the same
-            logger.exception("a run without a controller could not save itself")
 
     def _end(self, why: str) -> None:
         logger.warning("this worker process ends: %s", why)

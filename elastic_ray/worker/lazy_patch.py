@@ -12,13 +12,7 @@ from types import ModuleType
 
 @contextlib.contextmanager
 def patched(home: str, name: str, value: object) -> Iterator[None]:
-    """Patch ``home.name`` with ``value`` in the block, now or as soon as the module is imported.
-
-    Args:
-        home: Full name of a module.
-        name: Name of a variable in the module.
-        value: Value of the variable within the block.
-    """
+    """Patch ``home.name`` with ``value`` in the block, now or as soon as the module is imported."""
     before: list[object] = []
 
     def put(module: ModuleType) -> None:

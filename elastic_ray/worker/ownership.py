@@ -46,7 +46,8 @@ class Ownership:
         self._owner = owner
         if owner is not None:  # its starter may have been taken over from another Ray job
             adopt(owner)
-        self._saves: Callable[[], bool] = lambda: False
+        # the process stays after its owner's end while this is true: a run saves itself
+        self.saves: Callable[[], bool] = lambda: False
         self._wanted_s = time.monotonic()
         self._begun_s: float | None = None
         self._prepared = False
@@ -57,10 +58,6 @@ class Ownership:
         """Record that a pool still wants the process; return True if it has no owner yet."""
         self._wanted_s = time.monotonic()
         return self._owner is None
-
-    def stay_while(self, saves: Callable[[], bool]) -> None:
-        """Keep the process alive after its owner's end while ``saves()`` is True (a run saves itself)."""
-        self._saves = saves
 
     def prepared(self) -> None:
         """Record that the process has received its job's setup."""
@@ -92,7 +89,7 @@ class Ownership:
             if self._owner.actor is not None and _is_gone(self._owner.actor):
                 time.sleep(_FAREWELL_S)  # a run under way has a reservation to give back (``ControllerWatchdog``)
                 until_s = time.monotonic() + _SAVED_WITHIN_S
-                while self._saves() and time.monotonic() < until_s:
+                while self.saves() and time.monotonic() < until_s:
                     time.sleep(_FAREWELL_S)
                 os._exit(0)
 

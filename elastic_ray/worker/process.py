@@ -27,7 +27,6 @@ class WorkerProcess:
 
     Args:
         owner: Owner of the process; None for a process of the pool.
-        theirs: Protocol version of the starting process, which must match.
     """
 
     def __init__(self, owner: ProcessOwner | None, theirs: Spoken) -> None:
@@ -63,7 +62,7 @@ class WorkerProcess:
             self._ownership.prepared()
             if self._worker is None:
                 self._worker = worker = Worker(setup)
-                self._ownership.stay_while(lambda: worker.saves_alone)
+                self._ownership.saves = lambda: worker.saves_alone
         return self._worker.prepare()
 
     def run(self, assignment: Assignment) -> None:

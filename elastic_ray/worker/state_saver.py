@@ -38,9 +38,7 @@ class StateSaver:
     its part at the edge of a step that all have agreed on.
 
     Args:
-        storage: Storage of the run's files.
         told: Called with each saved checkpoint; returns the job's mean time between worker losses [s].
-        keep: Number of checkpoints to keep.
         interval_s: Time between two checkpoints; None chooses it from their cost and the observed losses.
         calls: The run's storage calls; None creates new ones.
         timeout_s: Longest silence to tolerate from storage in a preempted job, or from a rank with a missing part [s].
@@ -165,9 +163,6 @@ class StateSaver:
 
         Ranks other than 0 save their part, or nothing.
 
-        Args:
-            until: Polled while saving; once it returns True, saving is given up.
-
         Returns why the state could not be saved; empty if it was saved.
         """
         begin_s = time.monotonic()
@@ -198,7 +193,7 @@ class StateSaver:
             f"saving the job at step {point.steps}", lambda go_on: self._parts.write(part, go_on)
         )
         if not self._calls.wait(call, timeout_s=self._timeout_s, until=until):
-            raise InterruptedError("the job was stopped meanwhile")
+            raise InterruptedError("the job was stopped in the meantime")
         state: StateFile | None = call.answer.result()
         return state
 
@@ -244,7 +239,7 @@ class StateSaver:
         logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
         self._unseen = self._unseen + 1 if error.unseen else 0
         if self._unseen >= _UNSEEN:
-            self._saving.give_up()
+            self._saving.given_up = True
             self._refused = True
             self._session.tell(
                 "storage",

@@ -44,7 +44,7 @@ def stored_train_loop(key: str) -> tuple[bytes, bytes]:
     """
     packed: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=NAMESPACE)
     if packed is None:
-        raise LookupError(f"the train function is not in Ray's control store any more ({key})")
+        raise LookupError(f"the train function is no longer in Ray's control store ({key})")
     end = _SIZE_BYTES + int.from_bytes(packed[:_SIZE_BYTES])
     return packed[_SIZE_BYTES:end], packed[end:]
 

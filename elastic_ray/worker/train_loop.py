@@ -92,7 +92,9 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
             "give it one parameter for the config, or leave train_loop_config out"
         )
     passed = dict(config or {}) if takes_config else None
-    _check_policies(policies)
+    for policy in policies:
+        if (why := _pickling_error(policy)) is not None:
+            raise TypeError(f"policy {name_of(policy)} of adaptation cannot be sent to the workers: {why}")
     called = AdaptedTrainLoop(train_loop, policies) if policies else train_loop
     try:
         file = io.BytesIO()
@@ -219,14 +221,6 @@ def _takes_config(train_loop: Any, has_config: bool) -> bool:
             "train_loop_config"
         )
     return any(p.kind in _POSITIONAL for p in parameters)
-
-
-def _check_policies(policies: Sequence[Policy]) -> None:
-    """Raise TypeError for a policy that cannot be sent to the workers."""
-    for policy in policies:
-        why = _pickling_error(policy)
-        if why is not None:
-            raise TypeError(f"policy {name_of(policy)} of adaptation cannot be sent to the workers: {why}")
 
 
 def _name(train_loop: Any) -> str:

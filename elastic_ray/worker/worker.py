@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import resource
 import threading
 import time
 from typing import Any, TypeVar
 
 import ray
 import torch
+from ray.exceptions import ActorDiedError
 
 from elastic_ray.checkpoints.automatic import CorruptStateError
 from elastic_ray.checkpoints.object_store import fetched_checkpoint
@@ -34,10 +34,13 @@ from elastic_ray.state.progress import RunProgress, in_no_generation
 from elastic_ray.state.resume_point import SavedState, StartingPoint
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.steps.random_numbers import seed_alike
-from elastic_ray.stragglers.detection import StragglerConfig
 from elastic_ray.worker import train_loop
-from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
-from elastic_ray.worker.bootstrap_caller import ControllerCaller
+from elastic_ray.worker.actor_controller_client import (
+    CONTROLLER_ENDED,
+    ActorControllerClient,
+    ControllerCaller,
+    HeartbeatThread,
+)
 from elastic_ray.worker.controller_watchdog import ControllerWatchdog, Registration
 from elastic_ray.worker.error_origin import origin_of
 from elastic_ray.worker.messages import (
@@ -56,6 +59,7 @@ from elastic_ray.worker.messages import (
 from elastic_ray.worker.setup import Assignment, ProcessInfo, WorkerSetup
 from elastic_ray.worker.state_saver import StateSaver
 from elastic_ray.worker.stored_train_loop import stored_train_loop
+from elastic_ray.worker.warm_up import resident_bytes
 from placement.cluster.cluster import DOMAIN_LABEL, GPU_TYPE_LABEL
 from placement.ray_cluster import groups
 from placement.text import log_plainly
@@ -71,11 +75,7 @@ _End = TypeVar("_End", bound=RunEnd)
 
 
 class Worker:
-    """Worker inside a ``WorkerProcess``; methods other than ``run`` may be called while ``run`` is in progress.
-
-    Args:
-        setup: Settings shared by all workers of the job.
-    """
+    """Worker inside a ``WorkerProcess``; methods other than ``run`` may be called while ``run`` is in progress."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         log_plainly(logging.WARNING)
@@ -192,7 +192,7 @@ class Worker:
         if link is None or membership is None or self._result is not None or not self._setup.states_kept:
             return
         self.saves_alone = True
-        link.leave_controller(why)
+        link.gone = why
         membership.post(StopJob(save=True))
         limit_s, since_s = self._setup.elastic.storage_timeout_s, time.monotonic()
         with self._ended:  # as long as storage takes pieces, the state is on its way
@@ -235,11 +235,14 @@ class Worker:
         if assignment.unit is None:
             return None
         elastic = self._setup.elastic
-        return UnitGroup(
-            assignment.unit,
-            cuda=bool(assignment.gpu_ids),
-            timeout_s=elastic.join_timeout_s + elastic.collective_timeout_s,
-        )
+        place, timeout_s = assignment.unit, elastic.join_timeout_s + elastic.collective_timeout_s
+        if place.store:
+            return UnitGroup(place, cuda=bool(assignment.gpu_ids), timeout_s=timeout_s)
+        caller = ControllerCaller(assignment, 0)
+        store = BootstrapStore(caller, timeout_s, rank=place.position, world_size=place.size)
+        store.tell_at_once()
+        store.stay_open()  # for groups that user code makes later
+        return UnitGroup(place, cuda=bool(assignment.gpu_ids), timeout_s=timeout_s, store=store, host=self._host)
 
     def _saved_state(self, assignment: Assignment, link: ActorControllerClient) -> tuple[dict[str, Any] | None, str]:
         """Return the first intact automatic checkpoint to resume from, and its path; None and "" if there is none."""
@@ -291,7 +294,7 @@ class Worker:
         except BaseException as error:
             broken = True
             starts_over = is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced and self._unit is None
-            whole, atomic_bsz, more = not session.ledger.half_updated, session.atomic_bsz, session.takes_more
+            whole, atomic_bsz, more = not session.ledger.updating, session.atomic_bsz, session.takes_more
             if starts_over and not more:
                 session.progress.bound_memory(atomic_bsz)
             kept = session.keep_state() if starts_over else None
@@ -338,7 +341,7 @@ class Worker:
             saving=session.registry.saving,
             workers=lambda: tuple(member.worker for member in session.group.members),
         )
-        session.registry.save_when(saver.is_due)
+        session.registry.saves = saver.is_due
         session.registry.add_hook(HookPoint.BETWEEN_STEPS, saver.between_steps)
         session.registry.add_hook(HookPoint.CHECKPOINT_ASKED, saver.ask)
         return saver
@@ -379,7 +382,7 @@ class Worker:
 
         self._membership = WorkerMembership(assignment.worker, form, link.could_not_form, self._retired, hears=True)
         membership = self._membership
-        link.stop_when(lambda: membership.stop_requested)
+        link.is_stopping = lambda: membership.stop_requested
         return Session(
             assignment.worker,
             membership,
@@ -394,7 +397,7 @@ class Worker:
             job=assignment.job,
             expected=assignment.expected,
             unit=self._unit,
-            stragglers=elastic.straggler_config if self._unit is None else StragglerConfig(),
+            stragglers=elastic.straggler_config,
             start=StartingPoint(
                 checkpoint or _stored_checkpoint(assignment, link),
                 epoch=assignment.resume_point.epoch if assignment.resume_point is not None else 0,
@@ -421,8 +424,8 @@ def _start_of(assignment: Assignment) -> RunProgress | None:
 
 def _end(kind: type[_End], **values: Any) -> _End:
     """Return the end of a run, with the resources that its process currently uses."""
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return kind(memory_bytes=memory, cuda_used=_cuda_used(), **values)
+    memory, cuda = resident_bytes(), bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return kind(memory_bytes=memory, cuda_used=cuda, **values)
 
 
 def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver | None) -> RunResult:
@@ -432,7 +435,10 @@ def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver 
         if problem:  # rank 0 waits for this rank's part in vain, and tells of it
             logger.warning("job %s rank %d: %s", session.job, session.rank, problem)
         return _end(RunPreempted)
-    link.flush_if_there()
+    try:
+        link.flush()
+    except ActorDiedError:  # the controller may have ended already
+        link.gone = CONTROLLER_ENDED
     problem = "automatic checkpoints are off" if saver is None else saver.save()
     if link.gone:
         _write_end(session, link, problem)
@@ -453,10 +459,6 @@ def _write_end(session: Session, link: ActorControllerClient, problem: str) -> N
         link.storage.append_events([event.to_json()])
     except Exception as error:
         logger.warning("job %s: %s; this event was not written: %s", session.job, event.reason, error)
-
-
-def _cuda_used() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _first_line(error: BaseException) -> str:

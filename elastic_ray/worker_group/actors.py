@@ -19,10 +19,11 @@ from elastic_ray.background import Background
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
 from elastic_ray.membership.signals import Lost, Reserved, Stimulus
-from elastic_ray.unit import place_in, process_names, worker_of
+from elastic_ray.unit import nodes_of, place_in, process_names, worker_of
 from elastic_ray.warm_pool.processes import Processes
 from elastic_ray.worker.messages import GroupLost, RunFailed, RunResult, WorkerReregistration
 from elastic_ray.worker.setup import Assignment, ProcessInfo
+from placement.cluster.cluster import by_node, parts
 from placement.ray_cluster import groups
 from placement.ray_cluster.snapshot import group_name
 
@@ -43,8 +44,6 @@ class WorkerActors:
     them.
 
     Args:
-        controller: Handle of the job's controller.
-        tell: Called with each event of a worker, such as a reservation or a loss.
         on_result: Called with a worker and how its run ended.
         on_refusal: Called with a worker, the reason it got no process, and whether a retry is certain to fail.
     """
@@ -99,9 +98,10 @@ class WorkerActors:
             self._tell(Reserved(worker=worker))
 
     def _asking(self, worker: str) -> int:
-        """Return the number of workers on the same node whose placement groups are still pending."""
+        """Return the number of workers on the same nodes whose placement groups are still pending."""
+        own = parts(self._nodes.get(worker, "")).keys()
         unfulfilled = self._groups.keys() - self._fulfilled
-        return sum(self._nodes.get(other) == self._nodes.get(worker) for other in unfulfilled)
+        return sum(bool(own & parts(self._nodes.get(other, "")).keys()) for other in unfulfilled)
 
     def reserved(self) -> dict[str, int]:
         """Return the number of fulfilled reservations, keyed by node."""
@@ -119,7 +119,12 @@ class WorkerActors:
 
     def homes(self) -> dict[str, str]:
         """Return the node of each worker's process, keyed by process name."""
-        return {name: self._nodes[worker_of(name)] for name in self._actors if worker_of(name) in self._nodes}
+        return {name: node for name in self._actors if (node := self._node_of(name))}
+
+    def _node_of(self, process: str) -> str:
+        """Return the node of a process; empty if its worker has no place."""
+        place = self._nodes.get(worker_of(process), "")
+        return nodes_of(place, self._unit)[int(process.partition(".")[2] or 0)]
 
     def gpu_type(self, spec: GenerationSpec) -> str | None:
         """Return the GPU type of a generation's nodes, empty if unknown; None if the types differ."""
@@ -151,11 +156,12 @@ class WorkerActors:
         """Get a process, run the train function in it, and wait for the run to end."""
         worker, node = assignment.worker, assignment.node
         try:
-            taken = await asyncio.gather(*(self._processes.take(node) for _ in range(self._unit)))
+            homes = nodes_of(node, self._unit)
+            taken = await asyncio.gather(*(self._processes.take(home) for home in homes))
             group = self._groups.get(worker)
             if group is None:  # given back meanwhile
-                for actor, _ in taken:
-                    self._processes.rest(node, actor)
+                for home, (actor, _) in zip(homes, taken, strict=True):
+                    self._processes.rest(home, actor)
                 return
             for name, (actor, process_info) in zip(process_names(worker, self._unit), taken, strict=True):
                 self._actors[name], self.process_infos[name] = actor, process_info
@@ -201,7 +207,8 @@ class WorkerActors:
         """Return the assignment for each process of the worker."""
         if self._unit == 1:
             return [assignment]
-        store = f"{tempfile.gettempdir()}/elastic-ray-{secrets.token_hex(8)}/unit"
+        alone = len(parts(assignment.node)) == 1
+        store = f"{tempfile.gettempdir()}/elastic-ray-{secrets.token_hex(8)}/unit" if alone else ""
         gpus = len(assignment.gpu_ids) // self._unit
         return [
             dataclasses.replace(
@@ -268,19 +275,23 @@ class WorkerActors:
         return token in (self._token, self._tokens.get(worker))
 
     async def _with_gpus(self, assignment: Assignment) -> Assignment:
-        """Return the assignment with the GPU ids of its reservation, which a task inside the group can see."""
+        """Return the assignment with the GPU ids of its reservation, which a task inside each bundle can see."""
         group = self._groups[assignment.worker]
         probe: Any = ray.remote(_gpu_ids)
-        ids = await probe.options(
-            num_cpus=0,
-            num_gpus=self._spec.bundle.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
-        ).remote()
+        ids: list[int] = []
+        for index, share in enumerate(by_node({assignment.node: 1}).values()):
+            ids += await probe.options(
+                num_cpus=0,
+                num_gpus=round(self._spec.bundle.get("GPU", 0) * share, 4),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=group, placement_group_bundle_index=index
+                ),
+            ).remote()
         return dataclasses.replace(assignment, gpu_ids=tuple(ids))
 
     def release(self, worker: str, *, kill: bool) -> None:
         """Release a worker's resources; its process returns to the warm pool if it is reusable, or ends."""
-        node = self._nodes.pop(worker, "")
+        homes = nodes_of(self._nodes.pop(worker, ""), self._unit)
         self._tokens.pop(worker, None)
         group = self._groups.pop(worker, None)
         if group is not None and worker in self._fulfilled:
@@ -288,7 +299,7 @@ class WorkerActors:
         elif group is not None:
             self._withdrawals.start(groups.withdraw(group))
         self._fulfilled.discard(worker)
-        for name in process_names(worker, self._unit):
+        for node, name in zip(homes, process_names(worker, self._unit), strict=True):
             actor, result = self._actors.pop(name, None), self._results.pop(name, None)
             self.process_infos.pop(name, None)
             if actor is None:
@@ -309,12 +320,8 @@ class WorkerActors:
 
         A process that is stopped, a zombie or gone is not running. One that is starved or holds the GIL for long is.
         """
-        node, process_info = self._nodes.get(worker_of(worker), ""), self.process_infos.get(worker)
-        others = [
-            actor
-            for other, actor in self._actors.items()
-            if other != worker and self._nodes.get(worker_of(other)) == node
-        ]
+        node, process_info = self._node_of(worker), self.process_infos.get(worker)
+        others = [actor for other, actor in self._actors.items() if other != worker and self._node_of(other) == node]
         witness = self._processes.witness(node) or next(iter(others), None)
         if witness is None or process_info is None:
             return None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.background import Background
 from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.events import JobPhase
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.generation_changes import MembershipConfig
 from elastic_ray.membership.instructions import (
@@ -36,6 +38,7 @@ from elastic_ray.worker.messages import RunResult, WorkerHeartbeat, WorkerReregi
 from elastic_ray.worker.setup import Assignment
 from elastic_ray.worker_group.actors import WorkerActors
 from elastic_ray.worker_group.failure_detector import ExpectedRanks, FailureDetector
+from placement.cluster.cluster import by_node, parts
 
 if TYPE_CHECKING:
     from elastic_ray.job.supervisor import JobSupervisor
@@ -50,15 +53,7 @@ _UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
 class WorkerGroup:
-    """Workers of a job, including the members of the current and the planned generation.
-
-    Args:
-        controller: Handle of the job's controller.
-        record: Record of the job.
-        planner: Planner of batch sizes.
-        background: Runner of background tasks beside the controller's loop.
-        observer: Receiver of everything that concerns the job as a whole.
-    """
+    """Workers of a job, including the members of the current and the planned generation."""
 
     def __init__(
         self,
@@ -95,6 +90,7 @@ class WorkerGroup:
         self._places = ExpectedRanks()
         self._given_up: set[str] = set()
         self._refused = 0
+        self._spans = False  # whether it was told that a unit spans nodes
 
     @property
     def silence_s(self) -> Mapping[str, float]:
@@ -103,7 +99,12 @@ class WorkerGroup:
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
 
     def is_member(self, generation: int, worker: str) -> bool:
-        """True if ``generation`` is the current or the next one, and the worker is a member of it."""
+        """True if ``generation`` is the current or the next one, and the worker is a member of it.
+
+        Generation 0 stands for the group of the worker's own unit.
+        """
+        if generation == 0:
+            return worker in self.machine.workers and worker not in self._given_up
         flight = self.machine.in_flight
         specs = (self.machine.current, flight.spec if flight is not None else None)
         return any(spec.generation == generation and spec.rank_of(worker) is not None for spec in specs if spec)
@@ -166,18 +167,6 @@ class WorkerGroup:
         for instruction in instructions:
             self._perform(instruction)
 
-    async def vacate(self) -> None:
-        """Release the workers after the job's end, so that others can use their processes."""
-        await self.actors.vacate()
-
-    async def withdrawn(self) -> None:
-        """Wait until pending reservations are withdrawn."""
-        await self.actors.withdrawn()
-
-    async def refilled(self) -> None:
-        """Wait until the cluster's pool holds processes for the next job."""
-        await self.actors.refilled()
-
     def heard(self, worker: str, position: int = 0) -> bool:
         """Record a message from a worker; return False if the message must be ignored.
 
@@ -214,7 +203,8 @@ class WorkerGroup:
         self.take(TimePassed())
         settled = now_s - self.history.settled_s > _WARM_UP_AFTER_S and not self.machine.expects_joiners
         if settled and self.machine.current is not None:  # a process for later would slow the change that is under way
-            self.actors.keep_warm(collections.Counter(m.node for m in self.machine.current.members))
+            places = collections.Counter(member.node for member in self.machine.current.members)
+            self.actors.keep_warm({node: math.ceil(workers) for node, workers in by_node(places).items()})
 
     async def _look_at(self, worker: str) -> None:
         """Check through its node whether a silent worker's process is stopped or only starved."""
@@ -228,13 +218,13 @@ class WorkerGroup:
         if worker not in self._given_up:
             self.returned.add(worker)
             self._detector.forget(*process_names(worker, self._spec.scheduling.unit_size))
-            self._observer.came_back(worker, result)
+            self._observer.messages.run_ended(worker, result)
 
     def _on_refusal(self, worker: str, error: Exception, certain: bool) -> None:
         """Handle a refused process: a training job continues without it; any other job may fail to start."""
         self._refused += 1
         if self.machine.current is None and (certain or self._refused >= _MOST_REFUSALS):
-            self._observer.cannot_begin(error)
+            self._observer.finish(JobPhase.FAILED, error=error)
         else:
             self.take(Lost(worker=worker, cause=str(error).strip().split("\n", 1)[0] or type(error).__name__))
 
@@ -243,6 +233,7 @@ class WorkerGroup:
         logger.debug("job %s: %s", self._spec.job, instruction)
         match instruction:
             case Reserve(worker=worker, node=node):
+                self._warn_of_span(node)
                 self.actors.reserve(worker, node)
             case Launch():
                 self.actors.launch(self._assignment(instruction))
@@ -252,7 +243,7 @@ class WorkerGroup:
                 if kill:
                     self._given_up.add(worker)
                 self.actors.release(worker, kill=kill)
-                self._observer.released()
+                self._observer.allocator.soon()
             case Announce(spec=spec, to=to):
                 batch = self._planner.choose(spec, self.actors.gpu_type(spec))
                 told = dataclasses.replace(
@@ -276,6 +267,13 @@ class WorkerGroup:
                 self._observer.all_lost(reason)
             case Complete():
                 self._observer.complete()
+
+    def _warn_of_span(self, place: str) -> None:
+        """Record, once, that a unit spans nodes, because its own traffic then crosses their links."""
+        if len(parts(place)) > 1 and not self._spans:
+            self._spans = True
+            unit = self._spec.scheduling.unit_size
+            self._observer.events.warn(f"a unit spans {len(parts(place))} nodes: none has room for its {unit} workers")
 
     def _assignment(self, launch: Launch) -> Assignment:
         """Return the assignment of a worker that starts now."""

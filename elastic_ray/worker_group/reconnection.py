@@ -29,12 +29,7 @@ _STARVED_S = 20.0
 
 
 class Reconnection:
-    """Registrations received so far; a worker's latest one counts, because training continues meanwhile.
-
-    Args:
-        state: State that the previous controller saved.
-        unit: Number of processes per worker.
-    """
+    """Registrations received so far; a worker's latest one counts, because training continues meanwhile."""
 
     def __init__(self, state: ControllerState, unit: int) -> None:
         self._unit = unit
@@ -68,11 +63,12 @@ class Reconnection:
                 break
             await asyncio.sleep(_POLL_S)
         looking.cancel()
-        whole = {each.worker for each in self._told.values() if self._is_whole(each.worker)}
+        whole = {
+            each.worker
+            for each in self._told.values()
+            if self._told.keys() >= set(process_names(each.worker, self._unit))
+        }
         return tuple(each for each in self._told.values() if each.worker in whole)
-
-    def _is_whole(self, worker: str) -> bool:
-        return self._told.keys() >= set(process_names(worker, self._unit))
 
     async def _look(self) -> None:
         """Search repeatedly for workers that are dead or stopped, and stop waiting for them."""

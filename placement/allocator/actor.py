@@ -20,21 +20,12 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
+from placement.allocator import events
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.controllers import Controllers
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import (
-    Event,
-    JobEnded,
-    JobHeartbeat,
-    NodeForgiven,
-    NodesChanged,
-    Recalled,
-    SettingsChanged,
-    TimePassed,
-)
+from placement.allocator.events import Event, HeartbeatReply
 from placement.allocator.explaining import Explanation
-from placement.allocator.instructions import HeartbeatReply
 from placement.allocator.metrics import AllocatorMetrics
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
 from placement.allocator.recording import Recorder, SteadyClock
@@ -45,19 +36,17 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.errors import InputError
 from placement.knowledge.knowledge import Knowledge
-from placement.knowledge.store import StorageRoot
-from placement.knowledge.sync import KnowledgeSync
+from placement.knowledge.store import KnowledgeSync, StorageRoot
 from placement.planning.plan import possible_nodes
 from placement.ray_cluster import notes
 from placement.ray_cluster.autoscaler_presence import may_autoscale
-from placement.ray_cluster.cluster_scaler import ClusterScaler
+from placement.ray_cluster.cluster_scaler import ClusterScaler, WaitingDemand, demand
 from placement.ray_cluster.dashboard_process import DashboardProcess, resume_jobs
 from placement.ray_cluster.metric_writer import cluster_writer
 from placement.ray_cluster.named_actors import ALLOCATOR, create_on_head
 from placement.ray_cluster.notice_watcher import Watchers
 from placement.ray_cluster.orphans import Orphans
 from placement.ray_cluster.snapshot import RawNode, read_nodes, usable
-from placement.ray_cluster.waiting_demand import WaitingDemand, demand
 from placement.storage.private_files import LineFile
 from placement.text import log_plainly
 from placement.versions import Spoken, check_spoken, spoken
@@ -124,7 +113,9 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
             packed, config = packed if policy is not None else rule.packed, config or rule.config
         except RayActorError:  # it is on its way out
             time.sleep(0.1 * (attempt + 1))
-    raise RuntimeError(f"the allocator did not make way for policy {packed.name!r} and its configuration; try again")
+    raise RuntimeError(
+        f"the allocator was not replaced by one with policy {packed.name!r} and its configuration; try again"
+    )
 
 
 def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> None:
@@ -187,7 +178,7 @@ class Allocator:
         self._knowledge = Knowledge()
         session = ray.get_runtime_context().get_session_name()
         self._knowledge_sync = KnowledgeSync(
-            self._knowledge, session, lambda measurements: self._handle(Recalled(measurements=measurements))
+            self._knowledge, session, lambda measurements: self._handle(events.Recalled(measurements=measurements))
         )
         self._ruling = _kept_settings().over(config or AllocatorConfig())
         self._watchers = Watchers(self._ruling.notices)
@@ -258,7 +249,7 @@ class Allocator:
                 await self._withdraw_nodes()
                 self._open_nodes()
             self._open_page()
-            self._handle(SettingsChanged(tenants=ruling.tenants, priorities=ruling.priorities))
+            self._handle(events.SettingsChanged(tenants=ruling.tenants, priorities=ruling.priorities))
             return in_force(ruling).to_plain()
 
     async def _withdraw_nodes(self) -> None:
@@ -286,8 +277,10 @@ class Allocator:
         self._controllers.heard(view.job, controller)
         self._ended_s.pop(view.job, None)
         # Up to now what a newcomer holds counted as others' use, and no decision may rest on that.
-        cluster = self._usable(view.job) if not core.knows(view.job) and self._holds(view) else None
-        self._handle(JobHeartbeat(view=view, cluster=cluster))
+        new = not core.knows(view.job)  # of the many in a burst none has placement groups
+        may_hold = new and (view.allocation or any(view.job in node.reserved for at in self._history for node in at))
+        cluster = self._usable(view.job) if may_hold else None
+        self._handle(events.JobHeartbeat(view=view, cluster=cluster))
         avoids = core.avoids.get(view.job)
         return HeartbeatReply(
             priors=self._knowledge.priors(view, time.time()),
@@ -298,10 +291,6 @@ class Allocator:
             start_s=None if view.workers else self._starts.of(view.job, time.time()),
             nodes=len(possible_nodes(view, core.cluster)),
         )
-
-    def _holds(self, view: JobView) -> bool:
-        """True if a job may have placement groups. The many new jobs of a burst have none."""
-        return bool(view.allocation) or any(view.job in node.reserved for nodes in self._history for node in nodes)
 
     def _note(self, view: JobView) -> str:
         if self._scaler is None:
@@ -364,7 +353,7 @@ class Allocator:
     async def forgive(self, node: str) -> bool:
         """Discard the failures of a node; return True if there were any."""
         had = any(each.node == node for each in (await self._start()).snapshot().node_failures)
-        self._handle(NodeForgiven(node=node))
+        self._handle(events.NodeForgiven(node=node))
         return had
 
     async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> AllocatorSettings | None:
@@ -407,14 +396,14 @@ class Allocator:
                 if await self._read() is not None:
                     self._take_nodes()
                 jobs = len(core.jobs)
-                self._handle(TimePassed())
+                self._handle(events.TimePassed())
                 if len(core.jobs) < jobs:  # what the workers of one that is silent hold is not to be given away
                     self._take_nodes()
                 self._scale()
                 self._metrics.tick(time.monotonic(), core, self._scaler.decision if self._scaler is not None else None)
                 self._controllers.ask_the_quiet()
                 self._controllers.spawn(self._knowledge_sync.save())
-                self._controllers.spawn(self._orphans.look(self._known(), time.monotonic()))
+                self._controllers.spawn(self._orphans.look({*core.jobs, *self._ended_s}, time.monotonic()))
             except Exception:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
@@ -434,19 +423,15 @@ class Allocator:
         self._history.append(nodes)
         return nodes
 
-    def _known(self) -> set[str]:
-        assert self._core is not None, "the loop starts after the core"
-        return {*self._core.jobs, *self._ended_s}
-
     def _take_nodes(self) -> None:
         now_s = time.monotonic()
         self._ended_s = {job: at_s for job, at_s in self._ended_s.items() if now_s - at_s < _FAREWELL_S}
         self._handle(self._nodes_changed(self._usable()))
         self._watchers.watch(self._history[-1])
 
-    def _nodes_changed(self, cluster: Cluster) -> NodesChanged:
+    def _nodes_changed(self, cluster: Cluster) -> events.NodesChanged:
         scaling = self._ruling.scaling
-        return NodesChanged(cluster=cluster, obtainable=scaling.obtainable if scaling is not None else ())
+        return events.NodesChanged(cluster=cluster, obtainable=scaling.obtainable if scaling is not None else ())
 
     def _usable(self, *newcomers: str, but: str = "") -> Cluster:
         assert self._core is not None, "the loop starts after the core"
@@ -479,7 +464,7 @@ class Allocator:
             self._ended_s[job] = time.monotonic()
         if self._scaler is not None:
             logger.info("job %s has cost %.4f USD", job, self._scaler.forget(job))
-        self._handle(JobEnded(job=job, view=view, cluster=cluster))
+        self._handle(events.JobEnded(job=job, view=view, cluster=cluster))
         self._knowledge_sync.ended(job)
         self._controllers.spawn(self._knowledge_sync.save())
 
@@ -503,7 +488,7 @@ class Allocator:
     def _ring(self) -> None:
         """Make one decision for all events since the first urgent one."""
         self._alarm = None
-        self._handle(TimePassed())
+        self._handle(events.TimePassed())
 
     def _log_news(self) -> None:
         """Log one line for each decision since the last call."""

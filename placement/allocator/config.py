@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from placement.arguments import NamesArguments
-from placement.autoscaling.config import Autoscaling
+from placement.autoscaling.autoscaler import Autoscaling
 from placement.checks import check_number
 from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant, check_tenants

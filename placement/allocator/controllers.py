@@ -11,7 +11,7 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError
 
-from placement.allocator.instructions import Allocate, Instruction
+from placement.allocator.events import Allocate, Instruction
 
 logger = logging.getLogger("placement.allocator")
 

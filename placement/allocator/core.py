@@ -9,22 +9,13 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from placement.allocator import events
 from placement.allocator.config import AllocatorConfig
-from placement.allocator.events import (
-    Event,
-    JobEnded,
-    JobHeartbeat,
-    NodeForgiven,
-    NodesChanged,
-    Recalled,
-    SettingsChanged,
-    TimePassed,
-)
+from placement.allocator.events import Allocate, Event, Instruction, Unsatisfiable
 from placement.allocator.explaining import Explanation, explain
-from placement.allocator.instructions import Allocate, Instruction, Unsatisfiable
 from placement.allocator.significance import KnownJob, trigger_of
 from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState, Trigger
-from placement.cluster.cluster import Allocation, AllocationError, Change, Cluster, Node, check, diff
+from placement.cluster.cluster import Allocation, AllocationError, Change, Cluster, Node, check, diff, parts
 from placement.cluster.jobs import JobView, worker_kind
 from placement.cluster.node_record import NodeRecord
 from placement.goodput.speeds import spread
@@ -59,8 +50,6 @@ class AllocatorCore:
     that shrinking jobs still hold: a growing job's reservation stays pending until they are released.
 
     Args:
-        policy: The policy that decides the number of workers.
-        config: Times and thresholds.
         settling: True if running jobs may not have reported yet (after a restart of the allocator).
         knowledge: Knowledge shared by jobs of one fingerprint; None limits each job to its own measurements.
     """
@@ -205,11 +194,11 @@ class AllocatorCore:
         steady_s = now_s if steady_s is None else steady_s
         self._event_s = now_s
         self._watch_the_clock(steady_s)
-        if isinstance(event, JobHeartbeat):
+        if isinstance(event, events.JobHeartbeat):
             self._hear(event.view, now_s, steady_s)
             if event.cluster is not None:
                 self._take_nodes(event.cluster)
-        elif isinstance(event, JobEnded):
+        elif isinstance(event, events.JobEnded):
             if event.view is not None:
                 self._nodes.ended(event.view)
             if self._jobs.pop(event.job, None) is not None:
@@ -220,21 +209,21 @@ class AllocatorCore:
                     self._knowledge.ended(event.job, now_s)
             if event.cluster is not None:
                 self._take_nodes(event.cluster)
-        elif isinstance(event, NodesChanged):
+        elif isinstance(event, events.NodesChanged):
             self._obtainable = event.obtainable
             self._take_nodes(event.cluster)
-        elif isinstance(event, NodeForgiven):
+        elif isinstance(event, events.NodeForgiven):
             if self._nodes.forgive(event.node, steady_s):
                 self._pending = self._pending or Trigger.NODES
-        elif isinstance(event, SettingsChanged):
+        elif isinstance(event, events.SettingsChanged):
             self._config = dataclasses.replace(self._config, tenants=event.tenants, priorities=event.priorities)
             self._constraints = self._config.constraints
             self._hurry(Trigger.LIMITS)
-        elif isinstance(event, Recalled):
+        elif isinstance(event, events.Recalled):
             if self._knowledge is not None:
                 self._knowledge.recall(event.measurements, now_s)
                 self._pending = self._pending or Trigger.MODEL
-        elif isinstance(event, TimePassed):
+        elif isinstance(event, events.TimePassed):
             self._nodes.forget(steady_s, self._node_ids)
             self._drop_silent(now_s, steady_s)
         if self._settling:
@@ -242,9 +231,9 @@ class AllocatorCore:
             return []
         self._judge(event, steady_s)
         told = self._tell_impossible(steady_s)
-        trigger = self._due(steady_s) if isinstance(event, TimePassed) or not self._config.rounds else None
+        trigger = self._due(steady_s) if isinstance(event, events.TimePassed) or not self._config.rounds else None
         changed: list[Instruction] = list(self._decide(trigger, now_s, steady_s)) if trigger else []
-        if isinstance(event, JobHeartbeat):
+        if isinstance(event, events.JobHeartbeat):
             changed += self._remind(event.view.job, changed)
         return [*told, *changed]
 
@@ -432,21 +421,22 @@ class AllocatorCore:
     def _loss(self, change: Change) -> Reason | None:
         """Return why a job leaves nodes that are draining or gone; None if it leaves no such node."""
         left = {node for node, workers in change.before.items() if change.after.get(node, 0) < workers}
-        if gone := left - self._node_ids:
+        if gone := {node for place in left for node in parts(place)} - self._node_ids:
             return Reason(Cause.GONE, nodes_of(gone))
-        drain = self._draining_of(left)
+        drain = {node for place in left for node in self._draining_of(parts(place))}
         return Reason(Cause.DRAIN, nodes_of(drain)) if drain else None
 
     def _draining_of(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return the draining nodes among ``nodes``."""
-        return tuple(sorted({node.node_id for node in self._cluster.nodes if node.draining} & set(nodes)))
+        """Return those of ``nodes``, or places of units, that are draining."""
+        draining = {node.node_id for node in self._cluster.nodes if node.draining}
+        return tuple(sorted(place for place in set(nodes) if draining & parts(place).keys()))
 
     def _judge(self, event: Event, now_s: float) -> None:
         """Find the jobs that this cluster could never run, if the event may have changed that."""
-        if isinstance(event, JobHeartbeat):
+        if isinstance(event, events.JobHeartbeat):
             suspects = [self._jobs[event.view.job]]
         else:
-            suspects = list(self._jobs.values()) if isinstance(event, NodesChanged) or self._unjudged else []
+            suspects = list(self._jobs.values()) if isinstance(event, events.NodesChanged) or self._unjudged else []
             self._unjudged = False
         possible = Cluster(nodes=(*self._cluster.nodes, *self._obtainable)) if self._obtainable else self._cluster
         reasons: dict[object, Reason | None] = {}  # thousands of jobs share a few kinds of workers
@@ -468,7 +458,7 @@ class AllocatorCore:
         ]
 
     def _surviving(self, target: Mapping[str, int]) -> dict[str, int]:
-        return {node: workers for node, workers in target.items() if node in self._node_ids}
+        return {place: workers for place, workers in target.items() if parts(place).keys() <= self._node_ids}
 
     def _targets(self) -> Allocation:
         return {name: dict(job.target) for name, job in self._jobs.items() if job.target}

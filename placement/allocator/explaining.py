@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from placement.cluster.cluster import Cluster, Node
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
 from placement.cluster.labels import satisfying
+from placement.cluster.packing import FreeResources
 from placement.planning.problem import Plan
 from placement.policies.shared.base import describe
 from placement.reasons import Reason
@@ -64,10 +64,7 @@ def explain(
 
     Args:
         view: The job, with its planned workers as ``allocation``.
-        reason: Reason of the last decision.
         views: All jobs that take part in decisions, likewise with planned workers.
-        decide: Function that returns the core's plan for these jobs on a cluster.
-        cluster: The existing nodes.
     """
     workers = view.workers
     slots = FreeResources(cluster).slots(view).tolist()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from placement.allocator.snapshot import CoreSnapshot, JobState, Trigger
 from placement.autoscaling.autoscaler import ScalingDecision
-from placement.cluster.cluster import SPOT, Node, Resources
+from placement.cluster.cluster import SPOT, Node, Resources, by_node
 from placement.cluster.node_types import NodeType
 from placement.instruments import Guarded, Sample, WriteSamples, counter, gauge, histogram, label_value
 
@@ -53,10 +53,11 @@ def cluster_samples(
 
     Args:
         scaling: Last decision about the cluster's size; None if the allocator does not size the cluster.
-        node_types: Node types that ``scaling`` may mention.
         prices: Dual prices of the policy's solver, by GPU type.
     """
-    found = [*_slot_samples(core.cluster.nodes, core.jobs.values()), *_phase_samples(core.jobs.values())]
+    found = _slot_samples(core.cluster.nodes, core.jobs.values())
+    phases = collections.Counter(map(_phase, core.jobs.values()))
+    found += [sample for phase in _PHASES for sample in JOBS.sample(phases[phase], phase)]
     avoided = [each for each in core.node_failures if each.by_all or each.avoided_by]
     by_all = sum(each.by_all for each in avoided)
     found += [*NODES_AVOIDED.sample(by_all, "all"), *NODES_AVOIDED.sample(len(avoided) - by_all, "some")]
@@ -76,12 +77,6 @@ def decision_samples(trigger: Trigger, cpu_s: float) -> tuple[Sample, ...]:
     return (*DECISIONS.sample(1, trigger.value), *DECISION_SECONDS.sample(cpu_s))
 
 
-def _phase_samples(jobs: Iterable[JobState]) -> list[Sample]:
-    """Return the number of jobs in each phase, including 0."""
-    phases = collections.Counter(_phase(job) for job in jobs)
-    return [sample for phase in _PHASES for sample in JOBS.sample(phases[phase], phase)]
-
-
 def _phase(job: JobState) -> str:
     """Return the phase of a job: running if it holds workers' resources, starting if it only has a target."""
     if job.view.paused and not job.target:
@@ -98,15 +93,17 @@ def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sampl
     held, granted = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
     by_id = {node.node_id: node for node in nodes}
     for job in jobs:
-        for name in {*job.view.allocation, *job.target}:
+        holds, gets = by_node(job.view.allocation), by_node(job.target)
+        for name in {*holds, *gets}:
             if name not in by_id:
                 continue
-            has, each = job.view.allocation.get(name, 0), _slots_per_worker(job.view.bundle, by_id[name].total)
+            has, each = holds.get(name, 0.0), _amount(job.view.bundle, by_id[name].total)
             held[name] += each * has
-            granted[name] += each * max(job.target.get(name, 0) - has, 0)
+            granted[name] += each * max(gets.get(name, 0.0) - has, 0.0)
     counts = collections.defaultdict[tuple[str, str], float](float)
     for node in nodes:
-        kind, total, ours = label_value(node.gpu_type or _NO_TYPE), _slots(node.total), _slots_free(node)
+        kind = label_value(node.gpu_type or _NO_TYPE)
+        total, ours = (_amount(amounts, node.total) for amounts in (node.total, node.free))
         used = min(held[node.node_id], total)
         starting = min(granted[node.node_id], total - used)
         free = max(min(ours, total) - used - starting, 0.0)
@@ -121,16 +118,9 @@ def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sampl
     return [s for kind in kinds for state in _SLOT_STATES for s in SLOTS.sample(counts[kind, state], state, kind)]
 
 
-def _slots(amounts: Resources) -> float:
-    return amounts.get("GPU", 0.0) or amounts.get("CPU", 0.0)
-
-
-def _slots_free(node: Node) -> float:
-    return node.free.get("GPU" if node.total.get("GPU") else "CPU", 0.0)
-
-
-def _slots_per_worker(bundle: Resources, total: Resources) -> float:
-    return bundle.get("GPU" if total.get("GPU") else "CPU", 0.0)
+def _amount(amounts: Resources, total: Resources) -> float:
+    """Return the GPUs among these amounts, or the CPUs on a node that has no GPU in all."""
+    return amounts.get("GPU" if total.get("GPU") else "CPU", 0.0)
 
 
 class AllocatorMetrics:

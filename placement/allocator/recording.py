@@ -21,16 +21,7 @@ from typing import Any
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import (
-    Event,
-    JobEnded,
-    JobHeartbeat,
-    NodeForgiven,
-    NodesChanged,
-    Recalled,
-    SettingsChanged,
-    TimePassed,
-)
+from placement.allocator.events import Event
 from placement.allocator.snapshot import DecisionRecord
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
@@ -42,10 +33,7 @@ from placement.policies import POLICIES, Policy
 FORMAT = 1
 _ENDLESS = 1_000_000_000
 
-_EVENTS: Mapping[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (JobHeartbeat, JobEnded, NodesChanged, NodeForgiven, SettingsChanged, TimePassed, Recalled)
-}
+_EVENTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Event)}
 # Of the configuration; no core reads them.
 _SHELLS_OWN = ("notices", "autoscaling", "dashboard", "metrics", "record", "storage", "orphan_timeout_s")
 # Settings of older recordings that are constants now: with these values the core decides as it did.
@@ -340,10 +328,6 @@ class SteadyClock:
     """Pair of clocks: the time of day for display and storage, and a steady one for intervals.
 
     Both are in seconds since the epoch, and equal until the time of day is set for the first time.
-
-    Args:
-        wall: Time of day [s since the epoch].
-        monotonic: Monotonic clock [s].
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:

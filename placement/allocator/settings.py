@@ -11,11 +11,10 @@ import yaml
 
 from placement.allocator.config import AllocatorConfig
 from placement.arguments import meant
-from placement.autoscaling.autoscaler import AutoscalerConfig
+from placement.autoscaling.autoscaler import AutoscalerConfig, Autoscaling
 from placement.autoscaling.cluster_file import read_cluster_file
-from placement.autoscaling.config import Autoscaling
 from placement.cluster.node_types import NodeType
-from placement.errors import InputError
+from placement.errors import InputError, reading
 from placement.planning.tenants import Tenant
 
 _Made = TypeVar("_Made")
@@ -41,10 +40,8 @@ class OperatorSettings:
         Raises InputError: it cannot be read, or has invalid content; the message names the place and a correct
         value.
         """
-        try:
+        with reading(str(path), yaml.YAMLError):
             plain = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise InputError(f"{path} cannot be read: {error}") from error
         return cls.from_plain({} if plain is None else plain, where=str(path), folder=Path(path).parent)
 
     @classmethod

@@ -10,23 +10,25 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from placement.arguments import NamesArguments
+from placement.autoscaling.cluster_file import read_cluster_file
 from placement.autoscaling.fleet import Fleet, build
-from placement.autoscaling.launches import Launches, Lifetimes
 from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers, within_utilities
 from placement.autoscaling.objectives.registry import make_objective
 from placement.checks import check_number
-from placement.cluster.account import Account
-from placement.cluster.cluster import Allocation, Cluster, Node, Resources
-from placement.cluster.jobs import Bill, JobView
-from placement.cluster.node_types import NodeType, check_types, type_of
+from placement.cluster.cluster import Allocation, Cluster, Node, Resources, by_node
+from placement.cluster.jobs import Account, Bill, JobView
+from placement.cluster.node_types import NodeType, check_types, obtainable, type_of
+from placement.cluster.price_table import PriceTable
 from placement.goodput.speeds import GoodputCache, foreseen
 from placement.planning.constraints import Constraints
 from placement.planning.plan import NO_CONSTRAINTS, make_plan
 from placement.planning.wishes import without_wish
 from placement.policies.shared.base import Policy
 from placement.reasons import Cause, Reason
+from placement.text import clipped
 
 _MOST_HOURS = 1.0
 _ACCOUNT_H = 24.0  # spending is averaged over so many hours, fading
@@ -94,10 +96,7 @@ class Autoscaler:
     """Autoscaler with soft state: a new one beside a running cluster treats its existing nodes as requested.
 
     Args:
-        types: Node types on offer.
         policy: The allocator's policy; nodes that it would not use are not requested.
-        config: Timing of the autoscaler.
-        constraints: The allocator's constraints.
         most_nodes: Most nodes of all types together; None for no limit.
 
     Raises:
@@ -200,9 +199,10 @@ class Autoscaler:
 
     def _order(self, there: Mapping[str, Sequence[Node]], views: Sequence[JobView]) -> dict[str, list[Node]]:
         """Return nodes by type, best to keep first: those not released before, then those with most workers."""
-        load: collections.Counter[str] = collections.Counter()
+        load: collections.defaultdict[str, float] = collections.defaultdict(float)
         for view in views:
-            load.update(dict(view.allocation))
+            for node_id, workers in by_node(view.allocation).items():
+                load[node_id] += workers
         return {
             name: sorted(nodes, key=lambda n: (n.node_id in self._released, -load[n.node_id], n.node_id))
             for name, nodes in there.items()
@@ -273,7 +273,7 @@ class Autoscaler:
             if view.job in forgotten:
                 continue
             usd_per_h = 0.0
-            for node, workers in view.allocation.items():
+            for node, workers in by_node(view.allocation).items():
                 kind = of.get(node)
                 usd_per_h += 0.0 if kind is None else kind.usd_per_h * workers / max(kind.slots(view), workers)
             bill = self._bills.get(view.job) or view.bill or Bill()
@@ -302,7 +302,7 @@ class Autoscaler:
             }
             nodes = (*cluster.nodes, *(each.node(node_id) for node_id, each in fresh.items()))
             plan = self._plan(views, Cluster(nodes=nodes), now_s) if fresh else {}
-            used = {node for place in plan.values() for node in place}
+            used = {node for place in plan.values() for node in by_node(place)}
             unused = [each for node_id, each in fresh.items() if node_id not in used]
             if not unused:
                 return left
@@ -332,20 +332,16 @@ class Autoscaler:
         While requested nodes are still missing, only empty nodes are released, because the missing ones may be meant
         to take over the workers. No node is released if some running job would have to stop.
         """
-        busy = {node for view in views for node in view.allocation}
+        busy = {node for view in views for node in by_node(view.allocation)}
         waits = any(target[name] > len(nodes) for name, nodes in order.items())
         surplus = [node.node_id for name, nodes in order.items() for node in nodes[keep[name] :]]
         empty = [node for node in surplus if node not in busy]
         # An empty one too may be what lets a job run: without it a waiting one may start where that job is.
         for release in (empty if waits else surplus, empty):
-            if not release or self._all_run(views, cluster, release, now_s):
+            plan = self._plan(views, cluster.draining(release), now_s) if release else {}
+            if not release or all(view.job in plan for view in views if view.workers):
                 return tuple(sorted(release))
         return ()
-
-    def _all_run(self, views: Sequence[JobView], cluster: Cluster, without: Collection[str], now_s: float) -> bool:
-        """True if every running job would still run without these nodes."""
-        plan = self._plan(views, cluster.draining(without), now_s)
-        return all(view.job in plan for view in views if view.workers)
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Allocation:
         asked = [without_wish(view, {}) for view in views]  # a wish is for slots that are there
@@ -397,3 +393,187 @@ def _why(users: Sequence[str], wants: Mapping[str, WantedSize]) -> Reason:
     first = max(users, key=lambda job: wants[job].workers)
     who = f"job {first}" if len(users) == 1 else f"job {first} (+{len(users) - 1})"
     return Reason(Cause.NEEDED, (who, wants[first].reason.words), wants[first].reason.figures)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Autoscaling(NamesArguments):
+    """Configuration that lets the allocator decide how many nodes of each type to have; Ray starts and ends them.
+
+    Attributes:
+        node_types: Node types that may be requested; :meth:`from_file` reads them from a cluster file.
+        max_nodes: Most nodes of all types together; None for no limit.
+        objective: An objective object, or a name: "budget", "cost_per_progress", "utility_band", "utility_cost",
+            "throughput_efficiency".
+        budget_usd_per_h: For "budget": limit on the cost of all nodes together, averaged over a day [USD/h].
+        times: Timing of requests and releases of nodes.
+        interval_s: Time between two decisions [s].
+
+    Examples:
+        >>> from placement import Autoscaling, NodeType
+        >>> node = NodeType(name="t4", resources={"CPU": 8.0, "GPU": 4.0}, usd_per_h=2.0, max_nodes=8)
+        >>> Autoscaling(node_types=(node,)).objective
+        'cost_per_progress'
+    """
+
+    node_types: tuple[NodeType, ...]
+    max_nodes: int | None = None
+    objective: str | Objective = "cost_per_progress"
+    times: AutoscalerConfig = dataclasses.field(default_factory=AutoscalerConfig)
+    interval_s: float = 2.0
+    budget_usd_per_h: float | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self.node_types)
+        make_objective(self.objective, self.budget_usd_per_h)
+        if self.max_nodes is not None and not self.max_nodes >= 1:
+            raise ValueError(f"max_nodes must be None or 1 or more, but got {self.max_nodes}")
+        check_number("interval_s", self.interval_s, above=0, unit="seconds")
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | Path,
+        *,
+        prices: PriceTable | None = None,
+        objective: str | Objective = "cost_per_progress",
+        budget_usd_per_h: float | None = None,
+    ) -> Autoscaling:
+        """Return the configuration for the cluster described by a ``ray up`` file or a KubeRay manifest.
+
+        Args:
+            path: The file.
+            prices: Prices by instance type; rounded defaults if None.
+            objective: As in :class:`Autoscaling`.
+            budget_usd_per_h: As in :class:`Autoscaling`.
+
+        Raises:
+            InputError: The file has no worker type, or an instance type that is not in the price table.
+        """
+        file = read_cluster_file(path, prices)
+        return cls(
+            node_types=file.types, max_nodes=file.max_nodes, objective=objective, budget_usd_per_h=budget_usd_per_h
+        )
+
+    @property
+    def chosen(self) -> Objective:
+        """The objective, resolved from its name."""
+        return make_objective(self.objective, self.budget_usd_per_h)
+
+    @property
+    def obtainable(self) -> tuple[Node, ...]:
+        """Every node that could be requested, up to the maximum of each type."""
+        return obtainable(self.node_types)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """Nodes of one type that were requested and have not arrived yet."""
+
+    since_s: float
+    present: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Failed:
+    """Consecutive failed launches of one type, with the fewest nodes of that type seen since the last failure."""
+
+    times: int
+    fewest: int
+
+
+class Launches:
+    """Launches of node types. If a type's nodes do not arrive, it is closed for a while and others are requested.
+
+        requested --(arrives)--> present
+        requested --(nothing arrives for startup + timeout)--> closed for retry x 2^failures --> open again
+
+    If the provider reports that it has none (``refuse``), the type is closed at once. A closed type keeps its existing
+    nodes and gets no more. Only a newly arriving node resets the count of failures, not an existing one.
+
+    Args:
+        timeout_s: Time beyond the start-up time after which a launch counts as failed [s].
+        retry_s: Time until a closed type is requested again [s]; doubled with each failure, up to 8 x.
+    """
+
+    def __init__(self, types: Sequence[NodeType], *, timeout_s: float, retry_s: float) -> None:
+        self._types = {each.name: each for each in types}
+        self._timeout_s, self._retry_s = timeout_s, retry_s
+        self._asked: dict[str, _Asked] = {}
+        self._closed: dict[str, tuple[float, str]] = {}
+        self._failed: dict[str, _Failed] = {}
+        self._present: Mapping[str, int] = {}
+
+    def watch(self, wanted: Mapping[str, int], present: Mapping[str, int], now_s: float) -> None:
+        """Compare requested nodes with existing ones."""
+        self._present = present
+        for name, each in self._types.items():
+            there, asked, failed = present.get(name, 0), self._asked.get(name), self._failed.get(name)
+            if failed is not None and there > failed.fewest:
+                del self._failed[name]
+            elif failed is not None:
+                self._failed[name] = dataclasses.replace(failed, fewest=there)
+            if there >= wanted.get(name, 0):
+                self._asked.pop(name, None)
+            elif asked is None or there > asked.present:
+                self._asked[name] = _Asked(since_s=now_s, present=there)
+            elif now_s - asked.since_s >= each.startup_s + self._timeout_s:
+                missing = wanted[name] - there
+                waited_s = now_s - asked.since_s
+                self.refuse(name, f"{missing} x {name} did not come in {waited_s:.0f} s", now_s)
+            else:
+                self._asked[name] = dataclasses.replace(asked, present=min(asked.present, there))
+
+    def refuse(self, name: str, why: str, now_s: float) -> None:
+        """Close a node type that is not available now."""
+        if name in self._types and self.closed(name, now_s) is None:
+            failed = self._failed.get(name)
+            times = 0 if failed is None else failed.times
+            self._failed[name] = _Failed(times=times + 1, fewest=self._present.get(name, 0))
+            self._closed[name] = now_s + self._retry_s * 2 ** min(times, 3), clipped(why)
+        self._asked.pop(name, None)
+
+    def closed(self, name: str, now_s: float) -> Reason | None:
+        """Return why no more nodes of this type are requested for now; None if the type is open."""
+        until_s, why = self._closed.get(name, (float("-inf"), ""))
+        return None if now_s >= until_s else Reason(Cause.CLOSED, (why,), f"asked again in {until_s - now_s:.0f} s")
+
+
+class Lifetimes:
+    """Expected lifetime of nodes of each type, from hours and losses seen so far and a prior of one loss.
+
+        lasts = (hours seen + expected) / (losses seen + 1)
+
+    This is a Gamma prior of weight one on the rate of losses, so that a single unlucky or lucky hour does not decide.
+    """
+
+    def __init__(self, types: Sequence[NodeType]) -> None:
+        self._types = {each.name: each for each in types}
+        self._hours = dict.fromkeys(self._types, 0.0)
+        self._losses = dict.fromkeys(self._types, 0)
+        self._seen: dict[str, str] = {}
+        self._seen_s: float | None = None
+        self._leaving: frozenset[str] = frozenset()
+
+    def watch(self, cluster: Cluster, given_up: Collection[str], now_s: float) -> None:
+        """Count hours, and nodes that disappeared without having been given up.
+
+        Args:
+            given_up: Ids of nodes that the last decision gave up. It omits nodes that are draining by now: once given
+                up and draining, a node counts as given up until it is gone.
+        """
+        ours = self._leaving.union(given_up)
+        here = {n.node_id: kind for n in cluster.nodes if (kind := type_of(n, tuple(self._types.values()))) is not None}
+        if self._seen_s is not None:
+            for node_id, kind in self._seen.items():
+                self._hours[kind] += max(now_s - self._seen_s, 0.0) / 3600.0
+                if node_id not in here and node_id not in ours:
+                    self._losses[kind] += 1
+        self._leaving = frozenset(n.node_id for n in cluster.nodes if n.draining and n.node_id in ours)
+        self._seen, self._seen_s = here, now_s
+
+    def hours(self, name: str) -> float:
+        """Return the mean time until a node of this type is reclaimed [h]; infinity if that never happens."""
+        expected = self._types[name].lasts_h
+        if expected == float("inf"):
+            return expected
+        return (self._hours[name] + expected) / (self._losses[name] + 1)

@@ -21,7 +21,7 @@ from placement.checks import is_whole
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT
 from placement.cluster.node_types import NodeType, check_types
 from placement.cluster.price_table import PriceTable, read_prices
-from placement.errors import InputError
+from placement.errors import InputError, reading
 
 SPOT_LASTS_H = 12.0
 """How long a spot node is expected to last before any was seen [h]."""
@@ -71,10 +71,8 @@ def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> Clu
     contradicts its market, a head that accepts work, or a field that is empty or of the wrong type. The message names
     the file, the type, and a correct value.
     """
-    try:
+    with reading(f"cluster file {path}", yaml.YAMLError):
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"cluster file {path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise InputError(f"cluster file {path} must hold a mapping, but holds {type(found).__name__}")
     kuberay = found.get("kind") == "RayCluster"
@@ -114,7 +112,7 @@ def _node_type(raw: _Raw, prices: PriceTable, path: str) -> NodeType:
     said = raw.labels.get(MARKET_LABEL)
     if said != market:
         raise InputError(
-            f"{where}: labels must say {MARKET_LABEL}: {market}, for that is what it is, but got {said!r}; "
+            f"{where}: labels must say {MARKET_LABEL}: {market}, to match its node type, but got {said!r}; "
             "jobs that avoid spot nodes choose by it"
         )
     gpus = float(raw.resources.get("GPU", 0.0))

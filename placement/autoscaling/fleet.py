@@ -117,10 +117,8 @@ def build(
     the cost includes expected losses by preemption.
 
     Args:
-        wants: Wanted workers of each job.
         types: Node types on offer, with their current limits.
         static: Nodes that exist regardless of requests.
-        present: Existing nodes of each type.
         lasts_h: Mean time until a node is reclaimed, by type [h].
         most: Most nodes of all types together; None for no limit.
     """

@@ -7,12 +7,17 @@ from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
 from placement.cluster.labels import matches
+from placement.errors import check_once
 
 Resources: TypeAlias = Mapping[str, float]
 """Amounts by resource name, in Ray's units (``CPU`` and ``GPU`` in devices, ``memory`` in bytes)."""
 
 Allocation: TypeAlias = Mapping[str, Mapping[str, int]]
-"""``{job: {node id: workers}}``; nodes without workers and jobs without nodes are left out."""
+"""``{job: {node id: workers}}``; nodes without workers and jobs without nodes are left out.
+
+A unit that no node has room for spans nodes. It has a place of its own, such as ``n1*4+n2*2``, with the number of its
+processes on each node (:func:`parts`).
+"""
 
 GPU_TYPE_LABEL = "ray.io/accelerator-type"
 """Node label that names the type of the node's GPUs (Ray's own)."""
@@ -68,6 +73,11 @@ class Node:
         return self.labels.get(GPU_TYPE_LABEL, "")
 
     @property
+    def domain(self) -> str:
+        """Part of the network in which the node is; empty if the node has no label for it."""
+        return self.labels.get(DOMAIN_LABEL, "")
+
+    @property
     def spot(self) -> bool:
         """True if the node may be reclaimed. A node without a market label counts as on-demand."""
         return self.labels.get(MARKET_LABEL) == SPOT
@@ -95,10 +105,7 @@ class Cluster:
     nodes: tuple[Node, ...] = ()
 
     def __post_init__(self) -> None:
-        ids = [node.node_id for node in self.nodes]
-        doubles = sorted({node_id for node_id in ids if ids.count(node_id) > 1}) if len(set(ids)) < len(ids) else []
-        if doubles:
-            raise ValueError(f"every node_id must occur once, but {', '.join(doubles)} occurs more than once")
+        check_once("node_id", [node.node_id for node in self.nodes], ValueError)
         object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.node_id)))
 
     def draining(self, node_ids: Collection[str]) -> Cluster:
@@ -132,18 +139,45 @@ class AllocationError(ValueError):
         return type(self), (self.rule, self.message)
 
 
+def parts(place: str) -> dict[str, int]:
+    """Return the processes of a worker by node: ``{"n1": 4, "n2": 2}`` for ``n1*4+n2*2``, and ``{"n1": 1}`` for a node.
+
+    Examples:
+        >>> parts("n1*4+n2*2")
+        {'n1': 4, 'n2': 2}
+    """
+    if "+" not in place:
+        return {place: 1}
+    pairs = (part.rpartition("*") for part in place.split("+"))
+    return {node: int(count) for node, _, count in pairs}
+
+
+def by_node(places: Mapping[str, float]) -> dict[str, float]:
+    """Return workers by node; of a unit that spans nodes, each node counts its share."""
+    found: dict[str, float] = {}
+    for place, workers in places.items():
+        here = parts(place)
+        for node_id, count in here.items():
+            found[node_id] = found.get(node_id, 0.0) + workers * count / sum(here.values())
+    return found
+
+
 def slots(amounts: Resources, bundle: Resources) -> int:
     """Return how many bundles fit into the amounts, at most 10**9 (an empty bundle always fits)."""
     fits = [int(amounts.get(name, 0.0) / need + TOLERANCE) for name, need in bundle.items() if need > 0]
     return min(fits, default=10**9)
 
 
+def add_amounts(totals: dict[str, float], bundle: Resources, workers: float) -> None:
+    """Add what these workers use to the totals; negative workers subtract it."""
+    for name, need in bundle.items():
+        totals[name] = totals.get(name, 0.0) + workers * need
+
+
 def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Cluster) -> None:
     """Raise an error if the cluster cannot hold an allocation.
 
     Args:
-        allocation: Workers per job and node.
-        bundles: Resources of one worker, per job.
         cluster: The nodes; workers may use what is ``free`` on them.
 
     Raises AllocationError: it names the rule, and the job or node that breaks it.
@@ -153,16 +187,16 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
     for job, placed in sorted(allocation.items()):
         if job not in bundles:
             raise AllocationError("known job", f"job {job!r} is not one of {sorted(bundles)}")
-        for node_id, workers in placed.items():
-            if node_id not in nodes:
-                raise AllocationError("known node", f"job {job!r} is placed on node {node_id!r}, which is not there")
+        for place, workers in placed.items():
             if workers < 1:
-                raise AllocationError("whole number", f"job {job!r} has {workers} workers on node {node_id!r}")
+                raise AllocationError("whole number", f"job {job!r} has {workers} workers on node {place!r}")
+        for node_id, share in by_node(placed).items():
+            if node_id not in nodes:
+                raise AllocationError("known node", f"job {job!r} is placed on node {node_id!r}, which does not exist")
             if nodes[node_id].draining:
                 raise AllocationError("draining", f"job {job!r} is placed on node {node_id!r}, which is draining")
             totals = used.setdefault(node_id, {})
-            for name, need in bundles[job].items():
-                totals[name] = totals.get(name, 0.0) + workers * need
+            add_amounts(totals, bundles[job], share)
     for node_id, totals in sorted(used.items()):
         for name, amount in sorted(totals.items()):
             free = nodes[node_id].free.get(name, 0.0)
@@ -174,10 +208,8 @@ def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> d
     """Return the resources that these workers use, by node id."""
     used: dict[str, dict[str, float]] = {}
     for job, placed in allocation.items():
-        for node_id, workers in placed.items():
-            amounts = used.setdefault(node_id, {})
-            for name, need in bundles[job].items():
-                amounts[name] = amounts.get(name, 0.0) + workers * need
+        for node_id, workers in by_node(placed).items():
+            add_amounts(used.setdefault(node_id, {}), bundles[job], workers)
     return used
 
 

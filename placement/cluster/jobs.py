@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,9 @@ SPOT_USES: tuple[str, ...] = get_args(SpotUse)
 WorkerKind: TypeAlias = "tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]"
 """Bundle and label selector: jobs of one kind of worker have interchangeable workers."""
 
+Shape: TypeAlias = "tuple[int, int]"
+"""Nodes and workers."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
@@ -56,6 +59,16 @@ class FoundStrategy:
 
 # A job that nothing is known of starts with two: a live resize takes the second one back if it was of no use.
 FIRST_WORKERS = 2
+
+# Least values of numbers with their unit, first of those that must be there, then of those that may be None.
+_LEAST = (
+    *(("most_workers", 0, ""), ("unit", 1, ""), ("resize_cost_s", 0, "seconds"), ("noise_growth", 1, "")),
+    *(("attained_s", 0, ""), ("restarts", 0, "")),
+)
+_LEAST_IF_SAID = (
+    *(("init_batch_size", 1, "sample"), ("max_batch_size", 1, "sample"), ("held_batch", 1, "sample")),
+    *(("growth_limit", 1, ""), ("stop_cost_s", 0, "")),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +130,8 @@ class JobView:
             that keep a job on one type, or ignore types, ignore this field.
         sizes: Numbers of workers that it can train with, if not all from the minimum to the maximum are valid
             (``placement.planning.constraints``).
-        unit: Number of processes per worker, which ``bundle`` keeps on one node; reasons call such a worker a unit.
+        unit: Number of processes per worker, for which ``bundle`` is, on one node if any node is large enough
+            (``placement.planning.spans``); reasons call such a worker a unit.
         strategies: Fastest synchronisation strategies found for its model, by form of the group.
 
     Examples:
@@ -201,9 +215,9 @@ class JobView:
             )
         if any(workers < 1 for workers in self.allocation.values()):
             raise ValueError(f"allocation {where} must hold 1 or more workers per node, but got {self.allocation}")
-        check_number(f"most_workers {where}", self.most_workers, least=0)
-        check_number(f"unit {where}", self.unit, least=1)
-        check_number(f"resize_cost_s {where}", self.resize_cost_s, least=0, unit="seconds")
+        said = [each for each in _LEAST_IF_SAID if getattr(self, each[0]) is not None]
+        for name, least, unit in (*_LEAST, *said):
+            check_number(f"{name} {where}", getattr(self, name), least=least, unit=unit, finite=name == "noise_growth")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise TypeError(f"priority {where} must be a whole number, but got {self.priority!r}")
         if self.deadline_s is not None and not math.isfinite(self.deadline_s):
@@ -220,23 +234,6 @@ class JobView:
             check_selector(self.label_selector, f"label_selector {where}")
         if any(not factor >= 1 for factor in self.slow_nodes.values()):
             raise ValueError(f"slow_nodes {where} must hold factors of 1 or more, but got {dict(self.slow_nodes)}")
-        self._check_batch(where)
-        self._check_history(where)
-
-    def _check_history(self, where: str) -> None:
-        """Raise ValueError unless the growth limit is at least 1, and restarts and seconds are at least 0, or None."""
-        for name, least in (("growth_limit", 1), ("attained_s", 0), ("restarts", 0), ("stop_cost_s", 0)):
-            value = getattr(self, name)
-            if value is not None:
-                check_number(f"{name} {where}", value, least=least)
-
-    def _check_batch(self, where: str) -> None:
-        """Raise ValueError unless batch sizes are at least 1 and the atomic bounds are ordered; None means no limit."""
-        for name in ("init_batch_size", "max_batch_size", "held_batch"):
-            value = getattr(self, name)
-            if value is not None:
-                check_number(f"{name} {where}", value, least=1, unit="sample")
-        check_number(f"noise_growth {where}", self.noise_growth, least=1, finite=True)
         if self.forecast is not None and self.held_batch is None:
             raise ValueError(f"forecast {where} needs a held_batch, which it continues, but got None")
         bounds = self.atomic_bsz_range
@@ -324,16 +321,18 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
         slots: Number of its workers that fit on each node, in any order; only used for nodes(k).
         most: Largest size of interest; ``view.useful_workers`` by default.
 
-    Returns a read-only array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries are finite and
-    at least 0. The speed of a size that is not allowed is interpolated between the allowed sizes around it, so that a
-    policy that adds one worker at a time gets past it; ``placement.planning.constraints`` ensures that no job ends up
-    there. An entry is 0 if no batch size is possible, and may fall with k if communication outweighs the gain.
+    Returns an array of length n + 1, n = min(most, sum(slots)); speed[0] = 0, all entries are finite and at least 0.
+    The speed of a size that is not allowed is interpolated between the allowed sizes around it, so that a policy that
+    adds one worker at a time gets past it; ``placement.planning.constraints`` ensures that no job ends up there. An
+    entry is 0 if no batch size is possible, and may fall with k if communication outweighs the gain.
     """
     n = min(view.useful_workers if most is None else most, int(sum(slots)))
     if view.goodput is None or n == 0:
         speed = np.arange(n + 1, dtype=np.float64)
     else:
-        speed = _fitted_speeds(_fitted_sizes(view, view.goodput, slots, n))
+        values = shape_goodputs(view, view.goodput, _shapes(slots, n), view.atomic_bsz_range)
+        positive = values[values > 0]
+        speed = np.concatenate(([0.0], values / (positive[0] if positive.size else 1.0)))
     if view.sizes.free:
         return speed
     floors = view.sizes.floors(n)
@@ -347,49 +346,48 @@ def goodputs(view: JobView, slots: Sequence[int]) -> NDArray[np.float64]:
     n = min(view.useful_workers, int(sum(slots)))
     if view.goodput is None or n == 0:
         return np.zeros(0)
-    values = _fitted_goodputs(_fitted_sizes(view, view.goodput, slots, n))
+    values = shape_goodputs(view, view.goodput, _shapes(slots, n), view.atomic_bsz_range)
     return values if view.sizes.free else np.concatenate(([0.0], values))[view.sizes.floors(n)[1:]]
 
 
-class _FittedSizes(NamedTuple):
-    """Sizes 1..n of a job with a model, with k workers on ``nodes[k - 1]`` nodes, and its batch limits."""
-
-    model: GoodputModel
-    nodes: tuple[int, ...]
-    max_batch_size: int | None
-    atomic_bsz_range: tuple[int, int] | None
-    accumulation: bool
-    held_batch: int | None
-
-
-def _fitted_sizes(view: JobView, model: GoodputModel, slots: Sequence[int], most: int) -> _FittedSizes:
+def _shapes(slots: Sequence[int], most: int) -> tuple[Shape, ...]:
     """Return the job's sizes 1..most, each on as few nodes as possible."""
     roomy = np.cumsum(sorted(slots, reverse=True))
-    nodes = tuple((np.searchsorted(roomy, np.arange(1, most + 1)) + 1).tolist())
-    return _FittedSizes(model, nodes, view.max_batch_size, view.atomic_bsz_range, view.accumulation, view.held_batch)
+    sizes = np.arange(1, most + 1)
+    return tuple(zip((np.searchsorted(roomy, sizes) + 1).tolist(), sizes.tolist(), strict=True))
 
 
-@functools.lru_cache(maxsize=4096)  # a decision asks again for every job, though few models have changed
-def _fitted_speeds(sizes: _FittedSizes) -> NDArray[np.float64]:
-    """Return speeds on 0..n workers relative to the smallest size that runs; read-only."""
-    values = _fitted_goodputs(sizes)
-    positive = values[values > 0]
-    speed = np.concatenate(([0.0], values / (positive[0] if positive.size else 1.0)))
-    speed.setflags(write=False)
-    return speed
+def shape_goodputs(
+    view: JobView, model: GoodputModel, wanted: tuple[Shape, ...], atomic_bsz_range: tuple[int, int] | None
+) -> NDArray[np.float64]:
+    """Return the useful samples per second of each shape, 0 if no batch fits; the array is read-only.
+
+    Each shape uses the batch that the job is held at, or else the best batch within the limits.
+    """
+    limit = view.max_batch_size
+    if limit is not None:
+        limit = max(limit, model.init_batch_size)
+    return _goodputs(model, wanted, limit, atomic_bsz_range, view.accumulation, view.held_batch)
 
 
-@functools.lru_cache(maxsize=4096)
-def _fitted_goodputs(sizes: _FittedSizes) -> NDArray[np.float64]:
-    """Return goodput [samples/s] on 1..n workers, 0 if no batch fits; read-only."""
-    most = sizes.max_batch_size
-    best = sizes.model.best_held(
-        np.array(sizes.nodes),
-        np.arange(1, len(sizes.nodes) + 1),
-        sizes.held_batch,
-        max_batch_size=None if most is None else max(most, sizes.model.init_batch_size),
-        atomic_bsz_range=sizes.atomic_bsz_range,
-        accumulation=sizes.accumulation,
+@functools.lru_cache(maxsize=16384)  # a decision asks again for every job, though few models have changed
+def _goodputs(
+    model: GoodputModel,
+    wanted: tuple[Shape, ...],
+    max_batch_size: int | None,
+    atomic_bsz_range: tuple[int, int] | None,
+    accumulation: bool,
+    held_batch: int | None,
+) -> NDArray[np.float64]:
+    """Return the goodput [samples/s] of each shape at the held or best batch: finite, 0 if none fits, read-only."""
+    nodes, workers = np.array(wanted).T
+    best = model.best_held(
+        nodes,
+        workers,
+        held_batch,
+        max_batch_size=max_batch_size,
+        atomic_bsz_range=atomic_bsz_range,
+        accumulation=accumulation,
     )
     values = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
     values.setflags(write=False)
@@ -435,3 +433,22 @@ def oracle_of(view: JobView) -> Oracle | None:
 def requested_workers(view: JobView) -> int | None:
     """Return the exact number of workers that the user requested; None for a live job, which is elastic."""
     return view.requested_workers if isinstance(view, TraceJobView) else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Cost of all nodes and number of jobs, both with exponentially decaying memory."""
+
+    hours: float = 0.0  # that are counted [h]
+    spent_usd: float = 0.0  # for nodes in that time [USD]
+    job_hours: float = 0.0  # number of jobs x hours
+
+    def after(self, hours: float, usd_per_h: float, jobs: int, memory_h: float) -> Account:
+        """Return the account after `hours` more at this price; hours that lie ``memory_h`` in the past count 1/e."""
+        kept = math.exp(-hours / memory_h)
+        fresh = -memory_h * math.expm1(-hours / memory_h)  # not 1 - kept, which has no digits after a short while
+        return Account(
+            hours=self.hours * kept + fresh,
+            spent_usd=self.spent_usd * kept + usd_per_h * fresh,
+            job_hours=self.job_hours * kept + jobs * fresh,
+        )

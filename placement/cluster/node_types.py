@@ -10,7 +10,7 @@ from placement.checks import check_number
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, Resources, slots
 from placement.cluster.jobs import JobView
 from placement.cluster.labels import matches
-from placement.errors import InputError
+from placement.errors import InputError, check_once
 
 GROUP_LABEL = "ray.io/node-group"
 """Node label that names the node type (Ray's own: the key in ``available_node_types``, or KubeRay's group)."""
@@ -81,14 +81,16 @@ class NodeType:
         return slots(self.resources, view.bundle) if matches(self.labels, view.selector) else 0
 
 
+def obtainable(types: Sequence[NodeType]) -> tuple[Node, ...]:
+    """Return every node that could be requested, up to the maximum of each type."""
+    return tuple(each.node(f"{each.name}~{i}") for each in types for i in range(each.max_nodes))
+
+
 def check_types(types: Sequence[NodeType]) -> None:
     """Raise InputError if there is no node type, or a name occurs twice."""
     if not types:
         raise InputError("node types must name one or more, but there are none: nothing could be asked for")
-    names = [each.name for each in types]
-    doubles = sorted({name for name in names if names.count(name) > 1})
-    if doubles:
-        raise InputError(f"every node type must occur once, but {', '.join(doubles)} occurs more than once")
+    check_once("node type", [each.name for each in types])
 
 
 def type_of(node: Node, types: Sequence[NodeType]) -> str | None:

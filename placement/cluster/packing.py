@@ -1,17 +1,21 @@
-"""Packing of decided worker counts onto nodes."""
+"""Free resources and occupancy of nodes while a decision places jobs, and packing of decided counts onto nodes.
+
+``best_fit`` selects the tightest node that holds all workers, so that large gaps stay whole; ``worst_fit`` selects the
+roomiest, so that a job spans few nodes. Both are known from bin packing. The caller decides which jobs keep their
+nodes and which come first.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster.cluster import Allocation, Cluster
-from placement.cluster.free_resources import FreeResources
-from placement.cluster.jobs import JobView
-from placement.cluster.occupancy import Occupancy, best_fit, mask, worst_fit
+from placement.cluster.cluster import TOLERANCE, Allocation, Cluster
+from placement.cluster.jobs import JobView, WorkerKind, worker_kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,3 +160,241 @@ class _Packer:
             if workers:
                 allocation[view.job] = {self._free.node_ids[i]: n for i, n in sorted(place.items())}
         return Packing(allocation=allocation, short=short)
+
+
+Ints: TypeAlias = NDArray[np.int64]
+
+_Job = TypeVar("_Job")
+_JobContra = TypeVar("_JobContra", contravariant=True)
+_Key = TypeVar("_Key", bound=Hashable)
+_KeyCo = TypeVar("_KeyCo", bound=Hashable, covariant=True)
+
+
+class Free(Protocol[_JobContra, _KeyCo]):
+    """Protocol of free room on nodes: ``FreeResources`` if workers differ, else ``FreeSlots``."""
+
+    def key(self, job: _JobContra) -> _KeyCo:
+        """Return a key that identifies the job."""
+        ...
+
+    def slots(self, job: _JobContra) -> Ints:
+        """Return how many more of the job's workers fit on each node; the caller may change the array."""
+        ...
+
+    def take(self, job: _JobContra, index: int, workers: int) -> None:
+        """Reserve room on one node; negative workers release it."""
+        ...
+
+
+class FreeSlots:
+    """Free slots of each node if the workers of all jobs are alike; jobs are numbers."""
+
+    def __init__(self, slots: Sequence[int] | Ints) -> None:
+        self._free = np.array(slots, dtype=np.int64)
+
+    def key(self, job: int) -> int:
+        """Return the key of a job; see ``Free``."""
+        return job
+
+    def slots(self, job: int) -> Ints:
+        """Return the free slots; see ``Free``."""
+        return self._free.copy()
+
+    def take(self, job: int, index: int, workers: int) -> None:
+        """Reserve slots of a node for workers of the job."""
+        self._free[index] -= workers
+
+
+class Occupancy(Generic[_Job, _Key]):
+    """Workers of each job by node, and the room that they leave free.
+
+    Args:
+        free: Remaining room on the nodes; from now on it must only be changed through this object.
+    """
+
+    def __init__(self, free: Free[_Job, _Key]) -> None:
+        self._free = free
+        self._places: dict[_Key, dict[int, int]] = {}
+        self._on: dict[int, set[_Key]] = {}
+        self._multi_node: set[_Key] = set()
+
+    def slots(self, job: _Job) -> Ints:
+        """Return how many more of the job's workers fit on each node."""
+        return self._free.slots(job)
+
+    def place(self, job: _Job) -> Mapping[int, int]:
+        """Return the job's workers by node; empty if it has none."""
+        return self._places.get(self._free.key(job), {})
+
+    def workers(self, job: _Job) -> int:
+        """Return the number of the job's workers."""
+        return sum(self.place(job).values())
+
+    def put(self, job: _Job, index: int, workers: int) -> None:
+        """Add workers of the job on one node. The caller must check ``slots``."""
+        self._free.take(job, index, workers)
+        key = self._free.key(job)
+        place = self._places.setdefault(key, {})
+        place[index] = place.get(index, 0) + workers
+        self._on.setdefault(index, set()).add(key)
+        if len(place) > 1:
+            self._multi_node.add(key)
+
+    def put_all(self, job: _Job, place: Mapping[int, int]) -> None:
+        """Add workers of the job on several nodes."""
+        for index, workers in place.items():
+            self.put(job, index, workers)
+
+    def lift(self, job: _Job) -> dict[int, int]:
+        """Remove the job from its nodes, and return its former workers by node."""
+        key = self._free.key(job)
+        place = self._places.pop(key, {})
+        self._multi_node.discard(key)
+        for index, workers in place.items():
+            self._free.take(job, index, -workers)
+            self._on[index].discard(key)
+        return place
+
+    def on(self, index: int) -> frozenset[_Key]:
+        """Return the keys of the jobs on a node."""
+        return frozenset(self._on.get(index, ()))
+
+    def multi_node_nodes(self, beside: _Job | None = None) -> set[int]:
+        """Return the nodes that hold workers of a multi-node job other than ``beside``."""
+        own = None if beside is None else self._free.key(beside)
+        return {index for key in self._multi_node if key != own for index in self._places[key]}
+
+
+def best_fit(fits: NDArray[np.int64], wanted: int) -> int | None:
+    """Return the tightest node with room for these workers, the first of equals; None if none has room."""
+    enough = fits >= wanted
+    return int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max))) if enough.any() else None
+
+
+def worst_fit(fits: NDArray[np.int64]) -> int | None:
+    """Return the roomiest node, the first of equals; None if none has room for a worker."""
+    index = int(np.argmax(fits)) if len(fits) else 0
+    return index if len(fits) and fits[index] > 0 else None
+
+
+def mask(indices: Mapping[int, int] | set[int], length: int) -> NDArray[np.bool_]:
+    """Return a mask over `length` nodes that is True at `indices`."""
+    found = np.zeros(length, dtype=np.bool_)
+    found[list(indices)] = True
+    return found
+
+
+_FEW = 16  # changed nodes up to which they are looked at one by one
+
+
+@dataclasses.dataclass(slots=True)
+class _KindSlots:
+    """Slots for workers of one bundle and label selector. Thousands of jobs share a few kinds."""
+
+    needs: tuple[tuple[int, float], ...] | None  # column and amount of each resource; None if no node has one of them
+    share: float  # dominant share of one worker
+    matching: NDArray[np.bool_] | None  # nodes with the labels that are asked for; None for all
+    slots: NDArray[np.int64]  # how many more fit on each node, after ``seen`` of the changes
+    seen: int  # see there
+
+
+class FreeResources:
+    """Unused resources per node, updated during a decision so that it never assigns more workers than fit.
+
+    Draining nodes are left out. Nodes are indexed in the order of ``node_ids``.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._nodes = tuple(node for node in cluster.nodes if not node.draining)
+        self.node_ids = tuple(node.node_id for node in self._nodes)
+        self._index = {node_id: index for index, node_id in enumerate(self.node_ids)}
+        self._names = sorted({name for node in self._nodes for name in node.free})
+        self._free = np.array(
+            [[node.free.get(name, 0.0) for name in self._names] for node in self._nodes], dtype=np.float64
+        ).reshape(len(self._nodes), len(self._names))
+        self._total = self._free.sum(axis=0)
+        self._kinds: dict[WorkerKind, _KindSlots] = {}
+        self._changed: list[int] = []  # the node of every change, so that slots are not counted anew for all nodes
+
+    def key(self, view: JobView) -> str:
+        """Return the key of a job; see ``Free``."""
+        return view.job
+
+    def index(self, node_id: str) -> int | None:
+        """Return the position of a node; None if it is gone or draining."""
+        return self._index.get(node_id)
+
+    def slots(self, view: JobView) -> NDArray[np.int64]:
+        """Return how many more workers of the job fit on each node."""
+        kind = self._kind(view)
+        if kind.needs is not None and kind.seen < len(self._changed):
+            changed = self._changed[kind.seen :]
+            if len(changed) > _FEW:
+                kind.slots = self._count(kind.needs, kind.matching)
+            else:
+                for index in changed:
+                    kind.slots[index] = self._count_on(index, kind.needs, kind.matching)
+            kind.seen = len(self._changed)
+        return kind.slots.copy()
+
+    def take(self, view: JobView, index: int, workers: int) -> None:
+        """Reserve resources on one node. The caller must check ``slots``; negative workers release resources."""
+        needs = self._kind(view).needs
+        assert needs is not None, f"job {view.job} has no slot to take"
+        for column, amount in needs:
+            self._free[index, column] -= workers * amount
+        self._changed.append(index)
+
+    def add(self, view: JobView, workers: int) -> bool:
+        """Reserve ``workers`` bundles, on the tightest nodes first; reserve all or none, and return True if all fit."""
+        fits = self.slots(view)
+        if int(fits.sum()) < workers:
+            return False
+        fits[fits == 0] = np.iinfo(np.int64).max
+        while workers > 0:
+            index = int(fits.argmin())
+            here = min(workers, int(fits[index]))
+            self.take(view, index, here)
+            fits[index] = np.iinfo(np.int64).max
+            workers -= here
+        return True
+
+    def share(self, view: JobView) -> float:
+        """Return the dominant share of one worker: its largest fraction of any resource of the cluster."""
+        return self._kind(view).share
+
+    def _kind(self, view: JobView) -> _KindSlots:
+        key = worker_kind(view)
+        if key not in self._kinds:
+            self._kinds[key] = self._new_kind(view)
+        return self._kinds[key]
+
+    def _new_kind(self, view: JobView) -> _KindSlots:
+        """Return the job's kind of worker, with slots counted on all nodes.
+
+        If no node has one of the resources, ``needs`` is None and there are no slots.
+        """
+        wanted = {name: amount for name, amount in view.bundle.items() if amount > 0}
+        matching = None
+        if view.selector:
+            matching = np.array([node.matches(view.selector) for node in self._nodes], dtype=np.bool_)
+        if not all(name in self._names for name in wanted):
+            nothing = np.zeros(len(self._nodes), dtype=np.int64)
+            return _KindSlots(needs=None, share=1.0, matching=matching, slots=nothing, seen=0)
+        needs = tuple((self._names.index(name), float(amount)) for name, amount in wanted.items())
+        share = max(amount / max(float(self._total[column]), TOLERANCE) for column, amount in needs)
+        slots = self._count(needs, matching)
+        return _KindSlots(needs=needs, share=share, matching=matching, slots=slots, seen=len(self._changed))
+
+    def _count(self, needs: tuple[tuple[int, float], ...], matching: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+        fits = np.floor(self._free[:, [c for c, _ in needs]] / [amount for _, amount in needs] + TOLERANCE).min(axis=1)
+        if matching is not None:
+            fits = np.where(matching, fits, 0.0)
+        slots: NDArray[np.int64] = np.maximum(fits, 0.0).astype(np.int64)
+        return slots
+
+    def _count_on(self, index: int, needs: tuple[tuple[int, float], ...], matching: NDArray[np.bool_] | None) -> int:
+        if matching is not None and not matching[index]:
+            return 0
+        free = self._free[index].tolist()
+        return max(min(int(free[column] / amount + TOLERANCE) for column, amount in needs), 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.checks import check_number, check_whole
-from placement.errors import InputError
+from placement.errors import InputError, reading
 
 COLUMNS = ("type", "on_demand", "spot")
 """Columns that a price file must have; ``gpu`` and ``gpus`` (see ``Price``) may follow."""
@@ -114,11 +114,9 @@ def read_prices(path: str | Path) -> PriceTable:
     The columns gpu and gpus are optional. Raises InputError: the file cannot be read, lacks a column, repeats a type
     or has an invalid price; the message names the file and row.
     """
-    try:
+    with reading(f"prices {path}", ValueError):
         text = Path(path).read_text(encoding="utf-8")
         rows: Any = json.loads(text) if Path(path).suffix == ".json" else list(csv.DictReader(text.splitlines()))
-    except (OSError, ValueError) as error:
-        raise InputError(f"prices {path} cannot be read: {error}") from error
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"prices {path} must hold rows with {', '.join(COLUMNS)}, but has none")
     return PriceTable(source=str(path), prices=_prices(rows, str(path)))

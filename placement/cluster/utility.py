@@ -72,7 +72,6 @@ class Utility:
         """Return the number of workers with the largest surplus, or the current number if that is about as good.
 
         Args:
-            age_s: Time since submission [s].
             left_s: Time until completion on 1..n workers [s].
             usd_per_h: Price of 1..n workers [USD/h].
             least: Fewest workers that the job runs on.

@@ -143,7 +143,6 @@ class MixedGroup:
         """Return the batch with the highest goodput, defined as in ``GoodputModel.best`` and ``best_held``.
 
         Args:
-            noise: Noise scale of the gradient at the initial batch.
             init_batch_size: M0 [samples].
             max_batch_size: Largest batch [samples]; None keeps the batch at M0.
             held_batch: The batch to use if it fits [samples]; None for no such batch.

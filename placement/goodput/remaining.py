@@ -184,7 +184,6 @@ def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: 
         left_s: Remaining time at speed 1 [s], (J,), NaN if unknown.
         rate: Progress at speed 1 [samples/s], (J,).
         fair_speed: Speed of each job on an equal share, (J,).
-        now_s: Current time [s].
     """
     lateness = np.full(len(views), np.nan)
     for j, (view, left, speed) in enumerate(zip(views, left_s.tolist(), fair_speed.tolist(), strict=True)):

@@ -49,13 +49,17 @@ fastest strategy (``strategy``); columns of other kinds are null:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
+import operator
 import posixpath
 import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -63,10 +67,10 @@ import pyarrow.fs
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from placement.cluster.jobs import FoundStrategy
+from placement.cluster.jobs import FoundStrategy, JobView
 from placement.goodput.fitting import Observation
 from placement.goodput.model import NoiseScale
-from placement.knowledge.knowledge import KnowledgeConfig
+from placement.knowledge.knowledge import Knowledge, KnowledgeConfig
 from placement.knowledge.records import (
     Batches,
     KnownLength,
@@ -78,6 +82,7 @@ from placement.knowledge.records import (
     merged,
 )
 from placement.storage.private_files import make_directory, open_output
+from placement.storage.storage_calls import StorageCalls
 
 logger = logging.getLogger("placement.allocator")
 
@@ -134,7 +139,6 @@ class KnowledgeStore:
     """Knowledge files under one storage root. Calls block on the file system: an event loop runs them in a thread.
 
     Args:
-        root: The storage root.
         writer: Name of this writer's file, unique among all writers that share the root.
     """
 
@@ -208,11 +212,42 @@ class KnowledgeStore:
             return None
 
 
+# Of each kind of row the class of its records, and the column of each field, or of each field of a value in one.
+_OWN = {"fingerprint": "fingerprint", "seen_s": "seen_s"}
+_OF_TYPE = {**_OWN, "gpu_type": "gpu_type"}
+_KINDS: Mapping[str, tuple[type[Any], Mapping[str, str]]] = {
+    "step": (
+        KnownStep,
+        {
+            **_OF_TYPE,
+            "machines": "machines",
+            **{f"observation.{name}": name for name in ("nodes", "replicas", "atomic_bsz", "accum_steps")},
+            "observation.step_time": "step_time_s",
+            "observation.grad_time": "grad_time_s",
+            "observation.count": "weight",
+        },
+    ),
+    "noise": (
+        KnownNoise,
+        {
+            **_OF_TYPE,
+            "epoch": "epoch",
+            "noise.sqr": "noise_sqr",
+            "noise.var": "noise_var",
+            **{f"batches.{name}": name for name in ("init_batch_size", "max_batch_size", "accumulation")},
+            "batches.atomic_bsz_range": "atomic_bsz_range",  # two columns
+        },
+    ),
+    "length": (KnownLength, {**_OWN, "samples": "samples", "part": "part", "declarer": "declarer"}),
+    "strategy": (KnownStrategy, {**_OWN, "form": "form", "found.name": "strategy", "found.step_s": "step_time_s"}),
+}
+_PARTS = {"observation": Observation, "noise": NoiseScale, "batches": Batches, "found": FoundStrategy}
+
+
 def _table(measurements: Measurements) -> pa.Table:
     """Return the measurements as rows of ``_SCHEMA``, grouped by kind."""
-    rows = [_step_row(step) for step in measurements.steps] + [_noise_row(noise) for noise in measurements.noises]
-    rows += [_length_row(length) for length in measurements.lengths]
-    rows += [_strategy_row(each) for each in measurements.strategies]
+    several = (measurements.steps, measurements.noises, measurements.lengths, measurements.strategies)
+    rows = [_row(kind, each) for kind, records in zip(_KINDS, several, strict=True) for each in records]
     if not rows:
         return _SCHEMA.empty_table()
     # Table.from_pylist() would import pandas, 40 MB, only to see that this is none of its own.
@@ -224,66 +259,14 @@ def _table(measurements: Measurements) -> pa.Table:
     return table.cast(_SCHEMA)
 
 
-def _step_row(step: KnownStep) -> dict[str, Any]:
-    """Return a measured step time as a row of the file; columns of other kinds are omitted and become null."""
-    seen = step.observation
-    return {
-        "kind": "step",
-        "fingerprint": step.fingerprint,
-        "gpu_type": step.gpu_type,
-        "seen_s": step.seen_s,
-        "machines": sorted(step.machines),
-        "nodes": seen.nodes,
-        "replicas": seen.replicas,
-        "atomic_bsz": seen.atomic_bsz,
-        "accum_steps": seen.accum_steps,
-        "step_time_s": seen.step_time,
-        "grad_time_s": seen.grad_time,
-        "weight": seen.count,
-    }
-
-
-def _noise_row(known: KnownNoise) -> dict[str, Any]:
-    """Return a noise scale, with its job's batch limits, as a row of the file; a missing limit is None."""
-    batches = known.batches
-    least, most = batches.atomic_bsz_range or (None, None)
-    return {
-        "kind": "noise",
-        "fingerprint": known.fingerprint,
-        "gpu_type": known.gpu_type,
-        "seen_s": known.seen_s,
-        "epoch": known.epoch,
-        "noise_sqr": known.noise.sqr,
-        "noise_var": known.noise.var,
-        "init_batch_size": batches.init_batch_size,
-        "max_batch_size": batches.max_batch_size,
-        "atomic_bsz_least": least,
-        "atomic_bsz_most": most,
-        "accumulation": batches.accumulation,
-    }
-
-
-def _length_row(length: KnownLength) -> dict[str, Any]:
-    return {"kind": "length", "gpu_type": "", **dataclasses.asdict(length)}
-
-
-def _strategy_row(known: KnownStrategy) -> dict[str, Any]:
-    """Return the winning strategy of a race as a row of the file."""
-    return {
-        "kind": "strategy",
-        "fingerprint": known.fingerprint,
-        "gpu_type": "",
-        "seen_s": known.seen_s,
-        "form": known.form,
-        "strategy": known.found.name,
-        "step_time_s": known.found.step_s,
-    }
-
-
-def _strategy(row: dict[str, Any]) -> KnownStrategy:
-    """Return the strategy in a row of kind ``strategy``; raises TypeError or ValueError if a value is out of range."""
-    found = FoundStrategy(name=row["strategy"], step_s=row["step_time_s"])
-    return KnownStrategy(fingerprint=row["fingerprint"], form=row["form"], found=found, seen_s=row["seen_s"])
+def _row(kind: str, record: object) -> dict[str, Any]:
+    """Return a record as a row of the file; columns of other kinds are omitted and become null."""
+    said = {column: operator.attrgetter(path)(record) for path, column in _KINDS[kind][1].items()}
+    if kind == "step":
+        said["machines"] = sorted(said["machines"])
+    elif kind == "noise":
+        said["atomic_bsz_least"], said["atomic_bsz_most"] = said.pop("atomic_bsz_range") or (None, None)
+    return {"kind": kind, "gpu_type": "", **said}
 
 
 def _measurements(table: pa.Table) -> Measurements:
@@ -292,56 +275,147 @@ def _measurements(table: pa.Table) -> Measurements:
         if name not in table.column_names:
             table = table.append_column(name, pa.nulls(len(table), _SCHEMA.field(name).type))
     rows = table.select(_SCHEMA.names).to_pylist()
-    return Measurements(
-        steps=tuple(_step(row) for row in rows if row["kind"] == "step"),
-        noises=tuple(_noise(row) for row in rows if row["kind"] == "noise"),
-        lengths=tuple(_length(row) for row in rows if row["kind"] == "length"),
-        strategies=tuple(_strategy(row) for row in rows if row["kind"] == "strategy"),
+    steps, noises, lengths, strategies = (
+        tuple(_record(kind, row) for row in rows if row["kind"] == kind) for kind in _KINDS
     )
+    return Measurements(steps=steps, noises=noises, lengths=lengths, strategies=strategies)
 
 
-def _step(row: dict[str, Any]) -> KnownStep:
-    """Return the step time in a row of kind ``step``; raises TypeError or ValueError if a value is out of range."""
-    return KnownStep(
-        fingerprint=row["fingerprint"],
-        gpu_type=row["gpu_type"],
-        machines=frozenset(row["machines"]),
-        observation=Observation(
-            row["nodes"],
-            row["replicas"],
-            row["atomic_bsz"],
-            row["accum_steps"],
-            step_time=row["step_time_s"],
-            grad_time=row["grad_time_s"],
-            count=row["weight"],
-        ),
-        seen_s=row["seen_s"],
-    )
+def _record(kind: str, row: dict[str, Any]) -> Any:
+    """Return the record in a row of this kind; raises TypeError or ValueError if a value is out of range.
+
+    An atomic range is None if either bound is missing.
+    """
+    bounds = row["atomic_bsz_least"], row["atomic_bsz_most"]
+    if kind == "step":
+        row["machines"] = frozenset(row["machines"])
+    elif kind == "length":
+        samples, part = row["samples"], row["part"]
+        if not 0 < samples < math.inf or not (part is None or 0 < part < math.inf):
+            raise ValueError(
+                f"a length must be above 0 and finite, but is {samples} samples, {part} of what was declared"
+            )
+    row |= {"atomic_bsz_range": None if None in bounds else bounds, "declarer": row["declarer"] or ""}
+    own: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for path, column in _KINDS[kind][1].items():
+        name, _, inner = path.partition(".")
+        if inner:
+            parts.setdefault(name, {})[inner] = row[column]
+        else:
+            own[name] = row[column]
+    return _KINDS[kind][0](**own, **{name: _PARTS[name](**fields) for name, fields in parts.items()})
 
 
-def _noise(row: dict[str, Any]) -> KnownNoise:
-    """Return the noise scale in a row of kind ``noise``; its atomic range is None if either bound is missing."""
-    least, most = row["atomic_bsz_least"], row["atomic_bsz_most"]
-    return KnownNoise(
-        fingerprint=row["fingerprint"],
-        gpu_type=row["gpu_type"],
-        epoch=row["epoch"],
-        noise=NoiseScale(sqr=row["noise_sqr"], var=row["noise_var"]),
-        batches=Batches(
-            init_batch_size=row["init_batch_size"],
-            max_batch_size=row["max_batch_size"],
-            atomic_bsz_range=None if least is None or most is None else (least, most),
-            accumulation=row["accumulation"],
-        ),
-        seen_s=row["seen_s"],
-    )
+_EVERY_S = 10.0
+_CALL_TIMEOUT_S = 60.0
+_SAVE_TIMEOUT_S = 5.0  # of who waits for all that is known to be written; it still is, later
+_LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then hears of it later
 
 
-def _length(row: dict[str, Any]) -> KnownLength:
-    """Return the length in a row of kind ``length``; raises TypeError or ValueError if a value is out of range."""
-    samples, part = row["samples"], row["part"]
-    if not 0 < samples < math.inf or not (part is None or 0 < part < math.inf):
-        raise ValueError(f"a length must be above 0 and finite, but is {samples} samples, {part} of what was declared")
-    return KnownLength(
-        fingerprint=row["fingerprint"], samples=samples, part=part, seen_s=row["seen_s"], declarer=row["declarer"] or ""
-    )
+class _SyncedRoot:
+    """Storage root of some jobs: its store, and what has been read from it and written to it."""
+
+    def __init__(
+        self, root: StorageRoot, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]
+    ) -> None:
+        self._path, self._knowledge, self._recall = root.path, knowledge, recall
+        self._store = KnowledgeStore(root, writer)
+        self._calls = StorageCalls(root.path, threads=1)  # of its own: one that hangs holds up no other
+        self._fingerprints: set[str] = set()
+        self._version, self._saved_s, self._hurry, self._saving = 0, 0.0, False, False
+        self.loading = asyncio.get_running_loop().create_task(self._load())
+
+    async def _load(self) -> None:
+        """Load the measurements stored under the root; a failure is logged."""
+        what = "reading what jobs have measured"
+        try:
+            measurements = await self._calls.run(what, self._store.load, timeout_s=_CALL_TIMEOUT_S)
+        except Exception as error:  # a job trains without it all the same
+            logger.warning("what earlier jobs have measured cannot be read from %s: %s", self._path, error)
+            return
+        self.know(each.fingerprint for each in measurements.steps)
+        self.know(each.fingerprint for each in measurements.strategies)
+        self._recall(measurements)
+
+    def know(self, fingerprints: Iterable[str]) -> None:
+        """Record that jobs of these models use the root."""
+        self._fingerprints.update(fingerprints)
+
+    def hurry_up(self) -> None:
+        """Request a write at the next opportunity, because the job's cluster may soon be gone."""
+        self._hurry = True
+
+    def is_due(self, *, now: bool) -> bool:
+        """True if changes must be written now; the root is then marked as being written."""
+        if self._knowledge.version == self._version:
+            self._hurry = False
+            return False
+        due = now or self._hurry or time.monotonic() - self._saved_s >= _EVERY_S
+        if not due or self._saving or not self.loading.done():
+            return False
+        self._saving = True
+        return True
+
+    async def save(self) -> None:
+        """Write the knowledge about the root's models; a failure is logged, and the write is tried again later."""
+        version, measurements = self._knowledge.version, self._knowledge.measurements(self._fingerprints, time.time())
+        self._hurry, self._saved_s = False, time.monotonic()
+        try:
+            if measurements.steps or measurements.strategies:
+                save = functools.partial(self._store.save, measurements)
+                await self._calls.run("writing what jobs have measured", save, timeout_s=_CALL_TIMEOUT_S)
+            self._version = version
+        except Exception as error:  # the next round tries again
+            logger.warning("what jobs have measured cannot be written to %s: %s", self._path, error)
+        finally:
+            self._saving = False
+
+
+class KnowledgeSync:
+    """Reads the knowledge stored under a storage root when its first job arrives, and writes changes back.
+
+    Each root holds the knowledge about the models of the jobs that used it, and of the models found there.
+
+    Args:
+        knowledge: The knowledge to write; it is only read here.
+        writer: Name of this allocator's files, unique among the clusters that share a storage.
+    """
+
+    def __init__(self, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]) -> None:
+        self._knowledge, self._writer, self._recall = knowledge, writer, recall
+        self._roots: dict[tuple[str, str], _SyncedRoot] = {}
+        self._root_of_job: dict[str, _SyncedRoot] = {}
+        self._saves: set[asyncio.Task[None]] = set()
+
+    def knows(self, job: str) -> bool:
+        """True if the storage root of the job's results is known."""
+        return job in self._root_of_job
+
+    async def open(self, job: str, root: StorageRoot) -> None:
+        """Open the storage root of a job; return once its contents are loaded, or after a short timeout."""
+        if root.key not in self._roots:
+            self._roots[root.key] = _SyncedRoot(root, self._knowledge, self._writer, self._recall)
+        known = self._root_of_job[job] = self._roots[root.key]
+        await asyncio.wait([known.loading], timeout=_LOAD_TIMEOUT_S)
+
+    def heard(self, view: JobView) -> None:
+        """Record from a job's heartbeat which model the job trains."""
+        if view.fingerprint is not None and view.job in self._root_of_job:
+            self._root_of_job[view.job].know([view.fingerprint])
+
+    def ended(self, job: str) -> None:
+        """Record the end of a job; its measurements are written at once, since its cluster may soon be gone."""
+        root = self._root_of_job.pop(job, None)
+        if root is not None:
+            root.hurry_up()
+
+    async def save(self, *, now: bool = False) -> None:
+        """Write changes to each root that is due; with ``now``, to all of them, waiting briefly for the writes."""
+        for root in self._roots.values():
+            if root.is_due(now=now):
+                task = asyncio.get_running_loop().create_task(root.save())
+                self._saves.add(task)
+                task.add_done_callback(self._saves.discard)
+        if now and self._saves:
+            await asyncio.wait(self._saves, timeout=_SAVE_TIMEOUT_S)

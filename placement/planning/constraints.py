@@ -9,6 +9,7 @@ cluster. Since tenants come before priorities, a tenant cannot get more of the c
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
@@ -16,9 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from placement.cluster.cluster import Allocation, Cluster, slots
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
-from placement.cluster.packing import pack
+from placement.cluster.packing import FreeResources, pack
 from placement.goodput.remaining import seconds_to_end
 from placement.goodput.step_time import Floats
 from placement.planning.multi_node import check_apart, shared
@@ -28,17 +28,8 @@ from placement.planning.tenants import Tenant, by_tenant, check_tenants
 from placement.reasons import Cause, Reason, count
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SatisfactoryShare:
-    """Number of workers that a deadline requires."""
-
-    # the minimum satisfactory share: the fewest workers that meet it; None if no number does, or if it is not known yet
-    workers: int | None
-    why_not: str = ""  # a sentence if it is None
-
-
-def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float) -> SatisfactoryShare:
-    """Return the fewest workers with which the job's estimated remaining time meets its deadline.
+def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float) -> int | str:
+    """Return the fewest workers with which the job's estimated remaining time meets its deadline, or why none do.
 
         remaining work x M0 / goodput(k) <= deadline - now,    less the cost of a change if k is above its current size
 
@@ -46,23 +37,20 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
 
     Args:
         slots: Number of its workers that fit on each node of the empty cluster.
-        now_s: Current time [s since the epoch].
     """
     assert view.deadline_s is not None, f"job {view.job} has no deadline"
     left_s = view.deadline_s - now_s
     if left_s <= 0:
-        return SatisfactoryShare(workers=None, why_not="has passed")
+        return "has passed"
     takes_s = seconds_to_end(view, slots)
     if takes_s is None:
-        return SatisfactoryShare(workers=None, why_not="not known yet how long the job takes")
+        return "not known yet how long the job takes"
     takes_s[view.workers :] += view.resize_cost_s
     enough = np.flatnonzero(takes_s[view.min_workers - 1 :] <= left_s)
     if not len(enough):
-        return SatisfactoryShare(
-            workers=None, why_not=f"cannot be met, not with {max(len(takes_s), view.min_workers)} workers either"
-        )
+        return f"cannot be met, not with {max(len(takes_s), view.min_workers)} workers either"
     workers = view.min_workers + int(enough[0])
-    return SatisfactoryShare(workers=view.sizes.at_least(workers) or workers)
+    return view.sizes.at_least(workers) or workers
 
 
 def guarantee(
@@ -76,7 +64,6 @@ def guarantee(
 
     Args:
         before: Jobs whose deadlines the last decision guaranteed.
-        now_s: Current time [s since the epoch].
         refused: Reason for each job that must not get a guarantee.
 
     Returns the problem with these minimums, and a note to add to the reason of each job with a deadline.
@@ -93,12 +80,13 @@ def guarantee(
         has = view.min_workers if view.job in safe else 0
         if view.job in dated:
             need = _need(view, empty.slots(view).tolist(), now_s, refused)
-            if need.workers is not None and room.add(view, need.workers - has):
-                raised[view.job] = dataclasses.replace(view, min_workers=need.workers)
-                notes[view.job] = Reason(Cause.DEADLINE, (count(need.workers),))
+            if isinstance(need, int) and room.add(view, need - has):
+                raised[view.job] = dataclasses.replace(view, min_workers=need)
+                notes[view.job] = Reason(Cause.DEADLINE, (count(need),))
                 continue
-            why = need.why_not or f"{count(need.workers or 0)} would meet it, but not beside what others are promised"
-            notes[view.job] = Reason(Cause.NO_DEADLINE, (why,), "it runs as well as it can")
+            if isinstance(need, int):
+                need = f"{count(need)} would meet it, but not beside what others are promised"
+            notes[view.job] = Reason(Cause.NO_DEADLINE, (need,), "it runs as well as it can")
         room.add(view, view.min_workers - has)
     problem = Problem(
         views=[raised.get(view.job, view) for view in views], cluster=cluster, guaranteed=frozenset(raised)
@@ -106,12 +94,10 @@ def guarantee(
     return problem, notes
 
 
-def _need(view: JobView, slots: Sequence[int], now_s: float, refused: Mapping[str, str]) -> SatisfactoryShare:
+def _need(view: JobView, slots: Sequence[int], now_s: float, refused: Mapping[str, str]) -> int | str:
     if view.job in refused:
-        return SatisfactoryShare(workers=None, why_not=refused[view.job])
-    if view.held_at is not None:
-        return SatisfactoryShare(workers=None, why_not="its user holds it at a size")
-    return minimum_satisfactory_share(view, slots, now_s)
+        return refused[view.job]
+    return "its user holds it at a size" if view.held_at is not None else minimum_satisfactory_share(view, slots, now_s)
 
 
 def paying_size(view: JobView, slots: list[int], now_s: float) -> int | None:
@@ -211,7 +197,6 @@ def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) ->
     """Query the policy, then again with sizes rounded down to whole nodes; use the second if nothing idles for it.
 
     Args:
-        problem: The jobs and the resources that they share.
         worth: Number of workers that a whole node holds, for each job that prefers whole nodes.
     """
     plan = solve(problem)
@@ -243,7 +228,8 @@ def node_worth(view: JobView, cluster: Cluster) -> int:
 def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
     """Move workers so that jobs preferring whole nodes share none, if all sizes still fit; else keep the plan."""
     shy = [view for view in problem.views if view.whole_nodes and view.job in plan.allocation]
-    if not any(_shares(view.job, plan.allocation) for view in shy):
+    counts = collections.Counter(node for place in plan.allocation.values() for node in place)
+    if all(counts[node] == 1 for view in shy for node in plan.allocation[view.job]):
         return plan
     sizes = {job: sum(place.values()) for job, place in plan.allocation.items()}
     places: dict[str, Mapping[str, int]] = {}
@@ -265,10 +251,6 @@ def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
     if packing.short or (apart and shared(found)):
         return plan
     return dataclasses.replace(plan, allocation=found)
-
-
-def _shares(job: str, allocation: Allocation) -> bool:
-    return any(node in place for node in allocation[job] for other, place in allocation.items() if other != job)
 
 
 _ROUNDS = 8  # a decision is repeated from its own outcome until it stays; more than two are rare
@@ -318,9 +300,6 @@ def decide(
     then wins.
 
     Args:
-        problem: All jobs and the whole cluster.
-        constraints: The cluster's rules.
-        now_s: Current time [s since the epoch].
         guaranteed: Jobs whose deadlines the last decision guaranteed.
     """
     plans: list[Plan] = []

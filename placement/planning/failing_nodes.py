@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from placement.cluster.cluster import Cluster, Node, slots, without
+from placement.cluster.cluster import Cluster, Node, add_amounts, slots, without
 from placement.cluster.jobs import JobView
 from placement.cluster.node_record import AvoidedNodes
 from placement.policies.shared.base import admit
@@ -40,8 +40,7 @@ def avoid_slow(views: Sequence[JobView], cluster: Cluster) -> tuple[Sequence[Job
     open_nodes = {node.node_id for node in rest.nodes if not node.draining}
     closed = {job: nodes & open_nodes for job, nodes in slow.items() if nodes & open_nodes}
     changed = [_slow_for(view, closed[view.job], views, rest) if view.job in closed else view for view in views]
-    named = (dataclasses.replace(node, labels={**node.labels, NODE_LABEL: node.node_id}) for node in rest.nodes)
-    labelled = Cluster(nodes=tuple(named))
+    labelled = _labelled(rest)
     if closed and admit(changed, labelled).floors == floors:
         return changed, labelled
     return views, rest
@@ -62,8 +61,7 @@ def _slow_for(view: JobView, slow: Collection[str], views: Sequence[JobView], cl
     )
     if room < max(view.workers, view.min_workers):
         return view
-    condition = f"!in({','.join(sorted(slow))})"
-    return dataclasses.replace(view, label_selector={**view.label_selector, NODE_LABEL: condition})
+    return _closed_to(view, slow)
 
 
 def avoid_failing(
@@ -84,8 +82,7 @@ def avoid_failing(
     closed = _closed(views, cluster, avoided)
     if not closed:
         return views, cluster, {}
-    named = (dataclasses.replace(node, labels={**node.labels, NODE_LABEL: node.node_id}) for node in cluster.nodes)
-    labelled = Cluster(nodes=tuple(named))
+    labelled = _labelled(cluster)
     running = admit(views, cluster).floors.keys()
     trained = {view.job for view in views if view.most_workers}
     while closed:
@@ -105,7 +102,12 @@ def avoid_failing(
     return views, cluster, {}
 
 
-def _closed_to(view: JobView, nodes: Mapping[str, str]) -> JobView:
+def _labelled(cluster: Cluster) -> Cluster:
+    named = (dataclasses.replace(node, labels={**node.labels, NODE_LABEL: node.node_id}) for node in cluster.nodes)
+    return Cluster(nodes=tuple(named))
+
+
+def _closed_to(view: JobView, nodes: Collection[str]) -> JobView:
     condition = f"!in({','.join(sorted(nodes))})"
     return dataclasses.replace(view, label_selector={**view.label_selector, NODE_LABEL: condition})
 
@@ -161,6 +163,5 @@ def _take(view: JobView, nodes: Sequence[Node], free: dict[str, dict[str, float]
     if lacking > 0:
         return False
     for node, workers in taken.items():
-        for name, need in view.bundle.items():
-            free[node][name] = free[node].get(name, 0.0) - workers * need
+        add_amounts(free[node], view.bundle, -workers)
     return True

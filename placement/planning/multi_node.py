@@ -8,10 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Allocation, AllocationError, Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
-from placement.cluster.occupancy import Occupancy, best_fit, worst_fit
-from placement.cluster.packing import Packing
+from placement.cluster.packing import FreeResources, Occupancy, Packing, best_fit, worst_fit
 
 WorkersByNode = Mapping[str, int]
 """Workers by node id."""
@@ -61,7 +59,6 @@ def keep_apart(
     without its minimum, all jobs are placed again, minimums first, and this result is used if it leaves out fewer.
 
     Args:
-        packing: Placement to start from.
         multi_node_nodes: Nodes that already hold workers of a multi-node job outside of ``views``.
     """
     busy = _multi_node_jobs(packing.allocation)
@@ -99,8 +96,6 @@ class _Placer:
 
     Args:
         multi_node_nodes: Nodes that already hold workers of another multi-node job.
-        present: Placements to start from.
-        wanted: Number of workers of each job.
     """
 
     def __init__(

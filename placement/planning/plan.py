@@ -8,13 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from placement.checks import is_whole
 from placement.cluster.cluster import TOLERANCE, Allocation, AllocationError, Cluster, Node, check, slots, without
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, WorkerKind, worker_kind
-from placement.cluster.packing import Packing, pack
+from placement.cluster.packing import FreeResources, Packing, pack
 from placement.planning.constraints import Constraints, decide, without_idle_spot
 from placement.planning.failing_nodes import avoid_slow
 from placement.planning.multi_node import held_up, keep_apart, shared
 from placement.planning.problem import Plan, Problem
+from placement.planning.spans import plan_with_spans, room_for, spans_nodes
 from placement.planning.wishes import grant, without_wish
 from placement.policies.shared.base import Policy, Target, as_targets, describe
 from placement.reasons import Cause, Reason
@@ -36,32 +36,48 @@ def make_plan(
 ) -> Plan:
     """Decide the number of workers of each job, validate it, and place the workers, under all constraints.
 
+    Units that fit on no node span several (``placement.planning.spans``).
+
     Args:
-        policy: The policy that decides.
-        now_s: Current time [s since the epoch].
-        constraints: The cluster's rules.
         guaranteed: ``Plan.guaranteed`` of the last decision.
         granted: ``Plan.granted`` of the last decision.
 
     Raises AllocationError: the policy broke a rule; the caller must not change anything.
     """
+
+    def solve(views: Sequence[JobView], cluster: Cluster) -> Plan:
+        return _on_nodes(policy, views, cluster, now_s, constraints, guaranteed, granted)
+
+    return plan_with_spans(solve, views, cluster)
+
+
+def _on_nodes(
+    policy: Policy,
+    views: Sequence[JobView],
+    cluster: Cluster,
+    now_s: float,
+    constraints: Constraints,
+    guaranteed: Collection[str],
+    granted: Allocation | None,
+) -> Plan:
+    """Return the plan for jobs whose workers fit on single nodes."""
     if constraints.one_multi_node_job_per_node is None:
         # Sharing links slows jobs down, and waiting stops them: as below, who would run otherwise decides.
         rule = functools.partial(dataclasses.replace, constraints)
-        plan_under = functools.partial(make_plan, policy, views, cluster, now_s, guaranteed=guaranteed, granted=granted)
+        plan_under = functools.partial(_on_nodes, policy, views, cluster, now_s, guaranteed=guaranteed, granted=granted)
         anyway = plan_under(constraints=rule(one_multi_node_job_per_node=False))
         if not held_up(views) or not shared(anyway.allocation):
             return anyway
         plan = plan_under(constraints=rule(one_multi_node_job_per_node=True))
         return plan if _running(plan) >= _running(anyway) else anyway
     if not constraints.avoid_slow_nodes:
-        return _with_wishes(policy, views, cluster, now_s, constraints, guaranteed, granted)
+        return _with_wishes(policy, views, cluster, now_s, constraints, guaranteed, granted or {})
     left_views, left_cluster = avoid_slow(views, cluster)
-    plan = _with_wishes(policy, left_views, left_cluster, now_s, constraints, guaranteed, granted)
+    plan = _with_wishes(policy, left_views, left_cluster, now_s, constraints, guaranteed, granted or {})
     if left_views is views and left_cluster is cluster:
         return plan
     # A slow worker does some work, and a job without any does none: who would run otherwise decides.
-    anyway = _with_wishes(policy, views, cluster, now_s, constraints, guaranteed, granted)
+    anyway = _with_wishes(policy, views, cluster, now_s, constraints, guaranteed, granted or {})
     return plan if _running(plan) >= _running(anyway) else anyway
 
 
@@ -77,36 +93,21 @@ def _with_wishes(
     now_s: float,
     constraints: Constraints,
     guaranteed: Collection[str],
-    granted: Allocation | None,
+    granted: Allocation,
 ) -> Plan:
     """Return a plan for the given nodes; jobs' wishes are served from slots that the policy leaves free."""
     whole = Problem(views=views, cluster=cluster, apart=bool(constraints.one_multi_node_job_per_node))
-    granted = granted or {}
-    if not granted and all(view.wished is None for view in views):
-        return _plan_without_wishes(policy, whole, now_s, constraints, guaranteed)
-    asked = [without_wish(view, granted.get(view.job, {})) for view in views]
-    own = dataclasses.replace(whole, views=asked)
-    plan = _plan_without_wishes(policy, own, now_s, constraints, guaranteed)
-    plan = grant(whole, plan, constraints.tenants)
-    check(plan.allocation, {view.job: view.bundle for view in views}, cluster)
-    return plan
-
-
-def _plan_without_wishes(
-    policy: Policy, problem: Problem, now_s: float, constraints: Constraints, guaranteed: Collection[str]
-) -> Plan:
-    """Return the policy's decision under all constraints, ignoring the wishes of jobs' own policies."""
-
-    def solve(problem: Problem) -> Plan:
-        return _ask_policy(policy, problem, now_s)
-
-    if not problem.apart and not constraints.concern(problem.views):
-        plan = solve(problem)
-        stops = any(view.workers and view.job not in plan.allocation for view in problem.views)
-        if not stops or without_idle_spot(problem) is None:
-            return plan
-    plan = decide(problem, solve, constraints, now_s, guaranteed)
-    check(plan.allocation, {view.job: view.bundle for view in problem.views}, problem.cluster)
+    wishes = bool(granted) or any(view.wished is not None for view in views)
+    asked = [without_wish(view, granted.get(view.job, {})) for view in views] if wishes else views
+    problem, solve = dataclasses.replace(whole, views=asked), functools.partial(_ask_policy, policy, now_s=now_s)
+    plan = None if problem.apart or constraints.concern(asked) else solve(problem)
+    stops = plan is not None and any(view.workers and view.job not in plan.allocation for view in asked)
+    if plan is None or (stops and without_idle_spot(problem) is not None):
+        plan = decide(problem, solve, constraints, now_s, guaranteed)
+        check(plan.allocation, {view.job: view.bundle for view in views}, cluster)
+    if wishes:
+        plan = grant(whole, plan, constraints.tenants)
+        check(plan.allocation, {view.job: view.bundle for view in views}, cluster)
     return plan
 
 
@@ -173,7 +174,7 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
     nodes = cluster.by_id()
     for job, view in known.items():
         if job not in targets:
-            raise AllocationError("every job", f"no target for job {job!r}; give 0 workers to let it wait")
+            raise AllocationError("every job", f"no target for job {job!r}; assign 0 workers to make it wait")
         workers = targets[job].workers
         _check_count(view, workers)
         _check_nodes(view, targets[job], nodes)
@@ -183,7 +184,8 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
         if kind not in fits:
             fits[kind] = int(room.slots(view).sum())
         if workers > fits[kind]:
-            raise AllocationError("capacity", f"job {job!r} was given {workers} workers, but {_fits(view, room)}")
+            fit = f"{fits[kind]} x {describe(view.bundle)} fit onto all nodes"
+            raise AllocationError("capacity", f"job {job!r} was given {workers} workers, but {fit}")
         for name, need in view.bundle.items():
             used[name] = used.get(name, 0.0) + workers * need
     for name, amount in sorted(used.items()):
@@ -220,10 +222,6 @@ def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> No
                 )
 
 
-def _fits(view: JobView, room: FreeResources) -> str:
-    return f"{int(room.slots(view).sum())} x {describe(view.bundle)} fit onto all nodes"
-
-
 def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
     """Return the nodes that could run a worker of the job if they were empty."""
     return [node for node in cluster.nodes if node.matches(view.selector) and slots(node.total, view.bundle)]
@@ -240,6 +238,9 @@ def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
     if not nodes:
         why = f"no node has the labels {dict(view.selector)}"
         return Reason(Cause.IMPOSSIBLE, (why,), "change label_selector (or spot) or add such a node")
+    empty = Cluster(nodes=tuple(dataclasses.replace(node, draining=False) for node in nodes))
+    if spans_nodes(view, empty) and room_for(view, empty, view.min_workers) == view.min_workers:
+        return None
     for name, need in sorted(view.bundle.items()):
         most = max(node.total.get(name, 0.0) for node in nodes)
         if need > most + TOLERANCE:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from placement.cluster.cluster import Allocation, Cluster, without
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
-from placement.cluster.packing import pack
+from placement.cluster.packing import FreeResources, pack
 from placement.planning.multi_node import keep_apart
 from placement.reasons import Cause, Reason
 
@@ -193,12 +192,9 @@ def by_priority(problem: Problem, solve: Solver) -> Plan:
         mine = [view.job for view in problem.views if view.priority == level]
         part = guard(problem.beside(plan.allocation, later).only(mine), solve)
         if level < levels[0]:
-            part = part.noted(dict.fromkeys(_short(problem.only(mine), part), Reason(Cause.PRIORITY, (level,))))
+            has = {job: sum(place.values()) for job, place in part.allocation.items()}
+            own = problem.only(mine).views
+            short = [v.job for v in own if has.get(v.job, 0) < (v.held_at or v.useful_workers)]
+            part = part.noted(dict.fromkeys(short, Reason(Cause.PRIORITY, (level,))))
         plan = plan.plus(part)
     return plan
-
-
-def _short(problem: Problem, plan: Plan) -> list[str]:
-    """Return the jobs that have fewer workers than they could use."""
-    has = {job: sum(place.values()) for job, place in plan.allocation.items()}
-    return [v.job for v in problem.views if has.get(v.job, 0) < (v.held_at or v.useful_workers)]

@@ -11,9 +11,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Allocation, Cluster, Node, without
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
-from placement.cluster.packing import pack
+from placement.cluster.packing import FreeResources, pack
 from placement.planning.multi_node import shared
 from placement.planning.problem import Plan, Problem, Solver, by_precedence
 from placement.reasons import Cause, Reason
@@ -158,11 +157,9 @@ def _missing_part(
 
 def _off_spot_nodes(view: JobView) -> JobView:
     """Return the job with spot nodes excluded."""
-    return view if view.spot == "avoid" else dataclasses.replace(view, spot="avoid", label_selector=_off_spot(view))
-
-
-def _off_spot(view: JobView) -> Mapping[str, str]:
-    return {**view.label_selector, MARKET_LABEL: f"!{SPOT}"}
+    if view.spot == "avoid":
+        return view
+    return dataclasses.replace(view, spot="avoid", label_selector={**view.label_selector, MARKET_LABEL: f"!{SPOT}"})
 
 
 def _of_type(view: JobView, place: Mapping[str, int], nodes: Mapping[str, Node]) -> JobView:

@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 from placement.arguments import NamesArguments
 from placement.checks import check_number
-from placement.cluster.cluster import TOLERANCE, Allocation, Cluster, Node, Resources, slots, used_on_nodes
-from placement.cluster.free_resources import FreeResources
+from placement.cluster.cluster import TOLERANCE, Allocation, Cluster, Node, Resources, add_amounts, slots, used_on_nodes
 from placement.cluster.jobs import JobView, worker_kind
+from placement.cluster.packing import FreeResources
 from placement.planning.problem import Plan, Problem, Solver, by_precedence, minimums, secured, serve, usable
 from placement.reasons import Cause, Reason
 
@@ -60,7 +60,7 @@ def check_tenants(tenants: Sequence[Tenant]) -> None:
         if not isinstance(tenant, Tenant):
             raise TypeError(f"tenants must hold Tenant(name=..., weight=..., quota=...), but got {tenant!r}")
         if tenant.name in names:
-            raise ValueError(f"tenants must have names of their own, but {tenant.name!r} occurs twice")
+            raise ValueError(f"tenants' names must be unique, but {tenant.name!r} occurs twice")
         names.add(tenant.name)
 
 
@@ -323,17 +323,13 @@ class _Filling:
     def _count(self, view: JobView, workers: int) -> None:
         for nodes in self._parts:
             if self._reach[view.job] <= nodes:
-                _add(self._used_by.setdefault((view.tenant, nodes), {}), view, workers)
-        _add(self.used[view.tenant], view, workers)
+                add_amounts(self._used_by.setdefault((view.tenant, nodes), {}), view.bundle, workers)
+        add_amounts(self.used[view.tenant], view.bundle, workers)
         self._counts[view.job] = self._counts.get(view.job, 0) + workers
 
 
 def _exceeds(used: Mapping[str, float], view: JobView, workers: int, limit: Resources) -> bool:
     return any(used.get(r, 0.0) + workers * need > limit.get(r, 0.0) + TOLERANCE for r, need in view.bundle.items())
-
-
-def _add(used: dict[str, float], view: JobView, workers: int) -> None:
-    used.update({r: used.get(r, 0.0) + workers * need for r, need in view.bundle.items()})
 
 
 def _demand(problem: Problem, tenant: Tenant) -> dict[str, float]:
@@ -342,9 +338,7 @@ def _demand(problem: Problem, tenant: Tenant) -> dict[str, float]:
     wanted: dict[str, float] = {}
     for view in problem.views:
         if view.tenant == tenant.name:
-            workers = usable(view, room)
-            for name, need in view.bundle.items():
-                wanted[name] = wanted.get(name, 0.0) + workers * need
+            add_amounts(wanted, view.bundle, usable(view, room))
     part = min((tenant.quota[r] / amount for r, amount in wanted.items() if r in tenant.quota and amount), default=1.0)
     return {r: amount * min(part, 1.0) for r, amount in wanted.items()}
 
@@ -352,17 +346,14 @@ def _demand(problem: Problem, tenant: Tenant) -> dict[str, float]:
 def _totals(cluster: Cluster) -> dict[str, float]:
     totals: dict[str, float] = {}
     for node in cluster.nodes:
-        for name, amount in node.free.items() if not node.draining else ():
-            totals[name] = totals.get(name, 0.0) + amount
+        add_amounts(totals, node.free if not node.draining else {}, 1)
     return totals
 
 
 def _used(views: Sequence[JobView], allocation: Allocation) -> dict[str, float]:
     used: dict[str, float] = {}
     for view in views:
-        workers = sum(allocation.get(view.job, {}).values())
-        for name, need in view.bundle.items():
-            used[name] = used.get(name, 0.0) + workers * need
+        add_amounts(used, view.bundle, sum(allocation.get(view.job, {}).values()))
     return used
 
 
@@ -373,7 +364,6 @@ def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
     nodes, then of the roomiest other nodes.
 
     Args:
-        problem: The jobs and the resources that they share.
         first: Placements that must be in the part, for jobs in ``problem``.
     """
     if not ceiling:
@@ -401,7 +391,7 @@ def _order(problem: Problem) -> list[Node]:
     """Return the nodes that some job can use, sorted by most workers of the jobs, then by most room."""
     room = FreeResources(problem.cluster)
     fits = dict.fromkeys(room.node_ids, 0)
-    for view in _kinds(problem.views):
+    for view in {worker_kind(view): view for view in problem.views}.values():
         for node_id, workers in zip(room.node_ids, room.slots(view).tolist(), strict=True):
             fits[node_id] = max(fits[node_id], workers)
     here: dict[str, int] = {}
@@ -410,11 +400,6 @@ def _order(problem: Problem) -> list[Node]:
             here[node_id] = here.get(node_id, 0) + workers
     usable = [node for node in problem.cluster.nodes if fits.get(node.node_id)]
     return sorted(usable, key=lambda node: (-here.get(node.node_id, 0), -fits[node.node_id], node.node_id))
-
-
-def _kinds(views: Sequence[JobView]) -> list[JobView]:
-    """Return one job for each bundle and label selector."""
-    return list({worker_kind(view): view for view in views}.values())
 
 
 class _Partition:

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from placement.cluster.cluster import GPU_TYPE_LABEL, TOLERANCE, Allocation, Resources
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.packing import FreeResources
 from placement.planning.problem import Plan, Problem
 from placement.planning.tenants import Tenant
 from placement.reasons import Cause, Reason, count
@@ -46,7 +46,6 @@ def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
     for whole nodes and, if required, the rule of one multi-node job per node.
 
     Args:
-        problem: All jobs with their current workers, and the whole cluster.
         plan: The plan decided without wishes.
     """
     wishing = [v for v in problem.views if v.wished is not None and v.held_at is None and v.job in plan.allocation]

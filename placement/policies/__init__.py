@@ -4,13 +4,8 @@ A custom policy needs no registration: pass the object instead of a name.
 """
 
 from placement.policies.baselines.fair_share import FairSharePolicy
-from placement.policies.baselines.fifo import FifoPolicy
 from placement.policies.baselines.fixed import FixedPolicy
-from placement.policies.baselines.optimus import OptimusPolicy
-from placement.policies.baselines.pollux import PolluxPolicy
-from placement.policies.baselines.sia import SiaPolicy
 from placement.policies.baselines.throughput_efficiency import ThroughputEfficiencyPolicy
-from placement.policies.baselines.tiresias import TiresiasPolicy
 from placement.policies.baselines.utility_cost import UtilityCostPolicy
 from placement.policies.goodput.policy import GoodputPolicy
 from placement.policies.registry import POLICIES, make_policy
@@ -19,16 +14,11 @@ from placement.policies.shared.base import Policy, Target
 __all__ = [
     "POLICIES",
     "FairSharePolicy",
-    "FifoPolicy",
     "FixedPolicy",
     "GoodputPolicy",
-    "OptimusPolicy",
     "Policy",
-    "PolluxPolicy",
-    "SiaPolicy",
     "Target",
     "ThroughputEfficiencyPolicy",
-    "TiresiasPolicy",
     "UtilityCostPolicy",
     "make_policy",
 ]

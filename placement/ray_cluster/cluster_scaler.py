@@ -1,4 +1,4 @@
-"""SHELL: requests to Ray for nodes, and the loop that applies the decisions of ``Autoscaler``."""
+"""SHELL: requests to Ray for nodes: by the decisions of ``Autoscaler``, or for waiting jobs alone."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 
-from placement.autoscaling.autoscaler import Autoscaler, ScalingDecision
-from placement.autoscaling.config import Autoscaling
+from placement.autoscaling.autoscaler import Autoscaler, Autoscaling, ScalingDecision
 from placement.cluster.cluster import Cluster, Resources
 from placement.cluster.jobs import Bill, JobView
 from placement.planning.constraints import Constraints
+from placement.planning.tenants import Tenant
 from placement.policies.shared.base import Policy
 from placement.ray_cluster import notes
+from placement.ray_cluster.autoscaler_presence import may_autoscale
+
+logger = logging.getLogger("placement.nodes")
 
 _COORDINATOR = "AutoscalingCoordinator"  # name and namespace
 _REQUESTER = "elastic_ray"
 _EXPIRES_S = 180.0
 _REPEAT_S = 20.0
 _ANSWER_S = 5.0
+_LOOK_S = 20.0  # longest wait for one look; it asks Ray several times, five seconds each at the most
+_EVERY_S = 2.0  # between two looks at the demand of waiting jobs
+_LOOK_AGAIN_S = 60.0  # for an autoscaler that was not there
 Bundles = Sequence[tuple[Resources, Mapping[str, str]]]
 
 
-# `request_resources` is one list for the whole cluster, and the coordinator, an actor that merges the lists of all
-# its users, sends its own again every 20 s: a direct call of Ray beside it is undone, and undoes the others. So the
-# coordinator is looked for with every call. Its class is private; actor name and methods are used as Ray Train does.
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
     """A failed launch: its time [s since the epoch], the node type, and the provider's message."""
@@ -39,6 +42,9 @@ class Refusal:
     why: str
 
 
+# `request_resources` is one list for the whole cluster, and the coordinator, an actor that merges the lists of all
+# its users, sends its own again every 20 s: a direct call of Ray beside it is undone, and undoes the others. So the
+# coordinator is looked for with every call. Its class is private; actor name and methods are used as Ray Train does.
 class NodeRequests:
     """Requests for the cluster's nodes, sent to Ray on every change and every 20 s. Calls block briefly."""
 
@@ -48,11 +54,7 @@ class NodeRequests:
         self._by_coordinator = False
 
     def ask(self, bundles: Bundles) -> None:
-        """Request nodes that hold these bundles, all of them at once; existing nodes count.
-
-        Args:
-            bundles: Resources and labels of each node.
-        """
+        """Request nodes that hold these bundles, all of them at once; existing nodes count."""
         wanted = [(dict(resources), dict(labels)) for resources, labels in bundles]
         coordinator = _coordinator()
         due = time.monotonic() - self._at_s > _REPEAT_S
@@ -128,17 +130,11 @@ def _shown(wanted: Sequence[tuple[dict[str, float], dict[str, str]]]) -> str:
     return ", ".join(f"{n} x {key}" for key, n in counts.items()) or "none"
 
 
-logger = logging.getLogger("placement.nodes")
-_LOOK_S = 20.0  # longest wait for one look; it asks Ray several times, five seconds each at the most
-
-
 class ClusterScaler:
     """Scaler of one allocator, which decides every ``interval_s`` and never delays running jobs.
 
     Args:
-        config: Node types, objective and timing.
         policy: Another instance of the allocator's policy, since decisions run in a thread.
-        constraints: The allocator's constraints.
     """
 
     def __init__(self, config: Autoscaling, policy: Policy, constraints: Constraints) -> None:
@@ -219,3 +215,79 @@ class ClusterScaler:
     def forget(self, job: str) -> float:
         """Discard an ended job; return its cost [USD]."""
         return self._autoscaler.forget(job)
+
+
+def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterable[Tenant] = ()) -> Bundles:
+    """Return the workers that the cluster should have room for, all at once; none while no job waits (pure).
+
+    Each job counts with its minimum, or with the size that it is held at; with room for these no job waits. A waiting
+    job that does not fit into its tenant's quota is not counted.
+
+    Args:
+        jobs: All jobs except paused ones.
+        waiting: Names of the jobs that have no workers.
+    """
+    if not waiting:
+        return ()
+    quotas: Mapping[str, Resources] = {each.name: each.quota for each in tenants}
+    used: dict[tuple[str, str], float] = {}
+    found: list[tuple[Resources, Mapping[str, str]]] = []
+    for view in sorted(jobs, key=lambda view: (view.job in waiting, -view.priority, view.arrival)):
+        workers = view.held_at or view.min_workers
+        needs = {(view.tenant, name): workers * amount for name, amount in view.bundle.items()}
+        quota = quotas.get(view.tenant, {})
+        within = all(used.get(key, 0.0) + need <= quota.get(key[1], need + 1e18) for key, need in needs.items())
+        if view.job in waiting and not within:
+            continue
+        used |= {key: used.get(key, 0.0) + need for key, need in needs.items()}
+        found += [(view.bundle, view.selector)] * workers
+    return found
+
+
+class WaitingDemand:
+    """Requests of one allocator to Ray's autoscaler. Calls of Ray block, so they run in a thread."""
+
+    def __init__(self) -> None:
+        self._requests = NodeRequests()
+        self._asked: bool | None = None  # an allocator before this one may have asked for nodes
+        self._looked_s = self._sought_s = float("-inf")
+        self._look: asyncio.Task[None] | None = None
+        self.present = False
+
+    def look(self, bundles: Bundles) -> None:
+        """Request these bundles in the background, if a request is due and the last one has finished."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _EVERY_S or (self._look is not None and not self._look.done()):
+            return
+        if not bundles and self._asked is False:
+            return
+        self._looked_s = now_s
+        self._look = asyncio.get_running_loop().create_task(self._carry_out(list(bundles)))
+
+    async def _carry_out(self, bundles: Bundles) -> None:
+        try:
+            await asyncio.to_thread(self._ask, bundles)
+        except Exception:
+            logger.exception("Ray's autoscaler was not asked for nodes; the next look follows in %g s", _EVERY_S)
+
+    def _ask(self, bundles: Bundles) -> None:
+        """Request nodes if an autoscaler runs. Without bundles, only withdraws an earlier allocator request."""
+        if self._asked is None:
+            self._asked = notes.asks_for_nodes()
+        if not bundles and not self._asked:  # a list that a user has asked Ray for is not to be overwritten
+            return
+        if not self.present and time.monotonic() - self._sought_s > _LOOK_AGAIN_S:
+            self._sought_s = time.monotonic()
+            self.present = may_autoscale()
+        if self.present:
+            if bool(bundles) != self._asked:
+                notes.keep_asks_for_nodes(bool(bundles))
+            self._requests.ask(bundles)
+            self._asked = bool(bundles)
+
+    async def withdraw(self) -> None:
+        """Withdraw all requests."""
+        if self._look is not None:
+            await asyncio.wait([self._look])
+        if self._asked:
+            await asyncio.to_thread(self._ask, ())

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from typing import IO
+from typing import IO, Any
 
 from placement.text import printable
 
@@ -48,15 +48,8 @@ class DashboardProcess:
     def _run(self) -> None:
         """Start the page and read its output until it ends. If the page fails, a warning is logged."""
         try:
-            process = subprocess.Popen(
-                [sys.executable, *_COMMAND],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env={**os.environ, "RAY_ADDRESS": self._cluster},
-            )
+            command = [sys.executable, *_COMMAND]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, **_options(self._cluster))
         except OSError as error:
             logger.warning("the dashboard cannot be started: %s", error)
             return
@@ -76,8 +69,15 @@ class DashboardProcess:
             logger.warning("the dashboard has ended with code %d: %s", code, printable(last))
 
 
+def _options(cluster: str) -> dict[str, Any]:
+    """Return how a command's output is read, and its environment."""
+    env = {**os.environ, "RAY_ADDRESS": cluster}
+    return {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace", "env": env}
+
+
 _RESUME = ("-m", "elastic_ray.cli", "resume", "--all")
 _LONGEST_S = 600.0
+resuming = logging.getLogger("placement.resume")
 
 
 def resume_jobs(storage: str, cluster: str) -> None:
@@ -92,23 +92,10 @@ def resume_jobs(storage: str, cluster: str) -> None:
 def _run(storage: str, cluster: str) -> None:
     """Run the command until it ends."""
     try:
-        done = subprocess.run(
-            [sys.executable, *_RESUME, storage],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env={**os.environ, "RAY_ADDRESS": cluster},
-            timeout=_LONGEST_S,
-            check=False,
-        )
+        command = [sys.executable, *_RESUME, storage]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_LONGEST_S, check=False, **_options(cluster))
     except (OSError, subprocess.TimeoutExpired) as error:
-        logging.getLogger("placement.resume").warning(
-            "jobs of %s are not resumed: %s; try `elastic-ray resume --all %s`", storage, error, storage
-        )
+        resuming.warning("jobs of %s are not resumed: %s; try `elastic-ray resume --all %s`", storage, error, storage)
         return
     for line in done.stdout.splitlines():
-        logging.getLogger("placement.resume").log(
-            logging.WARNING if done.returncode else logging.INFO, "%s", printable(line)
-        )
+        resuming.log(logging.WARNING if done.returncode else logging.INFO, "%s", printable(line))

@@ -1,4 +1,4 @@
-"""SHELL: placement groups of one bundle each, pinned to the node that the allocator chose.
+"""SHELL: placement groups of one bundle a node, pinned to the nodes that the allocator chose: one, for most workers.
 
 If a group is removed after Ray 2.60 has set aside its resources and before the group is fulfilled, these resources are
 lost until the node restarts (ray-project/ray#64693 is a similar case). This happened to four of 92 groups when seven
@@ -13,13 +13,12 @@ import logging
 import math
 import time
 from collections.abc import Collection
-from typing import Any
 
 import ray
 from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from placement.cluster.cluster import TOLERANCE, Resources
+from placement.cluster.cluster import TOLERANCE, Resources, by_node
 from placement.ray_cluster.named_actors import NAMESPACE
 from placement.ray_cluster.snapshot import is_dead, job_of, read_available
 
@@ -41,8 +40,8 @@ class Room:
         self._available: dict[str, dict[str, float]] = {}
         self._lock = asyncio.Lock()
 
-    async def holds(self, bundle: Resources, node_id: str, count: int) -> bool:
-        """True if a node has room now."""
+    async def holds(self, bundle: Resources, place: str, count: int) -> bool:
+        """True if a node, or all nodes of a unit's place, have room now."""
         async with self._lock:
             if time.monotonic() >= self._read_s + _NEWS_S:
                 try:
@@ -51,12 +50,23 @@ class Room:
                     logger.warning("what is free on the nodes could not be read: %s", error)
                     self._available = {}
                 self._read_s = time.monotonic()
-        free = self._available.get(node_id, {})
-        return all(free.get(name, 0.0) + TOLERANCE >= count * amount for name, amount in bundle.items() if amount > 0)
+        return all(
+            self._available.get(node_id, {}).get(name, 0.0) + TOLERANCE >= count * amount
+            for node_id, here in _bundles(bundle, place).items()
+            for name, amount in here.items()
+        )
 
 
-def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
-    """Request one worker's resources on one node. Returns at once; ``ready`` waits until they are reserved.
+def _bundles(bundle: Resources, place: str) -> dict[str, dict[str, float]]:
+    """Return a worker's resources by node, in the order of its processes; amounts of 0 are left out."""
+    return {
+        node_id: {name: round(amount * share, 4) for name, amount in bundle.items() if amount > 0}
+        for node_id, share in by_node({place: 1}).items()
+    }
+
+
+def reserve(bundle: Resources, place: str, name: str) -> PlacementGroup:
+    """Request one worker's resources on its node, or on all nodes that a unit spans; ``ready`` waits for them.
 
     The group is detached, so it outlives the process of a controller that Ray restarts. Its creator releases it; if
     the controller is gone for good, the allocator does (:func:`release_all`). The group stays pending while the node
@@ -64,17 +74,21 @@ def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
 
     Args:
         bundle: Resources of the worker; amounts of 0 are left out.
-        node_id: Ray's hex node id.
+        place: Ray's hex node id, or the place of a unit (``placement.cluster.cluster.parts``).
         name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, by which the allocator knows the group's
             owner.
 
     Raises ValueError: the bundle is empty.
     """
-    wanted = {resource: float(amount) for resource, amount in bundle.items() if amount > 0}
-    if not wanted:
+    wanted = _bundles(bundle, place)
+    if not all(wanted.values()):
         raise ValueError(f"bundle of {name} must name a resource above 0, such as {{'CPU': 1}}, but got {bundle}")
     group: PlacementGroup = placement_group(
-        [wanted], strategy="PACK", name=name, lifetime="detached", bundle_label_selector=[{"ray.io/node-id": node_id}]
+        list(wanted.values()),
+        strategy="PACK",
+        name=name,
+        lifetime="detached",
+        bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in wanted],
     )
     return group
 
@@ -119,7 +133,8 @@ def find(group_id: str) -> PlacementGroup:
 
 def of_jobs() -> dict[str, str]:
     """Return the existing groups of elastic jobs: hex id -> job. Blocks for some milliseconds."""
-    living = {group_id: group["name"] for group_id, group in placement_group_table().items() if _lives(group)}
+    table = placement_group_table().items()
+    living = {group_id: group["name"] for group_id, group in table if group["state"] != "REMOVED"}
     return {group_id: job for group_id, name in living.items() if (job := job_of(name)) is not None}
 
 
@@ -152,10 +167,6 @@ async def ready(group: PlacementGroup, timeout_s: float) -> bool:
             return False
         await asyncio.sleep(min(pause_s, max(0.0, deadline_s - time.monotonic())))
         pause_s = min(2 * pause_s, 0.2)
-
-
-def _lives(group: dict[str, Any]) -> bool:
-    return bool(group["state"] != "REMOVED")
 
 
 def _state(group: PlacementGroup) -> str:

@@ -74,8 +74,6 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
     """Create a detached actor on the head node, without which nothing runs.
 
     Args:
-        name: Name of the actor, unique in our namespace.
-        *arguments: Arguments of the class.
         **options: Further Ray options, such as ``get_if_exists``.
 
     Raises ValueError: an actor of this name is alive, and ``get_if_exists`` is not set.

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.experimental import internal_kv
 
-from placement.cluster.account import Account
+from placement.cluster.jobs import Account
 from placement.ray_cluster import named_actors
 from placement.ray_cluster.snapshot import is_dead
 from placement.versions import check_format
@@ -36,58 +36,64 @@ _SETTINGS = b"allocator/settings"
 _FORMAT = 1
 
 
+def _put(key: bytes, value: bytes) -> None:
+    internal_kv._internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE)
+
+
+def _get(key: bytes) -> bytes | None:
+    found: bytes | None = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
+    return found
+
+
+def _stored(key: bytes, otherwise: str) -> Mapping[str, Any]:
+    """Return a note in JSON; empty if there is none, or if a newer release has stored it, which is logged."""
+    told: Mapping[str, Any] = json.loads(_get(key) or b"{}")
+    try:
+        check_format(told, _FORMAT)
+    except ValueError as error:
+        logger.warning("%s: %s", otherwise, error)
+        return {}
+    return told
+
+
 def keep_account(account: Account) -> None:
     """Store the account of the cluster's cost for the next allocator. Blocks for a moment."""
     text = json.dumps({"format": _FORMAT, **dataclasses.asdict(account)})
-    internal_kv._internal_kv_put(_ACCOUNT, text.encode(), overwrite=True, namespace=NAMESPACE)
+    _put(_ACCOUNT, text.encode())
 
 
 def account() -> Account:
     """Return the stored account of the cluster's cost; empty if no allocator has stored one."""
-    text: bytes | None = internal_kv._internal_kv_get(_ACCOUNT, namespace=NAMESPACE)
-    if text is None:
-        return Account()
-    told = json.loads(text)
-    try:
-        check_format(told, _FORMAT)
-    except ValueError as error:
-        logger.warning("what the cluster has cost is counted from now on: %s", error)
-        return Account()
-    return Account(**{field.name: told[field.name] for field in dataclasses.fields(Account)})
+    told = _stored(_ACCOUNT, "what the cluster has cost is counted from now on")
+    return Account(**{field.name: told[field.name] for field in dataclasses.fields(Account) if told})
 
 
 def keep_settings(settings: Mapping[str, Any]) -> None:
     """Store the operator's settings for the next allocator. Blocks for a moment."""
     text = json.dumps({"format": _FORMAT, "settings": settings})
-    internal_kv._internal_kv_put(_SETTINGS, text.encode(), overwrite=True, namespace=NAMESPACE)
+    _put(_SETTINGS, text.encode())
 
 
 def settings() -> Mapping[str, Any]:
     """Return the operator's settings; empty if there are none, or if a newer release has stored them."""
-    text: bytes | None = internal_kv._internal_kv_get(_SETTINGS, namespace=NAMESPACE)
-    told = json.loads(text) if text is not None else {}
-    try:
-        check_format(told, _FORMAT)
-    except ValueError as error:
-        logger.warning("the operator's settings are not used, apply them again: %s", error)
-        return {}
+    told = _stored(_SETTINGS, "the operator's settings are not used, apply them again")
     found: Mapping[str, Any] = told.get("settings", {})
     return found
 
 
 def keep_asks_for_nodes(asks: bool) -> None:
     """Store whether nodes are requested from Ray, so that the next allocator can withdraw. Blocks briefly."""
-    internal_kv._internal_kv_put(_ASKS, b"1" if asks else b"", overwrite=True, namespace=NAMESPACE)
+    _put(_ASKS, b"1" if asks else b"")
 
 
 def asks_for_nodes() -> bool:
     """True if an allocator has requested nodes from Ray's autoscaler and not withdrawn. Blocks for a moment."""
-    return bool(internal_kv._internal_kv_get(_ASKS, namespace=NAMESPACE))
+    return bool(_get(_ASKS))
 
 
 def keep_ended(job: str, ended_s: float, text: str) -> None:
     """Store how a job ended, and delete notes of jobs that ended over an hour before it. Blocks for a moment."""
-    internal_kv._internal_kv_put(_ended_key(job, ended_s), text.encode(), overwrite=True, namespace=NAMESPACE)
+    _put(f"{_ENDED}{ended_s:.3f}/{job}".encode(), text.encode())
     for key in _ended_keys():
         if ended_s - _ended_s(key) > ENDED_FOR_S:
             internal_kv._internal_kv_del(key, namespace=NAMESPACE)
@@ -96,12 +102,8 @@ def keep_ended(job: str, ended_s: float, text: str) -> None:
 def ended(now_s: float) -> tuple[bytes, ...]:
     """Return the notes of jobs that ended within the last hour. Blocks for a moment."""
     keys = [key for key in _ended_keys() if now_s - _ended_s(key) <= ENDED_FOR_S]
-    texts = (internal_kv._internal_kv_get(key, namespace=NAMESPACE) for key in keys)
+    texts = (_get(key) for key in keys)
     return tuple(text for text in texts if text)
-
-
-def _ended_key(job: str, ended_s: float) -> bytes:
-    return f"{_ENDED}{ended_s:.3f}/{job}".encode()
 
 
 def _ended_keys() -> list[bytes]:
@@ -134,7 +136,7 @@ def delete_orphaned() -> tuple[str, ...]:
         kept = [
             key for key in keys if key.startswith(key_of(controller, "")) and key.endswith(f"/{TRAIN_LOOP}".encode())
         ]
-        for train_loop in (internal_kv._internal_kv_get(key, namespace=NAMESPACE) for key in kept):
+        for train_loop in (_get(key) for key in kept):
             if train_loop is not None:
                 internal_kv._internal_kv_del(train_loop, namespace=NAMESPACE)
         internal_kv._internal_kv_del(key_of(controller, ""), del_by_prefix=True, namespace=NAMESPACE)

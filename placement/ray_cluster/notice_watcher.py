@@ -102,7 +102,6 @@ class Metadata:
     """Client of a machine's metadata server, which names the cloud and announces the machine's end. Calls block.
 
     Args:
-        config: Address of the server, and which cloud it belongs to.
         clock: Monotonic clock [s], used to renew the AWS token.
     """
 
@@ -173,7 +172,6 @@ def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
     """Request Ray to drain a node, as ``ray drain-node`` does, for which there is no public call.
 
     Args:
-        node_id: Ray's hex node id.
         deadline_s: Time when the node goes away [s since the epoch].
 
     Returns Ray's reason for a refusal, or "".

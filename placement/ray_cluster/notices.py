@@ -97,7 +97,6 @@ def read_notice(cloud: str, answer: str | None, *, now_s: float, machine: str = 
 
     Args:
         answer: Body of the answer; None for 404 (not found).
-        now_s: Current time [s since the epoch].
         machine: Azure's name of this machine, since its answers list all machines of a set.
 
     Raises ValueError: the answer cannot be parsed; the message shows it.

@@ -36,7 +36,6 @@ def orphaned(
     Args:
         holders: For each group, whether its process lives; None if no process holds it.
         since_s: Time when each group was first seen without a known job [s].
-        now_s: Current time [s].
         timeout_s: How long a living process keeps its group [s].
     """
     for group in since_s.keys() - holders.keys():
@@ -56,14 +55,6 @@ async def _release(group_id: str) -> None:
     group = groups.find(group_id)
     await groups.ready(group, groups.WITHDRAWN_S)
     await asyncio.to_thread(groups.release, group)
-
-
-def _controllers() -> int:
-    """Return the number of controllers of jobs and trials that Ray knows, including restarting ones.
-
-    Blocks for a moment.
-    """
-    return len(names_of_actors("job:"))
 
 
 class Orphans:
@@ -98,7 +89,6 @@ class Orphans:
         """Release groups that have had no job for long, and delete the notes of dead controllers.
 
         Args:
-            known: Jobs that the allocator knows.
             now_s: Current time [s, monotonic].
         """
         if now_s - self._looked_s < _EVERY_S:
@@ -109,8 +99,8 @@ class Orphans:
             jobs = await asyncio.to_thread(groups.of_jobs)
             holders = await asyncio.to_thread(_holders, [group for group, job in jobs.items() if job not in known])
             found = orphaned(holders, self._since_s, now_s, self._timeout_s)
-            if found and await asyncio.to_thread(_controllers) > len(known):
-                return  # a controller that is alive and silent may have them
+            if found and len(await asyncio.to_thread(names_of_actors, "job:")) > len(known):
+                return  # a controller that is alive and silent, or restarting, may have them
             for group in found:
                 logger.warning("the placement group of job %s is released: its controller is gone", jobs[group])
                 await _release(group)

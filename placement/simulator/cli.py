@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import csv
 import dataclasses
+import json
+import multiprocessing
+import os
 import re
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from placement.allocator.snapshot import Trigger
 from placement.autoscaling.objectives import OBJECTIVES, make_objective
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
+from placement.checks import check_number
 from placement.cluster.jobs import SPOT_USES
 from placement.cluster.price_table import PriceTable, read_prices
 from placement.errors import InputError
 from placement.policies import POLICIES
 from placement.policies.baselines.boa import BoaPolicy
-from placement.simulator.batch import Task, mean_records, run_all, write_json
-from placement.simulator.nodes.disturbances import Disturbances
+from placement.simulator.engine import Task
+from placement.simulator.nodes.disturbances import Disturbances, SpotTrace, read_spot
 from placement.simulator.nodes.provider import AutoscaledCluster
-from placement.simulator.nodes.spot import SpotTrace, read_spot
-from placement.simulator.workloads.lengths import Lengths
+from placement.simulator.results.report import SimulationReport
+from placement.simulator.workloads.traces import Lengths
 from placement.simulator.world.rules import RULES
 
 CLUSTER = "t4:2x4"
@@ -83,6 +89,10 @@ _DISTURBANCES = {
     "spot_offset_h": ("--spot-offset", "HOURS", "where in the spot traces the simulation starts"),
 }
 """Option, unit and meaning by field of ``Disturbances``; the defaults are the fields' own."""
+_AUTOSCALED = {
+    "startup_s": ("--node-startup", "SECONDS", "until a node that was asked for can be used"),
+    "notice_s": ("--spot-notice", "SECONDS", "between a spot node's notice and its end"),
+}
 APART = {"never": False, "measured": None, "always": True}
 """``AllocatorConfig.one_multi_node_job_per_node`` by what ``--apart`` says."""
 
@@ -102,10 +112,12 @@ def parser(prog: str = _PROG) -> argparse.ArgumentParser:
     made.add_argument("--prices", metavar="FILE", help="CSV or JSON: type, on_demand, spot [USD per GPU-hour]")
     made.add_argument("--processes", type=int, default=None, help="simulations at a time; by default one per core")
     made.add_argument("--quiet", action="store_true", help="no progress")
-    add_facts(made.add_argument_group("what a policy may know"))
-    add_apart(made.add_argument_group("what the allocator sees to"))
-    add_autoscaling(made.add_argument_group("a cluster whose size follows the jobs (with --rules live)"))
-    add_disturbances(made.add_argument_group("what goes wrong (all but --noise: with --rules live)"))
+    _add_facts(made.add_argument_group("what a policy may know"))
+    apart = "keep jobs of several nodes off each other's: always, or where links are measured to hold two jobs up"
+    seen_to = made.add_argument_group("what the allocator sees to")
+    seen_to.add_argument("--apart", choices=sorted(APART), default="never", help=apart)
+    _add_autoscaling(made.add_argument_group("a cluster whose size follows the jobs (with --rules live)"))
+    _add_disturbances(made.add_argument_group("what goes wrong (all but --noise: with --rules live)"))
     return made
 
 
@@ -126,7 +138,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = _PROG) -> int:
 
 def _run_demo(options: argparse.Namespace) -> int:
     if options.trace or options.profiles:
-        raise InputError("--demo makes its own trace and profiles: leave --trace and --profiles out, or --demo")
+        raise InputError("--demo makes its own trace and profiles: leave out either --trace and --profiles, or --demo")
     with tempfile.TemporaryDirectory() as folder:
         trace, profiles = write_demo(Path(folder) / "demo")
         made = {"trace": [str(trace)], "profiles": str(profiles), "cluster": options.cluster or CLUSTER}
@@ -150,10 +162,14 @@ def _run(options: argparse.Namespace) -> int:
         rules=options.rules,
         seed=options.seed,
         knowledge=options.shared_knowledge,
-        lengths=lengths(options),
-        disturbances=disturbances(options),
+        lengths=Lengths(
+            declared=options.declare == "epochs", error=options.length_error, spread=options.random_lengths
+        ),
+        disturbances=Disturbances(
+            **{field: getattr(options, field) for field in _DISTURBANCES}, spot=_spot(options.spot)
+        ),
         prices=read_prices(options.prices) if options.prices else PriceTable(),
-        autoscale=autoscaling(options),
+        autoscale=_autoscaled(options),
         spot_use=options.spot_use,
         apart=APART[options.apart],
     )
@@ -161,7 +177,7 @@ def _run(options: argparse.Namespace) -> int:
     tasks = [dataclasses.replace(common, trace=trace, policy=policy) for trace in options.trace for policy in chosen]
     for target in filter(None, (options.json, options.plot)):
         if not Path(target).resolve().parent.is_dir():
-            raise InputError(f"{target} must be in a folder that is there, but {Path(target).parent} is not")
+            raise InputError(f"{target} must be in an existing folder, but {Path(target).parent} is not")
     reports = run_all(tasks, processes=options.processes, progress=not options.quiet)
     print(table([report.record() for report in reports]))
     for report in reports:
@@ -217,79 +233,49 @@ def table(records: Sequence[dict[str, object]]) -> str:
     return "\n".join(line.rstrip() for line in aligned)
 
 
-def add_facts(group: argparse._ArgumentGroup) -> None:
+def _add_facts(group: argparse._ArgumentGroup) -> None:
     """Add the options for the facts that jobs declare, which every policy sees."""
-    group.add_argument(
-        "--declare", choices=("none", "epochs"), default="epochs", help="whether jobs declare how many epochs they run"
-    )
-    group.add_argument(
-        "--length-error", type=float, default=0.0, metavar="SIGMA", help="log-normal, of declared epochs"
-    )
-    group.add_argument("--random-lengths", type=float, default=0.0, metavar="SIGMA", help="log-normal, of true epochs")
-    group.add_argument(
-        "--shared-knowledge", action="store_true", help="jobs of one application share what they measure"
-    )
+    whether = "whether jobs declare how many epochs they run"
+    group.add_argument("--declare", choices=("none", "epochs"), default="epochs", help=whether)
+    _add_number(group, "--length-error", "SIGMA", 0.0, "log-normal, of declared epochs")
+    _add_number(group, "--random-lengths", "SIGMA", 0.0, "log-normal, of true epochs")
+    shared = "jobs of one application share what they measure"
+    group.add_argument("--shared-knowledge", action="store_true", help=shared)
 
 
-def add_disturbances(group: argparse._ArgumentGroup) -> None:
+def _add_disturbances(group: argparse._ArgumentGroup) -> None:
     """Add the options for failures, slow nodes, noise, and spot nodes."""
-    defaults = Disturbances()
-    for field, (option, unit, meaning) in _DISTURBANCES.items():
-        value = getattr(defaults, field)
-        group.add_argument(
-            option, dest=field, type=float, default=value, metavar=unit, help=f"{meaning}; {value:g} by default"
-        )
-    group.add_argument(
-        "--spot",
-        action="append",
-        default=[],
-        metavar="[TYPE=]FILE",
-        help="spot trace (.json counts or .csv events) of all nodes, or of those of one GPU type; may be repeated",
-    )
+    _add_fields(group, Disturbances(), _DISTURBANCES)
+    spot = "spot trace (.json counts or .csv events) of all nodes, or of those of one GPU type; may be repeated"
+    group.add_argument("--spot", action="append", default=[], metavar="[TYPE=]FILE", help=spot)
 
 
-def add_apart(group: argparse._ArgumentGroup) -> None:
-    """Add the option that keeps multi-node jobs on separate nodes."""
-    group.add_argument(
-        "--apart",
-        choices=sorted(APART),
-        default="never",
-        help="keep jobs of several nodes off each other's: always, or where links are measured to hold two jobs up",
-    )
-
-
-def add_autoscaling(group: argparse._ArgumentGroup) -> None:
+def _add_autoscaling(group: argparse._ArgumentGroup) -> None:
     """Add the options for a cluster that is resized to suit the jobs."""
-    defaults, cost = AutoscaledCluster(), CostPerProgress()
-    group.add_argument(
-        "--autoscale",
-        choices=sorted(OBJECTIVES),
-        metavar="OBJECTIVE",
-        help=f"{', '.join(sorted(OBJECTIVES))}; --cluster is then the most nodes, --spot offers spot nodes beside them",
-    )
-    group.add_argument(
-        "--value",
-        type=float,
-        default=cost.value_usd_per_h,
-        metavar="USD",
-        help=f"with cost_per_progress: what an hour less is worth, for each job; {cost.value_usd_per_h:g} by default",
-    )
-    group.add_argument(
-        "--budget", type=float, metavar="USD", help="with budget or policy boa: average cost of all nodes, an hour"
-    )
-    for field, meaning in (
-        ("startup_s", "until a node that was asked for can be used"),
-        ("notice_s", "between a spot node's notice and its end"),
-    ):
-        value = getattr(defaults, field)
-        option = {"startup_s": "--node-startup", "notice_s": "--spot-notice"}[field]
-        group.add_argument(
-            option, dest=field, type=float, default=value, metavar="SECONDS", help=f"{meaning}; {value:g} by default"
-        )
+    names = ", ".join(sorted(OBJECTIVES))
+    most = f"{names}; --cluster is then the most nodes, --spot offers spot nodes beside them"
+    group.add_argument("--autoscale", choices=sorted(OBJECTIVES), metavar="OBJECTIVE", help=most)
+    value = CostPerProgress().value_usd_per_h
+    worth = f"with cost_per_progress: what an hour less is worth, for each job; {value:g} by default"
+    _add_number(group, "--value", "USD", value, worth)
+    _add_number(group, "--budget", "USD", None, "with budget or policy boa: average cost of all nodes, an hour")
+    _add_fields(group, AutoscaledCluster(), _AUTOSCALED)
     group.add_argument("--spot-use", choices=SPOT_USES, default="prefer", help="how jobs use such spot nodes")
 
 
-def autoscaling(options: argparse.Namespace) -> AutoscaledCluster | None:
+def _add_number(group: argparse._ArgumentGroup, option: str, unit: str, value: float | None, meaning: str) -> None:
+    group.add_argument(option, type=float, default=value, metavar=unit, help=meaning)
+
+
+def _add_fields(group: argparse._ArgumentGroup, defaults: object, fields: Mapping[str, tuple[str, str, str]]) -> None:
+    """Add an option for each of these fields: its name, unit and meaning."""
+    for field, (option, unit, meaning) in fields.items():
+        value = getattr(defaults, field)
+        said = f"{meaning}; {value:g} by default"
+        group.add_argument(option, dest=field, type=float, default=value, metavar=unit, help=said)
+
+
+def _autoscaled(options: argparse.Namespace) -> AutoscaledCluster | None:
     """Return the autoscaled cluster that the options describe; None without ``--autoscale``."""
     if options.autoscale is None:
         if options.value != CostPerProgress().value_usd_per_h:
@@ -306,17 +292,6 @@ def autoscaling(options: argparse.Namespace) -> AutoscaledCluster | None:
     return AutoscaledCluster(objective=objective, startup_s=options.startup_s, notice_s=options.notice_s)
 
 
-def lengths(options: argparse.Namespace) -> Lengths:
-    """Return the job lengths that the options describe."""
-    return Lengths(declared=options.declare == "epochs", error=options.length_error, spread=options.random_lengths)
-
-
-def disturbances(options: argparse.Namespace) -> Disturbances:
-    """Return the disturbances that the options describe, including the spot traces that they name."""
-    fields: dict[str, Any] = {field: getattr(options, field) for field in _DISTURBANCES}
-    return Disturbances(**fields, spot=_spot(options.spot))
-
-
 def _spot(values: Sequence[str]) -> dict[str, SpotTrace]:
     """Return spot traces keyed by GPU type ("" for all nodes). Raise InputError if a type is given twice."""
     traces: dict[str, SpotTrace] = {}
@@ -327,3 +302,79 @@ def _spot(values: Sequence[str]) -> dict[str, SpotTrace]:
             raise InputError(f"spot must name every GPU type once, but got {gpu or 'all nodes'} twice")
         traces[gpu] = read_spot(file)
     return traces
+
+
+def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bool = False) -> list[SimulationReport]:
+    """Run simulations in parallel and return their reports in the order of the tasks.
+
+    All input is checked before anything runs.
+
+    Raises:
+        InputError: The input of some task is invalid.
+        ValueError: A policy is unknown.
+    """
+    if processes is not None:
+        check_number("processes", processes, least=1, error=InputError)
+    for task in tasks:
+        task.check()
+    workers = min(processes or os.cpu_count() or 1, len(tasks))
+    with _ProgressBar(len(tasks), shown=progress) as bar:
+        if workers <= 1:
+            return [bar.done(task.run()) for task in tasks]
+        # Spawned, not forked: threads of NumPy's linear algebra do not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+            futures = [pool.submit(task.run) for task in tasks]
+            for future in concurrent.futures.as_completed(futures):
+                bar.done(future.result())
+            return [future.result() for future in futures]
+
+
+class _ProgressBar:
+    """Progress bar of finished simulations, on standard error."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        self._task = self._bar.add_task("simulating", total=total)
+
+    def __enter__(self) -> _ProgressBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def done(self, report: SimulationReport) -> SimulationReport:
+        """Count a finished simulation on the bar."""
+        name = f"{Path(report.trace).stem} {report.policy}: {report.avg_jct_s / 3600:.3f} h on average"
+        self._bar.update(self._task, advance=1, description=name)
+        return report
+
+
+def mean_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the mean of every number over all traces, one record per policy; empty with a single trace."""
+    traces = {record["trace"] for record in records}
+    if len(traces) < 2:
+        return []
+    means = []
+    for policy in dict.fromkeys(record["policy"] for record in records):
+        own = [record for record in records if record["policy"] == policy]
+        keys = [key for key, value in own[0].items() if isinstance(value, (int, float))]
+        numbers = {key: statistics.fmean(record[key] for record in own) for key in keys}
+        means.append({"trace": f"mean of {len(own)}", "policy": policy, **numbers})
+    return means
+
+
+def write_json(reports: Sequence[SimulationReport], path: Path) -> None:
+    """Write one record per trace and policy. The file is replaced atomically."""
+    text = json.dumps([{**report.record(), **report.history()} for report in reports], indent=1)
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise InputError(f"json must be a file that can be written, but {path}: {error}") from error

@@ -21,17 +21,15 @@ from placement.knowledge.knowledge import Knowledge
 from placement.policies import make_policy
 from placement.policies.baselines.boa import JobClass
 from placement.policies.shared.base import Policy
-from placement.simulator.live import LiveDriver
+from placement.simulator.live import LiveDriver, ScalingDriver
 from placement.simulator.nodes.clusters import gpu_types, parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.nodes.provider import AutoscaledCluster, Provider
 from placement.simulator.results.fairness import SIZES, alone_s, rho
 from placement.simulator.results.report import JobReport, Rented, SimulationReport
-from placement.simulator.scaling import ScalingDriver
 from placement.simulator.threads import one_thread
-from placement.simulator.workloads.lengths import Lengths
 from placement.simulator.workloads.profiles import Application, load_profiles
-from placement.simulator.workloads.traces import TraceJob, in_order, read_trace
+from placement.simulator.workloads.traces import Lengths, TraceJob, in_order, read_trace
 from placement.simulator.world.job import SimulatedJob
 from placement.simulator.world.rules import Rules, make_rules
 from placement.simulator.world.state import World
@@ -98,153 +96,123 @@ def simulate(
         ValueError: The policy is unknown.
         RuntimeError: The simulation never ends, because the policy starves a job.
     """
-    nodes = parse_cluster(cluster)
-    applications = load_profiles(profiles, gpu_types(nodes)) if isinstance(profiles, (str, Path)) else profiles
-    specs = _read(trace, applications)
-    wrong = disturbances or Disturbances()
-    wrong.check(make_rules(rules), nodes)
-    table = prices or PriceTable()
-    if autoscale is not None:
-        autoscale.check(make_rules(rules), wrong)
-        make_objective(autoscale.objective)
-    # Of an autoscaled cluster nodes of both markets are paid for, each at its own price (``Provider``).
-    spot = wrong.spot_types(gpu_types(nodes)) if autoscale is None else ()
-    rates = table.rates(gpu_types(nodes), spot)
-    chosen = _told(_priced(make_policy(policy), rates), specs, applications, nodes, make_rules(rules))
-    rigid = bool(getattr(chosen, "rigid", False)) if requested is None else requested
-    simulation = _Simulation(
-        nodes=nodes,
-        rules=make_rules(rules),
-        policy=chosen,
+    task = Task(
+        trace=trace,
+        profiles=profiles,
+        cluster=cluster,
+        rules=rules,
+        policy=policy,
         seed=seed,
-        requested=rigid,
-        knowledge=knowledge and bool(getattr(chosen, "shares_knowledge", True)),
+        requested=requested,
+        knowledge=knowledge,
         lengths=lengths or Lengths(),
-        wrong=wrong,
-        prices=table,
+        disturbances=disturbances or Disturbances(),
+        prices=prices or PriceTable(),
         autoscale=autoscale,
         statistical=statistical,
         spot_use=spot_use,
-        mixed_gpu_types=mixed_gpu_types and not rigid,
-        sizes=ANY_SIZE if rigid else sizes,
+        mixed_gpu_types=mixed_gpu_types,
+        sizes=sizes,
         apart=apart,
         foresight=foresight,
     )
-    with one_thread():
-        jobs = simulation.jobs(specs, applications)
-        world, rented = simulation.run(jobs, on_progress)
-        fairness = rho(jobs, nodes)
-    name = str(trace) if isinstance(trace, (str, Path)) else "jobs"
-    reports = tuple(_report(job, fairness[job.name]) for job in jobs)
-    if rented is None:
-        rented = _rent(nodes, rates, max(job.finish_s for job in reports) - min(job.arrival_s for job in reports))
-    return simulation.report(world, rented, trace=name, cluster=cluster, prices=rates, jobs=reports)
+    return task.run(on_progress)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Simulation:
+class _Checked:
     """Validated input of a simulation."""
 
     nodes: Cluster
     rules: Rules
+    rates: Mapping[str, float]  # price of each GPU type [USD per GPU and hour]
+    specs: tuple[TraceJob, ...]
+    applications: Mapping[str, Application]
     policy: Policy
-    seed: int
-    requested: bool
-    knowledge: bool
-    lengths: Lengths
-    wrong: Disturbances
-    prices: PriceTable
-    autoscale: AutoscaledCluster | None
-    statistical: bool
-    spot_use: SpotUse
-    mixed_gpu_types: bool
-    sizes: AllowedSizes
-    apart: bool | None
-    foresight: bool
+    rigid: bool  # whether jobs run as their users requested
 
-    def jobs(self, specs: Sequence[TraceJob], applications: Mapping[str, Application]) -> list[SimulatedJob]:
-        """Return the jobs in their initial state."""
-        per_node = {node.gpu_type: int(node.total["GPU"]) for node in self.nodes.nodes}
-        jobs = []
-        for spec in specs:
-            application = self.lengths.application(applications[spec.application], spec.name, self.seed)
-            job = SimulatedJob(
-                spec,
-                application,
-                self.rules,
-                requested=self.requested,
-                gpus_per_node=per_node,
-                sigma=self.wrong.noise,
-                seed=self.seed,
-                declared=self.lengths.declaration(application.epochs, spec.name, self.seed),
-                statistical=self.statistical,
-                spot=self.spot_use,
-                mixed_gpu_types=self.mixed_gpu_types,
-                sizes=self.sizes if self.requested or spec.sizes.free else spec.sizes,
-                foresight=self.foresight,
-            )
-            jobs.append(job)
-        return jobs
 
-    def run(self, jobs: Sequence[SimulatedJob], on_progress: OnProgress | None) -> tuple[World, Rented | None]:
-        """Simulate until all jobs are done; return the world and, for an autoscaled cluster, the rented nodes."""
-        rounds = self.rules.round_s is not None
-        known = Knowledge() if self.knowledge else None
-        nodes = self.nodes if self.autoscale is None else Cluster()
-        pace = self.rules.pace
-        config = dataclasses.replace(  # nothing to gather: all that comes at one moment of a trace is told at once
-            _ROUNDS,
-            one_multi_node_job_per_node=self.apart,
-            gather_s=0.0,
-            rounds=rounds,
-            min_interval_s=pace.min_interval_s,
-            refresh_s=pace.refresh_s,
-        )
-        world = World(jobs, nodes, self.policy, config, known)
-        if self.autoscale is not None:
-            return world, self._run_scaled(world, jobs, self.autoscale, on_progress)
-        if self.rules.round_s is not None:
-            _run_rounds(world, jobs, self.rules.round_s, on_progress)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One simulation: a trace under one policy, with the arguments of ``simulate``."""
+
+    trace: str | Path | Sequence[TraceJob]
+    profiles: str | Path | Mapping[str, Application]
+    cluster: str
+    rules: str | Rules
+    policy: str | Policy
+    seed: int = 0
+    requested: bool | None = None
+    knowledge: bool = False
+    lengths: Lengths = dataclasses.field(default_factory=Lengths)
+    disturbances: Disturbances = dataclasses.field(default_factory=Disturbances)
+    prices: PriceTable = dataclasses.field(default_factory=PriceTable)
+    autoscale: AutoscaledCluster | None = None
+    statistical: bool = True
+    spot_use: SpotUse = "prefer"
+    mixed_gpu_types: bool = False
+    sizes: AllowedSizes = ANY_SIZE
+    apart: bool | None = False
+    foresight: bool = True
+
+    def check(self) -> _Checked:
+        """Check all input before anything runs.
+
+        Raises:
+            InputError: The input is invalid.
+            ValueError: The policy is unknown.
+        """
+        nodes, rules, trace, profiles = parse_cluster(self.cluster), make_rules(self.rules), self.trace, self.profiles
+        types = gpu_types(nodes)
+        applications = load_profiles(profiles, types) if isinstance(profiles, (str, Path)) else profiles
+        if isinstance(trace, (str, Path)):
+            specs = read_trace(trace, applications)
         else:
-            LiveDriver(world, self.nodes, self.wrong, self.seed, _LONGEST_S, pace).run(jobs, on_progress)
-        return world, None
-
-    def _run_scaled(
-        self, world: World, jobs: Sequence[SimulatedJob], scale: AutoscaledCluster, on_progress: OnProgress | None
-    ) -> Rented:
-        """Run all jobs to completion; return node hours and cost [USD] until the last completion."""
-        types = scale.types(self.nodes, self.prices, self.wrong.spot)
-        provider = Provider(types, self.wrong.spot, 3600.0 * self.wrong.spot_offset_h, self.seed)
-        autoscaler = Autoscaler(types, self.policy, scale.objective, scale.config)
-        driver = ScalingDriver(
-            world, autoscaler, provider, self.wrong, notice_s=scale.notice_s, seed=self.seed, longest_s=_LONGEST_S
+            specs = in_order(trace, applications, "jobs")
+        self.disturbances.check(rules, nodes)
+        if self.autoscale is not None:
+            self.autoscale.check(rules, self.disturbances)
+            make_objective(self.autoscale.objective)
+        # Of an autoscaled cluster nodes of both markets are paid for, each at its own price (``Provider``).
+        rates = self.prices.rates(types, self.disturbances.spot_types(types) if self.autoscale is None else ())
+        policy = make_policy(self.policy)
+        if hasattr(policy, "priced"):
+            policy = policy.priced(rates)
+        policy = _told(policy, specs, applications, nodes, rules)
+        rigid = bool(getattr(policy, "rigid", False)) if self.requested is None else self.requested
+        return _Checked(
+            nodes=nodes,
+            rules=rules,
+            rates=rates,
+            specs=specs,
+            applications=applications,
+            policy=policy,
+            rigid=rigid,
         )
-        driver.run(jobs, on_progress)
-        provider.close(max(job.finished_s or 0.0 for job in jobs))
-        return Rented(node_hours=provider.rented_h, usd=provider.usd)
 
-    def report(
-        self,
-        world: World,
-        rented: Rented,
-        *,
-        trace: str,
-        cluster: str,
-        prices: Mapping[str, float],
-        jobs: tuple[JobReport, ...],
-    ) -> SimulationReport:
-        """Return the report of the simulation."""
+    def run(self, on_progress: OnProgress | None = None) -> SimulationReport:
+        """Run the simulation. Arguments and errors are those of ``simulate``."""
+        checked = self.check()
+        shares = self.knowledge and bool(getattr(checked.policy, "shares_knowledge", True))
+        with one_thread():
+            jobs = self._jobs(checked)
+            world, rented = self._drive(checked, jobs, Knowledge() if shares else None, on_progress)
+            fairness = rho(jobs, checked.nodes)
+        reports = tuple(_report(job, fairness[job.name]) for job in jobs)
+        if rented is None:
+            seconds = max(job.finish_s for job in reports) - min(job.arrival_s for job in reports)
+            rented = _rent(checked.nodes, checked.rates, seconds)
         return SimulationReport(
-            trace=trace,
-            policy=self.policy.name,
-            rules=self.rules.name,
-            cluster=cluster,
+            trace=str(self.trace) if isinstance(self.trace, (str, Path)) else "jobs",
+            policy=checked.policy.name,
+            rules=checked.rules.name,
+            cluster=self.cluster,
             seed=self.seed,
-            settings=self._settings(),
-            gpus=int(sum(node.total["GPU"] for node in self.nodes.nodes)),
-            prices=prices,
+            settings=self._settings(rigid=checked.rigid, shares=shares),
+            gpus=int(sum(node.total["GPU"] for node in checked.nodes.nodes)),
+            prices=checked.rates,
             rented=rented,
-            jobs=jobs,
+            jobs=reports,
             placed=tuple(world.placed),
             log=world.core.log,
             decision_s=tuple(world.decision_s),
@@ -252,27 +220,79 @@ class _Simulation:
             idle_gpu_hours=world.idle.gpu_s / 3600.0,
         )
 
-    def _settings(self) -> dict[str, object]:
+    def _jobs(self, checked: _Checked) -> list[SimulatedJob]:
+        """Return the jobs in their initial state."""
+        per_node = {node.gpu_type: int(node.total["GPU"]) for node in checked.nodes.nodes}
+        jobs = []
+        for spec in checked.specs:
+            application = self.lengths.application(checked.applications[spec.application], spec.name, self.seed)
+            own = ANY_SIZE if checked.rigid else self.sizes
+            job = SimulatedJob(
+                spec,
+                application,
+                checked.rules,
+                requested=checked.rigid,
+                gpus_per_node=per_node,
+                sigma=self.disturbances.noise,
+                seed=self.seed,
+                declared=self.lengths.declaration(application.epochs, spec.name, self.seed),
+                statistical=self.statistical,
+                spot=self.spot_use,
+                mixed_gpu_types=self.mixed_gpu_types and not checked.rigid,
+                sizes=own if checked.rigid or spec.sizes.free else spec.sizes,
+                foresight=self.foresight,
+            )
+            jobs.append(job)
+        return jobs
+
+    def _drive(
+        self,
+        checked: _Checked,
+        jobs: Sequence[SimulatedJob],
+        knowledge: Knowledge | None,
+        on_progress: OnProgress | None,
+    ) -> tuple[World, Rented | None]:
+        """Simulate until all jobs are done; return the world and, for an autoscaled cluster, the rented nodes."""
+        rules, wrong, scale = checked.rules, self.disturbances, self.autoscale
+        config = dataclasses.replace(  # nothing to gather: all that comes at one moment of a trace is told at once
+            _ROUNDS,
+            one_multi_node_job_per_node=self.apart,
+            gather_s=0.0,
+            rounds=rules.round_s is not None,
+            min_interval_s=rules.pace.min_interval_s,
+            refresh_s=rules.pace.refresh_s,
+        )
+        world = World(jobs, checked.nodes if scale is None else Cluster(), checked.policy, config, knowledge)
+        if scale is not None:
+            types = scale.types(checked.nodes, self.prices, wrong.spot)
+            provider = Provider(types, wrong.spot, 3600.0 * wrong.spot_offset_h, self.seed)
+            autoscaler = Autoscaler(types, checked.policy, scale.objective, scale.config)
+            ScalingDriver(
+                world, autoscaler, provider, wrong, notice_s=scale.notice_s, seed=self.seed, longest_s=_LONGEST_S
+            ).run(jobs, on_progress)
+            provider.close(max(job.finished_s or 0.0 for job in jobs))
+            return world, Rented(node_hours=provider.rented_h, usd=provider.usd)
+        if rules.round_s is not None:
+            _run_rounds(world, jobs, rules.round_s, on_progress)
+        else:
+            LiveDriver(world, checked.nodes, wrong, self.seed, _LONGEST_S, rules.pace).run(jobs, on_progress)
+        return world, None
+
+    def _settings(self, *, rigid: bool, shares: bool) -> dict[str, object]:
         """Return the settings of the simulation as plain values."""
-        fields = [f.name for f in dataclasses.fields(self.wrong) if f.name != "spot"]
-        spot = {gpu or "all": trace.source for gpu, trace in sorted(self.wrong.spot.items())}
+        wrong = {f.name: getattr(self.disturbances, f.name) for f in dataclasses.fields(self.disturbances)}
+        spot = {gpu or "all": trace.source for gpu, trace in sorted(self.disturbances.spot.items())}
         return {
-            "requested": self.requested,
-            "shared_knowledge": self.knowledge,
+            "requested": rigid,
+            "shared_knowledge": shares,
             "lengths": dataclasses.asdict(self.lengths),
             "statistical": self.statistical,
-            "mixed_gpu_types": self.mixed_gpu_types,
-            "sizes": None if self.sizes.free else str(self.sizes),
+            "mixed_gpu_types": self.mixed_gpu_types and not rigid,
+            "sizes": None if rigid or self.sizes.free else str(self.sizes),
             "apart": self.apart,
             "autoscale": None if self.autoscale is None else str(self.autoscale),
-            "disturbances": {**{name: getattr(self.wrong, name) for name in fields}, "spot": spot},
+            "disturbances": {**{name: value for name, value in wrong.items() if name != "spot"}, "spot": spot},
         }
-
-
-def _read(trace: str | Path | Sequence[TraceJob], applications: Mapping[str, Application]) -> tuple[TraceJob, ...]:
-    if isinstance(trace, (str, Path)):
-        return read_trace(trace, applications)
-    return in_order(trace, applications, "jobs")
 
 
 def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
@@ -281,12 +301,6 @@ def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
     usd = sum(node.total["GPU"] * rates[node.gpu_type] * hours for node in nodes.nodes)
     counts = collections.Counter(node.gpu_type for node in nodes.nodes)
     return Rented(node_hours={gpu: count * hours for gpu, count in sorted(counts.items())}, usd=usd)
-
-
-def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:
-    """Return the policy, given the prices [USD per GPU and hour, keyed by type] if it has a ``priced`` method."""
-    told: Callable[[Mapping[str, float]], Policy] | None = getattr(policy, "priced", None)
-    return policy if told is None else told(rates)
 
 
 def _told(

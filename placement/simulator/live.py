@@ -1,15 +1,22 @@
-"""Event-driven time: the allocator gets arrivals, ends and lost nodes at once, progress at intervals."""
+"""Event-driven time: the allocator gets arrivals, ends and lost nodes at once, progress at intervals.
+
+In a cluster that grows and shrinks, the autoscaler requests nodes from a simulated cloud.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from placement.allocator.events import NodesChanged
+from placement.autoscaling.autoscaler import Autoscaler
 from placement.cluster.cluster import Cluster
+from placement.cluster.node_types import obtainable
 from placement.simulator.nodes.disturbances import Disturbances, Kind
+from placement.simulator.nodes.provider import Machine, Provider
 from placement.simulator.world.job import SimulatedJob
 from placement.simulator.world.rules import Pace
 from placement.simulator.world.state import World
@@ -52,8 +59,8 @@ class LiveDriver:
     def run(self, jobs: Sequence[SimulatedJob], on_progress: Callable[[int, int, float], None] | None) -> None:
         """Run until all jobs are done. Raises RuntimeError: the simulation takes longer than ``longest_s``."""
         for job in jobs:
-            self._at(job.trace.time_s, lambda now_s, job=job: self._arrive(job, now_s))  # type: ignore[misc]
-        self._at(jobs[0].trace.time_s, self._tick)
+            self._at(job.trace.time_s, lambda now_s, job=job: self.arrive(job, now_s))  # type: ignore[misc]
+        self._at(jobs[0].trace.time_s, self.tick)
         hour = 1
         while self._done < len(jobs):
             now_s, _, act = heapq.heappop(self._heap)
@@ -68,18 +75,18 @@ class LiveDriver:
     def _at(self, time_s: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self._heap, (time_s, next(self._order), act))
 
-    def _arrive(self, job: SimulatedJob, now_s: float) -> None:
+    def arrive(self, job: SimulatedJob, now_s: float) -> None:
         job.arrive(now_s)
         self._present[job.name] = job
         self._world.hear(job, now_s)
 
-    def _tick(self, now_s: float) -> None:
+    def tick(self, now_s: float) -> None:
         for job in list(self._present.values()):
             self._advance(job, now_s)
         for job in list(self._present.values()):
             self._world.hear(job, now_s)
         self._world.tick(now_s)
-        self._at(now_s + self._pace.heartbeat_s, self._tick)
+        self._at(now_s + self._pace.heartbeat_s, self.tick)
 
     def _wake(self, job: SimulatedJob, version: int, now_s: float) -> None:
         """Handle the end of a job's epoch or its new workers joining, unless it was placed again meanwhile."""
@@ -154,3 +161,105 @@ class LiveDriver:
             ]
             if any(len(each) > 1 and not each.keys().isdisjoint(nodes) for each in others):
                 job.see_shared_link(self._disturbances.interference)
+
+
+_LEAVE_S = 30.0
+"""So long before a spot node's end its workers leave; from the notice on another node is asked for."""
+
+
+class ScalingDriver(LiveDriver):
+    """Live driver whose nodes are those that the autoscaler requested and the simulated cloud could provide.
+
+    Args:
+        disturbances: Disturbances of the jobs. Its spot markets are ignored, since the provider has them.
+        notice_s: Time between a spot node's notice and its end [s].
+    """
+
+    def __init__(
+        self,
+        world: World,
+        autoscaler: Autoscaler,
+        provider: Provider,
+        disturbances: Disturbances,
+        *,
+        notice_s: float,
+        seed: int,
+        longest_s: float,
+    ) -> None:
+        super().__init__(world, Cluster(), dataclasses.replace(disturbances, spot={}), seed, longest_s)
+        self._autoscaler, self._provider, self._notice_s = autoscaler, provider, notice_s
+        self._noticed: set[str] = set()
+        self._ending: set[str] = set()
+        self._released: frozenset[str] = frozenset()
+        self._ready: set[str] = set()
+        self._told: Cluster | None = None
+        self._obtainable = obtainable(provider.types)
+
+    def arrive(self, job: SimulatedJob, now_s: float) -> None:
+        self._tell_nodes(now_s)
+        super().arrive(job, now_s)
+        self._scale(now_s)
+
+    def tick(self, now_s: float) -> None:
+        super().tick(now_s)
+        self._scale(now_s)
+
+    def _scale(self, now_s: float) -> None:
+        """Query the autoscaler, carry out its decision, and notify the allocator."""
+        nodes = self._nodes(self._noticed)
+        decision = self._autoscaler.decide(self._world.core.views(now_s), nodes, now_s)
+        self._released = frozenset(decision.release)
+        for machine in self._provider.want(decision.nodes, now_s):
+            self._at(machine.ready_s, self._marking(machine, self._ready, self._tell_nodes))
+            if machine.gone_s < float("inf"):
+                notice_s = max(machine.gone_s - self._notice_s, machine.since_s)
+                self._at(notice_s, self._marking(machine, self._noticed, self._scale))
+                leave_s = max(machine.gone_s - min(_LEAVE_S, self._notice_s), machine.since_s)
+                self._at(leave_s, self._marking(machine, self._ending, self._tell_nodes))
+                self._at(machine.gone_s, functools.partial(self._lose, machine))
+        self._tell_nodes(now_s)
+        self._let_go(now_s)
+
+    def _let_go(self, now_s: float) -> None:
+        """Return released nodes that no longer run any worker."""
+        busy = {node for job in self._present.values() if job.location is not None for node in job.location.nodes}
+        empty = [node for node in self._released if node in self._ready and node not in busy]
+        for node in empty:
+            self._provider.give_back(node, now_s)
+            self._ready.discard(node)
+        if empty:
+            self._tell_nodes(now_s)
+
+    def _marking(self, machine: Machine, marked: set[str], act: Callable[[float], None]) -> Callable[[float], None]:
+        """Return an event that marks a machine, if it is still rented, and acts on that."""
+
+        def mark(now_s: float) -> None:
+            if machine.node.node_id in self._provider.machines:
+                marked.add(machine.node.node_id)
+                act(now_s)
+
+        return mark
+
+    def _lose(self, machine: Machine, now_s: float) -> None:
+        """Remove a machine if it is still rented: its workers die, and allocator and autoscaler are notified."""
+        node_id = machine.node.node_id
+        if node_id not in self._provider.machines:
+            return
+        for job in list(self._present.values()):
+            self._advance(job, now_s)
+        self._provider.give_back(node_id, now_s)
+        self._ready.discard(node_id)
+        self._world.lose_nodes({node_id}, now_s)
+        self._tell_nodes(now_s)
+        self._scale(now_s)
+
+    def _nodes(self, away: Collection[str]) -> Cluster:
+        """Return the nodes that are ready for workers; those in ``away`` are marked as draining."""
+        machines = self._provider.machines
+        return Cluster(nodes=tuple(machines[n].node for n in sorted(self._ready))).draining(away)
+
+    def _tell_nodes(self, now_s: float) -> None:
+        cluster = self._nodes(self._ending | self._released)
+        if cluster != self._told:
+            self._told = cluster
+            self._world.send(NodesChanged(cluster=cluster, obtainable=self._obtainable), now_s)

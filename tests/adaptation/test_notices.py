@@ -25,9 +25,7 @@ class Parts:
     def __init__(self) -> None:
         self.planner, self.choice = planner_on()
         self.seen: list[tuple[Any, str]] = []
-        self.record = SimpleNamespace(
-            user_told=lambda text: None, waits=lambda *a: None, batch_reason="for goodput", events=()
-        )
+        self.record = SimpleNamespace(told="", waits=lambda *a: None, batch_reason="for goodput", events=())
         self.events, self.reports, self.allocator = self, None, self
         self.spec = SimpleNamespace(scheduling=SchedulingConfig(), min_workers=1)
         self.heartbeats = 0

@@ -18,7 +18,7 @@ from elastic_ray.batch.growth import (
     GrowthWatch,
     StepBack,
 )
-from elastic_ray.batch.noise_scale import NoiseSignal
+from elastic_ray.batch.reports import NoiseSignal
 
 INITIAL, SPACING = 64, 8  # one estimate in so many steps
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ray.batch.limits import cut_within, split
-from elastic_ray.batch.noise_scale import NoiseSignal
 from elastic_ray.batch.planner import BatchPlanner
-from elastic_ray.batch.reports import LoaderInfo, StepReport
+from elastic_ray.batch.reports import LoaderInfo, NoiseSignal, StepReport
 from elastic_ray.batch.tuner import (
     HYSTERESIS,
     MIN_STEPS,

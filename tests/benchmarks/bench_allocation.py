@@ -31,7 +31,7 @@ from common import bar, finish, side_parser
 
 from placement.policies import GoodputPolicy
 from placement.simulator import simulate
-from placement.simulator.workloads.lengths import Lengths
+from placement.simulator.workloads.traces import Lengths
 
 DATA = Path(os.environ.get("ELASTIC_RAY_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 HOMOGENEOUS = "aws:16x4"

@@ -27,9 +27,8 @@ from bench_allocation import DATA
 from common import bar, finish, side_parser
 
 from placement.autoscaling.objectives import Objective
-from placement.autoscaling.objectives.budget import Budget
 from placement.autoscaling.objectives.by_size import BySize
-from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
+from placement.autoscaling.objectives.cost_per_progress import Budget, CostPerProgress
 from placement.policies.baselines.boa import BoaPolicy, JobClass, boa_widths
 from placement.simulator import simulate
 from placement.simulator.engine import job_classes

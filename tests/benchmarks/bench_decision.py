@@ -20,8 +20,7 @@ import numpy as np
 from common import bar, finish, median, side_parser
 
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import Event, JobHeartbeat, NodesChanged, TimePassed
-from placement.allocator.instructions import Allocate
+from placement.allocator.events import Allocate, Event, JobHeartbeat, NodesChanged, TimePassed
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress

@@ -30,7 +30,7 @@ from common import bar, finish, side_parser
 from placement.cluster.jobs import TraceJobView
 from placement.simulator import engine as simulation
 from placement.simulator import simulate
-from placement.simulator.workloads.lengths import Lengths
+from placement.simulator.workloads.traces import Lengths
 from placement.simulator.world.job import SimulatedJob
 
 CLUSTER = "aws:16x4"

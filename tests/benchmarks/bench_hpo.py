@@ -26,8 +26,7 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.policies import FixedPolicy, Policy, Target, make_policy
 from placement.simulator import Report, simulate
-from placement.simulator.workloads.lengths import Lengths
-from placement.simulator.workloads.traces import TraceJob
+from placement.simulator.workloads.traces import Lengths, TraceJob
 
 DATA = Path(os.environ.get("ELASTIC_RAY_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 CLUSTER = "aws:4x4"

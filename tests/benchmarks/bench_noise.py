@@ -52,8 +52,8 @@ class Meter:
     def __init__(self, name: str) -> None:
         import torch
 
-        from elastic_ray.batch.statistics import preconditioner
         from elastic_ray.sync.operations.buckets import Bucket
+        from elastic_ray.sync.preconditioners import preconditioner
         from elastic_ray.sync.statistics.example_norms import ExampleNorms
 
         task, rate, self.batch = MODELS[name]
@@ -144,7 +144,7 @@ def _parts(estimates: Sequence[Estimate], size: int) -> Iterator[Sequence[Estima
 
 
 def _estimate(mean_sq: float, sq_of_mean: float, samples: int, batch: int) -> Estimate:
-    from elastic_ray.batch.noise_scale import estimate
+    from elastic_ray.sync.statistics.noise_scale import estimate
 
     found = estimate(mean_sq_norm=mean_sq, sq_norm_of_mean=sq_of_mean, samples=samples, scale=float(batch))
     return found.var, found.sqr

@@ -39,8 +39,8 @@ from placement.policies import Policy, make_policy
 from placement.policies.baselines.fixed import FixedPolicy
 from placement.simulator import simulate
 from placement.simulator.results.outlook import outlook
-from placement.simulator.workloads.lengths import Lengths
 from placement.simulator.workloads.recorded import RecordedWorkload, recorded_workload
+from placement.simulator.workloads.traces import Lengths
 from placement.simulator.world.rules import LIVE_PACE, LiveRules
 from tests.local_cluster import clean_up
 

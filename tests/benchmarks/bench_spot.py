@@ -19,9 +19,8 @@ from common import bar, finish, side_parser
 
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.simulator import Report, simulate
-from placement.simulator.nodes.disturbances import Disturbances
+from placement.simulator.nodes.disturbances import Disturbances, read_spot
 from placement.simulator.nodes.provider import AutoscaledCluster
-from placement.simulator.nodes.spot import read_spot
 
 CLUSTER = "aws:16x4"
 MARKET = DATA / "spot" / "bamboo_g4dn.csv"

@@ -27,13 +27,12 @@ from typing import Any
 from common import bar, finish, side_parser
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.packing import FreeResources
 from placement.policies import FixedPolicy, Policy, Target, make_policy
 from placement.simulator import Report, simulate
 from placement.simulator.nodes.disturbances import Disturbances
-from placement.simulator.workloads.lengths import Lengths
-from placement.simulator.workloads.traces import TraceJob
+from placement.simulator.workloads.traces import Lengths, TraceJob
 from tuning import Promise, Sweep
 from tuning.rung_sizes import SweepPlanner
 from tuning.trials import TrialRecord

@@ -56,7 +56,7 @@ def test_help_names_every_command_without_loading_ray_or_torch() -> None:
         (["completion", "tcsh"], "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
         (["top", "--interval", "0"], "x>=0.2"),
         (["allocator", "set"], "Missing argument 'POLICY'"),
-        (["drain"], "name the nodes, or give --label"),
+        (["drain"], "give either node names or --label"),
         (["drain", "10.0.0.7", "--label", "rack=a"], "and not both"),
         (["drain", "--label", "rack"], "must be KEY=VALUE, but got 'rack'"),
         (["drain", "a", "--deadline", "0"], "x>=1"),

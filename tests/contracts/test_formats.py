@@ -203,7 +203,7 @@ REFUSED = {
     "automatic_note_1.json": (ValueError, "its format must be from 1 to 1, but is 2: a newer elastic-ray"),
     "checkpoint_note_1.json": (ValueError, "its format must be from 1 to 1, but is 2: a newer elastic-ray"),
     "controller_state_1.json": (ValueError, "its format must be from 1 to 1, but is 2: a newer elastic-ray"),
-    "manifest_1.bin": (ManifestError, "is no account of version 1, but of 2"),
+    "manifest_1.bin": (ManifestError, "not a record of version 1, but of 2"),
     "strategy_1.json": (StrategyError, "must be an object of version 1, but got 2"),
     "recording_1.jsonl": (InputError, "format must be 1, but got 2"),
 }

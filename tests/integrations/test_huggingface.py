@@ -278,8 +278,8 @@ def test_a_classifier_is_weighted_by_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"dataloader_in_order": False}, "dataloader_in_order=False cannot be kept"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config=.*cannot be kept"),
+        ({"dataloader_in_order": False}, "dataloader_in_order=False is not supported"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config=.*is not supported"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"train_sampling_strategy": "batch_rebalance"}, "group_by_length"),
         ({"ddp_find_unused_parameters": True}, "no DistributedDataParallel here"),

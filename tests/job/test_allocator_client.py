@@ -10,7 +10,7 @@ import pytest
 
 from elastic_ray.job import allocator_client
 from elastic_ray.job.allocator_client import AllocatorClient
-from placement.allocator.instructions import HeartbeatReply
+from placement.allocator.events import HeartbeatReply
 from placement.cluster.jobs import Bill, JobView
 from placement.versions import PROTOCOL, Spoken, VersionError
 from tests.job.specs import spec

@@ -53,7 +53,7 @@ def test_a_loop_in_ray_train_s_words() -> None:
         (
             lambda: ray.train.torch.prepare_model(nn.Linear(1, 1), parallel_strategy="fsdp"),
             RuntimeError,
-            "hold the whole model",
+            "holds the whole model",
         ),
         (
             lambda: ray.train.torch.prepare_data_loader(DataLoader([1]), move_to_device=False),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,10 @@ from elastic_ray.record.losses import Losses
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import StateSaved
 from tests.job.specs import spec
+
+
+def remembered(**counts: float) -> Any:
+    return SimpleNamespace(**counts)
 
 
 def test_so_many_losses_are_allowed() -> None:
@@ -38,9 +44,9 @@ def test_by_default_a_job_restarts_while_it_makes_progress() -> None:
 
 def test_what_was_counted_is_recalled() -> None:
     losses = Losses(max_failures=0)
-    losses.recall(lost=3.0, failures=3, raised=0, fruitless=3, saved_steps=7)
+    losses.recall(remembered(lost=3.0, failures=3, raised=0, fruitless=3, saved_steps=7))
     assert not losses.all_lost(7)
-    losses.recall(lost=3.0, failures=3, raised=0, fruitless=3, saved_steps=7)
+    losses.recall(remembered(lost=3.0, failures=3, raised=0, fruitless=3, saved_steps=7))
     assert losses.all_lost(8)
 
 
@@ -61,7 +67,7 @@ def test_an_exception_that_costs_the_last_worker_counts_once() -> None:
 
 def test_what_a_worker_raised_before_others_trained_on_counts() -> None:
     losses = Losses(max_failures=2)
-    losses.recall(lost=0.0, failures=0, raised=1, fruitless=0, saved_steps=0)
+    losses.recall(remembered(lost=0.0, failures=0, raised=1, fruitless=0, saved_steps=0))
     assert losses.one_raised() and not losses.one_raised()
     assert not losses.all_lost(0) and (losses.failures, losses.raised, losses.lost) == (1, 2, 1.0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_ray.job.state_note import Preemption
+from elastic_ray.job.preemption import Preemption
 from elastic_ray.membership.signals import Allocated
 
 AWAY = Allocated(nodes={}, reason="others have more use for them")

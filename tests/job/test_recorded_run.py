@@ -12,8 +12,8 @@ from placement.allocator.actor import get_or_create_allocator
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.recording import read_recording, replay
 from placement.simulator import simulate
-from placement.simulator.workloads.lengths import Lengths
 from placement.simulator.workloads.recorded import recorded_workload
+from placement.simulator.workloads.traces import Lengths
 from placement.simulator.world.rules import LIVE_PACE, LiveRules
 from tests.job.jobs import start
 

@@ -106,7 +106,7 @@ def test_files_other_than_those_written_are_no_checkpoint(
     found = look(storage, verify=change == "other")
     assert [checkpoint.index for checkpoint in found.checkpoints] == [1]
     (told,) = found.passed_over
-    assert f"its {name} {reasons.get(change, 'has another checksum')}" in told
+    assert f"its {name} {reasons.get(change, 'does not have the checksum')}" in told
 
 
 def make_note_directory(run: Path) -> None:
@@ -228,7 +228,7 @@ def test_job_waiting_for_storage_says_so_and_can_stop(tmp_path: Path, journal: J
         await until(says_so)
         begin_s = time.monotonic()
         job.stop()
-        await job.written()
+        await job.shutdown.written()
         assert job.status().phase is JobPhase.STOPPED and time.monotonic() - begin_s < 40
         hanging.answer()
         await opening

@@ -127,7 +127,7 @@ def test_job_continues_at_another_size_from_last_good_one(ray_cluster: Any, tmp_
     found = handle.result(timeout=600).metrics
     assert resumed_at(handle) == older.steps
     event = next(event for event in handle.events() if event.kind is EventKind.RESUMED)
-    assert "__1_0.distcp has another checksum" in event.reason
+    assert "__1_0.distcp does not have the checksum" in event.reason
     assert found is not None and found["epoch"] == 9
 
 

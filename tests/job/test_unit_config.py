@@ -10,7 +10,6 @@ import torch
 
 import elastic_ray as er
 from elastic_ray.driver.trainer import impossible
-from elastic_ray.monitoring import Monitor
 from elastic_ray.parallel.refusals import refuse_in_unit
 from elastic_ray.unit import Unit, place_in, process_names, worker_of
 from elastic_ray.worker_group.failure_detector import FailureDetector
@@ -47,11 +46,6 @@ def test_workers_that_make_no_whole_units_are_refused() -> None:
         (lambda: er.SchedulingConfig(unit=0), ValueError, "unit must be 1 or more"),
         (lambda: er.SchedulingConfig(unit="2"), TypeError, "unit must be a whole number"),
         (lambda: er.SchedulingConfig(unit=2, mixed_gpu_types=True), ValueError, "mixed_gpu_types is not supported"),
-        (
-            lambda: trainer(2, 2, elastic_config=er.ElasticConfig(stragglers="share")),
-            ValueError,
-            "stragglers='share'. is not supported with",
-        ),
     ],
 )
 def test_units_that_cannot_be_are_refused(make: Any, error: type[Exception], told: str) -> None:
@@ -60,9 +54,7 @@ def test_units_that_cannot_be_are_refused(make: Any, error: type[Exception], tol
 
 
 def test_what_a_model_cannot_have_in_units_is_named() -> None:
-    refuse_in_unit(torch.nn.Linear(1, 1), policy=None, monitor=None)
-    with pytest.raises(ValueError, match=r"monitor=. is not supported"):
-        refuse_in_unit(torch.nn.Linear(1, 1), monitor=Monitor())
+    refuse_in_unit(torch.nn.Linear(1, 1))
     sharded = torch.nn.Sequential(torch.nn.Linear(4, 4))
     er.fully_shard(sharded)
     with pytest.raises(ValueError, match=r"0.weight is sharded by elastic_ray.fully_shard.*unit_mesh"):

@@ -11,41 +11,16 @@ from typing import Any
 import psutil
 import pytest
 import ray
-import ray.train
 
 import elastic_ray as er
 from elastic_ray.driver.handle import find_controller
 from elastic_ray.events import EventKind
 from elastic_ray.faults import Faults
-from tests.job import united
 from tests.job.controllers import kill_controller
 from tests.job.jobs import kinds, wait_until
+from tests.job.unit_jobs import check_close, parameters, submit
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000), pytest.mark.slow]
-
-
-def submit(folder: Path, kind: str, workers: Any, unit: Any, **config: Any) -> er.JobHandle:
-    elastic = config.pop("elastic", {})
-    return er.ElasticTrainer(
-        united.train,
-        train_loop_config={"kind": kind, "epochs": 6, **config},
-        scaling_config=ray.train.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
-        run_config=ray.train.RunConfig(name=folder.name, storage_path=str(folder)),
-        elastic_config=er.ElasticConfig(**elastic),
-        scheduling_config=er.SchedulingConfig(unit=unit),
-    ).submit()
-
-
-def parameters(handle: er.JobHandle) -> dict[str, list[float]]:
-    result = handle.result(timeout=300)
-    assert result.metrics is not None
-    return dict(result.metrics["parameters"])
-
-
-def check_close(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, values in wanted.items():
-        assert found[name] == pytest.approx(values, rel=1e-5, abs=1e-5), name
 
 
 @pytest.mark.parametrize(

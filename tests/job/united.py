@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import elastic_ray as er
+from elastic_ray.adaptation import Policy, PolicyView, ScaleRate, SetBatch
+from elastic_ray.monitoring import Monitor
 
 SAMPLES, BATCH, WIDTH = 48, 12, 8
 
@@ -27,25 +29,56 @@ class Net(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
+MONITOR = Monitor(variance_every=2, norms_every=2, workers=True)
+
+
+class Wishes(Policy):
+    """Sets the batch and the rates at fixed steps."""
+
+    def before_train(self, view: PolicyView) -> Any:
+        return SetBatch(BATCH)
+
+    def after_step(self, view: PolicyView) -> Any:
+        return {20: SetBatch(2 * BATCH), 40: ScaleRate(0.5), 60: SetBatch(BATCH)}.get(view.step)
+
+
+class Unitary(torch.optim.Optimizer):
+    """Steps of one length for each matrix, whose direction is the gradient's: no element steps by itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm() * group["lr"])
+
+
 def data() -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, WIDTH, generator=generator)
     return torch.utils.data.TensorDataset(inputs, torch.roll(inputs, 1, 1).sin())
 
 
-def tensor_parallel(net: Net) -> nn.Module:
+def tensor_parallel(net: Net, mesh: Any = None) -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    return parallelize_module(net, er.unit_mesh(), plan)
+    return parallelize_module(net, mesh or er.unit_mesh(), plan)
 
 
-def sharded(net: Net) -> nn.Module:
+def sharded(net: Net, mesh: Any = None) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
+    mesh = mesh or er.unit_mesh()
     for layer in (net.up, net.down):
-        fully_shard(layer, mesh=er.unit_mesh())
-    return fully_shard(net, mesh=er.unit_mesh())  # type: ignore[return-value]
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)  # type: ignore[return-value]
+
+
+def cut_twice(net: Net) -> nn.Module:
+    """Tensor parallelism, whose parts are sharded."""
+    mesh = er.unit_mesh()
+    tensor_parallel(net, mesh["tp"])
+    return sharded(net, mesh["shard"])
 
 
 class Pipelined(nn.Module):
@@ -161,7 +194,7 @@ def expert_parallel(net: Experts) -> nn.Module:
 
 
 MADE = {"blocks": Pipelined, "pp": Pipelined, "cp": Attending, "context": Attending, "ep": Experts, "experts": Experts}
-KINDS = {"tp": tensor_parallel, "shard": sharded, "cp": context_parallel, "ep": expert_parallel}
+KINDS = {"tp": tensor_parallel, "both": cut_twice, "shard": sharded, "cp": context_parallel, "ep": expert_parallel}
 
 
 def whole(model: nn.Module) -> dict[str, Any]:
@@ -186,7 +219,8 @@ def pipeline_step(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> No
         schedule.step(target=targets)
 
 
-def train(config: dict[str, Any]) -> None:
+def train(config: dict[str, Any]) -> dict[str, Any]:
+    """What is reported after the last epoch."""
     torch.manual_seed(0)
     kind = config["kind"]
     pipelines = kind == "pp"
@@ -194,18 +228,33 @@ def train(config: dict[str, Any]) -> None:
     if pipelines:
         del net.blocks[str(1 - dist.get_rank())]
     net = KINDS.get(kind, lambda net: net)(net)
+    batch = BATCH
     if "still" in config:  # every step is the same one
-        optimizer: Any = getattr(torch.optim, config["still"])(net.parameters(), lr=0.0, foreach=False)
+        optimizers: Any = [getattr(torch.optim, config["still"])(net.parameters(), lr=0.0, foreach=False)]
         batch = SAMPLES
+    elif "matrices" in config:
+        matrices = [p for p in net.parameters() if p.dim() > 1]
+        first = (
+            Unitary(matrices, {"lr": 1e-2}) if config["matrices"] == "unitary" else torch.optim.Muon(matrices, lr=1e-2)
+        )
+        rest = [p for p in net.parameters() if p.dim() < 2]
+        optimizers = [first, torch.optim.AdamW(rest, lr=1e-2, foreach=False)]
     else:
-        optimizer, batch = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False), BATCH
-    model = er.AdaptiveDataParallel(net, optimizer)
+        optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)]
+    policy, monitor = (Wishes(), MONITOR) if "policies" in config else (None, None)
+    given = optimizers[0] if len(optimizers) == 1 else optimizers
+    options: dict[str, Any] = {"policy": policy, "monitor": monitor, "strategy": config.get("strategy")}
+    model = er.AdaptiveDataParallel(net, given, scaling_rule="none" if "policies" in config else None, **options)
     loader = er.AdaptiveDataLoader(data(), batch_size=batch, shuffle="still" not in config)
     if "largest" in config:
         loader.autoscale_batch_size(config["largest"], local_bsz_bounds=(4, config["largest"]))
+    told: dict[str, Any] = {}
     for epoch in er.remaining_epochs_until(config["epochs"]):
         for inputs, targets in loader:
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if er.get_context().get_world_rank() in config.get("slow", ()):
+                time.sleep(config.get("slow_s", 0.05) * len(inputs))  # as a slow node
             if pipelines:
                 pipeline_step(model, inputs, targets)
             elif kind in ("cp", "ep"):
@@ -213,15 +262,26 @@ def train(config: dict[str, Any]) -> None:
                 (loss_of(model(inputs), own) / dist.get_world_size()).backward()
             else:
                 loss_of(model(inputs), targets).backward()
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             until = config.get("until")
             if until and not Path(until).exists():
                 time.sleep(0.1)  # units take seconds to start
+        if config.get("evaluates"):
+            with torch.no_grad():
+                model.eval()(data().tensors[0][:4])
+            model.train()
         found = whole(net)
         if pipelines or kind == "ep":
             parts: list[Any] = [None, None]
             dist.all_gather_object(parts, found)
             found = parts[0] | parts[1]
         noise = model.noise_scale
-        told = {"noise": [noise.sqr, noise.var] if noise is not None else [], "batch": loader.current_batch_size}
-        er.report({"epoch": epoch, "parameters": found, "unit": dist.get_world_size(), **told})
+        told |= {"noise": [noise.sqr, noise.var] if noise is not None else [], "batch": loader.current_batch_size}
+        norms = model.measures.norms
+        told["norms"] = [] if norms is None else [norms.step, *norms.gradients, *norms.updates]
+        told["workers"] = [each.compute_s for each in model.measures.workers]
+        workers = dist.get_world_size() if dist.is_initialized() else 1
+        told |= {"epoch": epoch, "parameters": found, "unit": workers}
+        er.report(told)
+    return told

@@ -90,7 +90,9 @@ def test_lengths_that_are_known_are_compared(samples: list[int], says: str) -> N
 
 def test_joiner_that_lacks_a_registered_state_is_told_which() -> None:
     program = Program(states=(("curriculum", "average"), ("average",)))
-    with pytest.raises(RuntimeError, match=r"but the others have user/curriculum, and this worker.* the same code"):
+    with pytest.raises(
+        RuntimeError, match=r"the others have user/curriculum, which this joining worker.* the same code"
+    ):
         run_job(program, [Change(2, (1, 2))], first=(1,))
 
 

@@ -54,7 +54,7 @@ def loop(held_back: str = "") -> tuple[float, int, float]:
 
 def _nth() -> int:
     """Which of its pass's steps the loop is in, from 1."""
-    step = session_of_thread().passes.step
+    step = session_of_thread().ledger.step
     assert step is not None
     return (step.loader_pass.position + step.count) // BATCH
 

@@ -91,9 +91,9 @@ def caught(value: int, op: Any) -> Any:
     ("values", "op", "expected"),
     [
         ((2**62, 2**62 - 1), "sum", 2**63 - 1),
-        ((2**62, 2**62), "sum", f"64 bits, but the sum is {2**63}"),
+        ((2**62, 2**62), "sum", f"64-bit integers, but the sum is {2**63}"),
         ((-(2**62), -(2**62)), "sum", -(2**63)),
-        ((-(2**63), -1), "sum", f"64 bits, but the sum is {-(2**63) - 1}"),
+        ((-(2**63), -1), "sum", f"64-bit integers, but the sum is {-(2**63) - 1}"),
         ((2**63 - 1, -(2**63)), "min", -(2**63)),
         ((5, 2**70), "sum", "that of rank 1 is larger"),
         ((-(2**70), 5), "max", "that of rank 0 is larger"),

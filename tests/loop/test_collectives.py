@@ -311,7 +311,7 @@ class Unsafe:
         (
             lambda: er.all_gather({"a": Unsafe()}),
             UnsafeStateError,
-            r"never pickled, but of this value \['a'\] is a .*Unsafe",
+            r"nothing is pickled, but of this value \['a'\] is a .*Unsafe",
         ),
         (lambda: er.broadcast(Unsafe()), UnsafeStateError, "never pickled"),
         (lambda: er.broadcast(1, src=-1), ValueError, "src must be a rank, from 0, but got -1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,8 +199,85 @@ def test_new_groups_have_all_ranks_or_are_refused() -> None:
         value = torch.ones(1)
         dist.all_reduce(value, group=group)
         assert value.item() == size == dist.get_world_size(group)
-        with pytest.raises(ValueError, match="of a part of the ranks is not there in a job"):
-            dist.new_group([0])
+        if size > 2:
+            with pytest.raises(ValueError, match="of a part of the ranks is not there in a job"):
+                dist.new_group([0, 1])
+
+    job(step)
+
+
+def test_a_group_of_one_rank_is_alone_ever_after() -> None:
+    kept: dict[int, Any] = {}
+
+    def step() -> None:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        if size == 1:
+            return
+        groups = [dist.new_group([each]) for each in range(size)]
+        assert [each is not dist.GroupMember.NON_GROUP_MEMBER for each in groups] == [r == rank for r in range(size)]
+        for group in (groups[rank], kept.setdefault(threading.get_ident(), groups[rank])):
+            value = torch.full((2,), rank + 1.0)
+            dist.all_reduce(value, group=group)
+            assert value.tolist() == [rank + 1.0] * 2 and (group.rank(), group.size()) == (0, 1)
+
+    job(step)
+
+
+def test_meshes_with_a_dimension_of_one() -> None:
+    def step() -> None:
+        size, whole = dist.get_world_size(), torch.arange(6.0 * 2).view(6, 2)
+        for shape, cuts in (((size, 1), [Shard(0), Shard(1)]), ((1, size), [Replicate(), Shard(0)])):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+            cut: DTensor = distribute_tensor(whole, mesh, cuts)
+            assert torch.equal(cut.full_tensor(), whole)
+            assert torch.equal(cut.to_local(), whole.chunk(size)[dist.get_rank()])
+
+    job(step)
+
+
+def test_lists_and_ranks_of_another_size_are_refused() -> None:
+    def step() -> None:
+        size, value = dist.get_world_size(), torch.zeros(2)
+        for count in {1, size - 1, size + 1} - {size}:
+            with pytest.raises((RuntimeError, ValueError), match=f"a group of {count} workers"):
+                dist.all_gather([torch.zeros(2) for _ in range(count)], value)
+        with pytest.raises(ValueError, match=r"float32\[2\] cannot use float32\[3\]"):
+            dist.all_gather([torch.zeros(3) for _ in range(size)], value)
+        for call in (dist.broadcast, dist.reduce):
+            with pytest.raises(ValueError, match=f"names rank {size}, but the present ranks are 0 to {size - 1}"):
+                call(value, size)
+        with pytest.raises(ValueError, match="has 1"):
+            dist.reduce_scatter(torch.zeros(1), [value] * size)
+        if size > 1:
+            with pytest.raises(ValueError, match="which without splits must divide"):
+                dist.all_to_all_single(torch.zeros(size + 1), torch.zeros(size + 1))
+
+    job(step)
+
+
+def test_splits_that_do_not_fit_are_named() -> None:
+    def step() -> None:
+        splits = ([2, 1], [1, 2]) if dist.get_rank() == 0 else ([1, 1], [1, 1])
+        dist.all_to_all_single(torch.zeros(sum(splits[0])), torch.zeros(sum(splits[1])), *splits)
+
+    with pytest.raises(er.errors.RanksDisagreeError, match=r"rank 0 sends 1 rows to rank 0, which expects 2"):
+        run_job(lambda: train(step), first=(1, 2))
+
+
+def test_operations_of_the_group_s_own_methods() -> None:
+    def step() -> None:
+        value: Any = torch.tensor([dist.get_rank() + 1.0])
+        group: Any = dist.group.WORLD
+        group.allreduce(value, dist.ReduceOp.MAX)
+        assert value.item() == dist.get_world_size()
+
+    job(step)
+
+
+def test_a_receiver_names_the_sender() -> None:
+    def step() -> None:
+        with pytest.raises(ValueError, match=r"recv\(\) needs src= in a job .*name the rank that sends"):
+            dist.recv(torch.zeros(1))
 
     job(step)
 

@@ -89,7 +89,7 @@ def test_ranks_that_begin_at_different_places_are_told() -> None:
 @pytest.mark.parametrize(
     ("state", "error", "says"),
     [
-        ({}, ValueError, "must be what state_dict.. has given, but is empty"),
+        ({}, ValueError, "must come from state_dict.., but is empty"),
         ([], ValueError, "must be an object, but is"),
         ({"epoch": -1}, ValueError, "epoch must be a whole number from 0, but is -1"),
         ({"epoch": 0, "loops": [["a", False]]}, ValueError, "position must be a whole number from 0, but is 'a'"),

@@ -140,7 +140,7 @@ def test_another_thread_of_a_worker_is_no_own_run() -> None:
     try:
         for call in (lambda: er.report({"loss": 1.0}), lambda: er.all_reduce(1), er.get_context):
             (said,) = in_thread(call)
-            assert "called in thread 'mine', which knows nothing of the job" in said
+            assert "called in thread 'mine', which does not belong to the job" in said
         context = contextvars.copy_context()
         assert in_thread(lambda: context.run(er.get_context)) == [er.get_context()]
     finally:
@@ -175,6 +175,6 @@ def test_thread_of_torchs_backward_pass_belongs_to_the_run(in_worker: bool) -> N
         _thread.start_new_thread(run, ())  # one that Python's threading does not know, as torch's own
         assert done.wait(30.0) and found == [er.get_context()]
         (other,) = in_thread(backward)
-        assert "knows nothing of the job" in other if in_worker else other != found
+        assert "does not belong to the job" in other if in_worker else other != found
     finally:
         set_worker_session(None)

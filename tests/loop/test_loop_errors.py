@@ -193,7 +193,7 @@ def test_models_are_wrapped_before_training() -> None:
 
 def test_job_that_wraps_model_per_fold_is_told_way() -> None:
     elastic_session()
-    current_session().run.mark_synced()
+    current_session().run.synced = True
     with pytest.raises(RuntimeError, match=r"fold, epoch = divmod\(count, epochs\)"):
         er.AdaptiveDataParallel(*parts())
 

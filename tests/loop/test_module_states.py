@@ -211,7 +211,7 @@ def test_sums_of_registered_metrics_travel_and_are_rolled_back() -> None:
 )
 def test_scheduler_that_is_made_anew_in_training_is_refused(kind: Any) -> None:
     watch_optimizers()
-    with pytest.raises(RuntimeError, match=r"was made for the optimizer of a wrapped model after the first epoch"):
+    with pytest.raises(RuntimeError, match=r"optimizer of a wrapped model after the start of the first epoch"):
         run_job(lambda: train(lambda model, step: None, kind))
 
 

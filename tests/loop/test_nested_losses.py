@@ -55,7 +55,7 @@ class Nested:
             return
         total = er.Accumulator()
         for x, y in self.loader:
-            step: Any = current_session().passes.step
+            step: Any = current_session().ledger.step
             if step.loader_pass.position == 12:
                 current_session().moment("validation")
             with torch.no_grad():

@@ -154,7 +154,7 @@ def test_members_with_other_moments_are_named() -> None:
 
 
 def test_a_spoilt_joiner_is_refused() -> None:
-    text = r"what this worker was sent when it joined is not what it holds: rank 2 and the other 2 .* model/0/0.weight"
+    text = r"does not hold the state that it was sent when it joined: rank 2 and the other 2 .* model/0/0.weight"
     with pytest.raises(ReplicasDifferError, match=text):
         run_job(train, [Change(4, (1, 2, 3)), Spoil(5, 3)], first=(1, 2))
 

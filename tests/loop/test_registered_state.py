@@ -139,7 +139,7 @@ def test_a_state_that_could_only_be_pickled_is_named() -> None:
         for _ in er.remaining_epochs_until(1):
             pass
 
-    with pytest.raises(UnsafeStateError, match="state 'user/curriculum' holds something else than tensors"):
+    with pytest.raises(UnsafeStateError, match="state 'user/curriculum' holds something other than tensors"):
         run_job(loop)
 
 

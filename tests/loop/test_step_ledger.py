@@ -97,8 +97,8 @@ def test_only_the_last_micro_step_applies(ledger: StepLedger, state: State) -> N
 
 def test_an_update_that_fails_half_way_ends_the_run(ledger: StepLedger, state: State) -> None:
     begun(ledger, state)
-    ledger.begin_update()
-    assert ledger.half_updated
+    ledger.updating = True
+    assert ledger.updating
     for call in (ledger.may_apply, ledger.end):
         with pytest.raises(RuntimeError, match="failed half-way"):
             call()
@@ -110,7 +110,7 @@ def test_a_nested_pass_counts_no_step_and_is_forgotten(ledger: StepLedger, state
     assert (ledger.depth, ledger.outermost, ledger.needs_vote) == (2, outer, True)
     assert not ledger.commit(ledger.end(), 1, gain)
     assert (ledger.step, len(state.progress.passes)) == (outer, 2)
-    ledger.mark_reduced()
+    ledger.reduced = True
     ledger.end()
     assert not ledger.needs_vote
     ledger.commit(outer, 1, gain)
@@ -123,7 +123,7 @@ def test_surrounding_step_is_lost_unless_its_gradients_are_there(
 ) -> None:
     begun(ledger, state)
     if reduced:
-        ledger.mark_reduced()
+        ledger.reduced = True
     begun(ledger, state)
     lost = ledger.undo(ledger.end())
     ledger.clear_failure()
@@ -167,7 +167,7 @@ def test_reduced_gradients_waiting_for_update_go_with_their_group(
     ledger: StepLedger, state: State, waits: bool
 ) -> None:
     begun(ledger, state)
-    ledger.mark_reduced()
+    ledger.reduced = True
     begun(ledger, state)
     ledger.fail("gone")
     lost = ledger.undo(ledger.end(), gradients_wait=waits)
@@ -194,7 +194,7 @@ def test_left_steps_are_given_back_once_innermost_first(ledger: StepLedger, stat
     outer, inner = begun(ledger, state), begun(ledger, state)
     ledger.abandon(PassProgress())
     assert ledger.take_abandoned() is None, "none of these"
-    ledger.abandon_all()
+    ledger.abandoned = ledger.depth
     assert ledger.take_abandoned() is inner
     ledger.end()
     assert ledger.take_abandoned() is outer

@@ -17,30 +17,9 @@ from elastic_ray.sync.checks import StrategyError
 from elastic_ray.unit import Unit
 from placement.goodput.model import NoiseScale
 from tests.loop.changing import run_job
-from tests.loop.unit_threads import added_in, run_units
+from tests.loop.unit_threads import FEATURES, Rows, run_units
 
-SAMPLES, FEATURES, EPOCHS = 24, 6, 24
-
-
-class Rows(nn.Module):
-    """Rows of a linear layer behind a scale and a shift that all workers hold, the shift without gradients at first."""
-
-    begins = 0
-
-    def __init__(self, part: slice, unit: UnitGroup | None) -> None:
-        super().__init__()
-        self.steps = 0
-        self.late = nn.Parameter(torch.linspace(0.2, 0.5, FEATURES, dtype=torch.float64))
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, FEATURES, dtype=torch.float64))
-        weight = torch.linspace(-0.9, 0.8, 8 * FEATURES, dtype=torch.float64).sin().reshape(8, FEATURES)
-        self.weight = nn.Parameter(weight[part].clone())
-        if unit is not None:
-            for param in (self.scale, self.late):
-                param.register_hook(lambda grad: added_in(unit, grad))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.steps += 1
-        return (x * self.scale + self.late * (self.steps > self.begins)) @ self.weight.T
+SAMPLES, EPOCHS = 24, 24
 
 
 def noise(optimizer: str, part: slice = slice(None), unit: UnitGroup | None = None) -> NoiseScale | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.communication.communicator import Communicator
@@ -25,6 +26,8 @@ from elastic_ray.unit import Unit, place_in
 from tests.membership.groups import LocalController, local_controller, member
 
 _WAIT_S = 30.0
+
+FEATURES = 6
 
 
 class _Job:
@@ -52,9 +55,9 @@ class _Job:
 
 
 def run_units(
-    train: Callable[[UnitGroup], Any], folder: Path, *, units: int = 2, unit: Unit | int = 2
+    train: Callable[[UnitGroup], Any], folder: Path, *, units: int = 2, unit: Unit | int = 2, **options: Any
 ) -> list[list[Any]]:
-    """What ``train`` returns on each worker, by unit and position."""
+    """What ``train`` returns on each worker, by unit and position; ``options`` are the sessions'."""
     size = unit if isinstance(unit, int) else unit.size
     members = tuple(Member(worker=f"w{number + 1}", node="here") for number in range(units))
 
@@ -66,7 +69,7 @@ def run_units(
             return member(controller, rank, units, make=make, form_s=_WAIT_S, timeout_s=_WAIT_S)
 
         membership = WorkerMembership(f"w{number + 1}", form, lambda generation, cause: None)
-        session = Session(f"w{number + 1}", membership, _Job(), unit=group)
+        session = Session(f"w{number + 1}", membership, _Job(), unit=group, **options)
         membership.post(GenerationSpec(generation=1, members=members))
         set_session(session)
         try:
@@ -87,3 +90,24 @@ def added_in(unit: UnitGroup, tensor: torch.Tensor) -> torch.Tensor:
     """Sum of the workers of a unit."""
     rows = unit.gather(tensor.flatten().tolist())
     return torch.tensor(rows, dtype=torch.float64).sum(0).reshape(tensor.shape).to(tensor.dtype)
+
+
+class Rows(nn.Module):
+    """Rows of a linear layer behind a scale and a shift that all workers hold, the shift without gradients at first."""
+
+    begins = 0
+
+    def __init__(self, part: slice, unit: UnitGroup | None) -> None:
+        super().__init__()
+        self.steps = 0
+        self.late = nn.Parameter(torch.linspace(0.2, 0.5, FEATURES, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, FEATURES, dtype=torch.float64))
+        weight = torch.linspace(-0.9, 0.8, 8 * FEATURES, dtype=torch.float64).sin().reshape(8, FEATURES)
+        self.weight = nn.Parameter(weight[part].clone())
+        if unit is not None:
+            for param in (self.scale, self.late):
+                param.register_hook(lambda grad: added_in(unit, grad))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return (x * self.scale + self.late * (self.steps > self.begins)) @ self.weight.T

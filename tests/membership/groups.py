@@ -18,8 +18,10 @@ from elastic_ray.communication.communicator import Communicator
 class LocalController:
     """A controller's event loop in a thread, with its bootstrap alone."""
 
-    def __init__(self, is_member: Callable[[int, str], bool] = lambda generation, worker: True) -> None:
-        self.secret = new_secret()
+    def __init__(
+        self, is_member: Callable[[int, str], bool] = lambda generation, worker: True, secret: str = ""
+    ) -> None:
+        self.secret = secret or new_secret()
         self.bootstrap = Bootstrap(self.secret, is_member)
         self.calls = 0
         self._loop = asyncio.new_event_loop()

@@ -42,6 +42,7 @@ class Part:
 
     def __init__(self) -> None:
         self.heard: list[tuple[list[float], int]] = []
+        self.resting: Sequence[float] | None = None
 
     def begin(self) -> None: ...
 
@@ -93,6 +94,18 @@ def test_what_rides_on_control_sums_reaches_its_part_once() -> None:
     assert alone == [[([0.0, 1.0], 1)]] * 2
 
 
+def test_resting_part_is_counted_but_not_asked_nor_told() -> None:
+    def work(communicator: Communicator) -> Any:
+        one = Rank(communicator)
+        if communicator.rank:
+            one.parts[0].resting = (0.0, 5.0)
+        one.consensus.vote(Announced(Intent.EDGE, 1), {})
+        return [part.heard for part in one.parts]
+
+    asked, rests = on_ranks(2, work)
+    assert asked == [[([0.0, 6.0], 2)], [([1.0, 2.0], 2)]] and rests == [[], [([1.0, 2.0], 2)]]
+
+
 def _voted_alone(communicator: Communicator) -> Any:
     one = Rank(communicator)
     one.consensus.vote(Announced(Intent.EDGE, 1), {})
@@ -106,7 +119,7 @@ def test_reductions_are_announced_where_parameters_are_to_be_compared(steps: int
         asks = one.consensus.announce_reductions(Announced(Intent.GRADIENTS), known=True)
         if asks:
             one.consensus.agreed()
-        one.consensus.reductions_started()
+        one.consensus.announcer.done()
         return asks, len(set(one.consensus.announcer.fingerprints) - {0})
 
     assert on_ranks(2, work) == [(compares, int(compares))] * 2
@@ -211,20 +224,18 @@ def test_the_batch_is_the_first_ranks_wish_alone(accum_steps: int) -> None:
 
 def test_first_rank_asks_for_consensus_and_comparison_once_each() -> None:
     ranks = [_agreed(), _agreed()]
-    ranks[0].ask_for_consensus()
+    ranks[0].wants_consensus = True
     _summed(*ranks)
     assert [each.take_consensus() for each in ranks] == [True, True]
     assert not ranks[0].take_consensus() and not ranks[0].comparison and not ranks[0].saves
-    ranks[0].ask_for_comparison(True)
-    ranks[0].ask_for_comparison(False)  # does not take the wish back
+    ranks[0].wants_comparison = True
     _summed(*ranks)
     assert [(each.comparison, each.saves, each.take_consensus()) for each in ranks] == [(True, True, False)] * 2
-    ranks[0].compared()
+    ranks[0].comparison = False
     _summed(*ranks)
     assert not ranks[0].comparison and ranks[1].comparison, "each rank notes its own"
-    ranks[0].ask_for_comparison(False)
     assert _summed(*ranks)[7] == 0.0
-    ranks[1].ask_for_consensus()
+    ranks[1].wants_consensus = True
     assert _summed(*ranks)[7] == 0.0, "only the first rank's wish counts"
     ranks[1].generation, ranks[1].batch = 4, BatchChoice(atomic_bsz=1)
     ranks[1].begin()
@@ -233,11 +244,11 @@ def test_first_rank_asks_for_consensus_and_comparison_once_each() -> None:
 
 def test_reports_are_the_first_rank_s_and_never_fewer() -> None:
     ranks = [_agreed(), _agreed()]
-    ranks[0].count_reports(3)
-    ranks[1].count_reports(9)
+    ranks[0].reports = 3
+    ranks[1].reports = 9
     assert _summed(*ranks)[6] == 3.0
     assert [each.reports for each in ranks] == [3, 9]
-    ranks[0].count_reports(0)
+    ranks[0].reports = 0
     _summed(*ranks)
     assert [each.reports for each in ranks] == [3, 9]
 
@@ -245,7 +256,7 @@ def test_reports_are_the_first_rank_s_and_never_fewer() -> None:
 @pytest.mark.parametrize("first_reports", [False, True])
 def test_third_report_elsewhere_is_noticed_unless_the_first_reports(first_reports: bool) -> None:
     ranks = [_agreed(), _agreed()]
-    ranks[0].count_reports(int(first_reports))
+    ranks[0].reports = int(first_reports)
     _summed(*ranks)
     assert [ranks[1].is_unrecorded() for _ in range(4)] == [False, False, not first_reports, False]
 
@@ -414,7 +425,7 @@ def test_an_announcement_given_up_is_a_broken_group() -> None:
         return Announcer(communicator).agree()
 
     (told,) = on_ranks(1, work)
-    assert isinstance(told, CommunicationFailedError) and "given up" in str(told)
+    assert isinstance(told, CommunicationFailedError) and "abandoned" in str(told)
 
 
 def test_a_rank_that_is_gone_is_no_disagreement() -> None:
@@ -547,7 +558,7 @@ def test_without_a_writer_a_rank_says_never_prepares_nothing() -> None:
     assert writer.asked == 1 and nobody.values(0, 2)[2:] == [0.0, 0.0]
     nobody.begin()
     assert writer.begun == 1
-    nobody.give_up()
+    nobody.given_up = True
     nobody.prepare(0, 2)
     assert writer.asked == 1 and not nobody.together and nobody.values(0, 2) == (0.0, 0.0, 0.0, 1.0)
 

@@ -13,8 +13,7 @@ from elastic_ray.membership.signals import (
     Rerun,
     StepFailed,
 )
-from placement.cluster.memory_need import MemoryNeed
-from placement.cluster.sizes import AllowedSizes
+from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from tests.membership.driver import CONFIG, ended, growing, members_of, only, plan_in, running
 
 

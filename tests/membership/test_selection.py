@@ -14,8 +14,7 @@ from elastic_ray.membership.machine import first_group, next_group
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.roster import Roster, WorkerPhase, WorkerRecord
 from elastic_ray.membership.signals import Allocated, StepFailed
-from placement.cluster.memory_need import MemoryNeed
-from placement.cluster.sizes import ANY_SIZE, AllowedSizes
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes, MemoryNeed
 from tests.membership.driver import CONFIG, Driver, members_of, only, plan_in, running
 
 PHASES = (WorkerPhase.MEMBER, WorkerPhase.READY, WorkerPhase.STARTING, WorkerPhase.RESERVING)

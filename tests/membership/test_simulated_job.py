@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.events import EventKind
-from placement.cluster.memory_need import MemoryNeed
-from placement.cluster.sizes import ANY_SIZE, AllowedSizes
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes, MemoryNeed
 from tests.membership.simulated_job import Rules, SimJob
 
 NODES = {"n1": 3, "n2": 2, "n3": 2}

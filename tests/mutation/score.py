@@ -69,7 +69,7 @@ PARTS = {
         "elastic_ray/batch/{planner,tuner,growth,halving,limits}.py",
         "tests/batch/test_*.py tests/membership/test_small_parts.py tests/job/test_allocator_view.py",
     ),
-    "tables": ("elastic_ray/sync/sharded/{placement,tiles}.py", "tests/sync/sharded/test_placement.py"),
+    "tables": ("elastic_ray/sync/sharded/placement.py", "tests/sync/sharded/test_placement.py"),
     "tiles": (
         "elastic_ray/sync/optimizer_tiles/{tiling,moves}.py",
         "tests/sync/tiles/test_{tiling,pieces}.py",
@@ -84,8 +84,8 @@ PARTS = {
     ),
     "replicas": ("elastic_ray/state/replicas.py", "tests/loop/test_replicas.py"),
     "allocator": (
-        "placement/allocator/{core,significance,explaining}.py",
-        "tests/placement/test_{core,explaining,significance,notices}.py",
+        "placement/allocator/{core,significance,explaining,snapshot}.py",
+        "tests/placement/test_{core,explaining,significance,notices,start_times}.py",
     ),
     "goodput": (
         "placement/goodput/*.py",
@@ -106,7 +106,7 @@ PARTS = {
         ),
     ),
     "autoscaling": (
-        "placement/autoscaling/{autoscaler,fleet,launches,objectives/*}.py",
+        "placement/autoscaling/{autoscaler,fleet,objectives/*}.py",
         "tests/placement/test_{autoscaler,budget,job_costs,offers,spot}.py",
     ),
     "knowledge": (

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.packing import FreeResources
 from placement.planning.constraints import Constraints
 from placement.planning.plan import make_plan
 from placement.planning.problem import Plan

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import Event, NodesChanged
-from placement.allocator.instructions import Instruction
+from placement.allocator.events import Event, Instruction, NodesChanged
 from placement.allocator.recording import decision_line, event_line, start_line
 from placement.cluster.cluster import Cluster
 from placement.knowledge.knowledge import Knowledge
@@ -16,9 +15,8 @@ from placement.policies import Policy
 from placement.simulator.live import LiveDriver
 from placement.simulator.nodes.clusters import parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances
-from placement.simulator.workloads.lengths import Lengths
 from placement.simulator.workloads.profiles import Application
-from placement.simulator.workloads.traces import TraceJob
+from placement.simulator.workloads.traces import Lengths, TraceJob
 from placement.simulator.world.job import SimulatedJob
 from placement.simulator.world.rules import LiveRules
 from placement.simulator.world.state import World

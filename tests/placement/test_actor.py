@@ -18,8 +18,7 @@ from placement.allocator.actor import Allocator, PolicyConflictError, get_or_cre
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.recording import read_recording, replay
 from placement.allocator.snapshot import CoreSnapshot
-from placement.autoscaling.autoscaler import AutoscalerConfig
-from placement.autoscaling.config import Autoscaling
+from placement.autoscaling.autoscaler import AutoscalerConfig, Autoscaling
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from placement.cluster.cluster import Cluster, check
 from placement.cluster.jobs import JobView, goodputs, speeds
-from placement.cluster.memory_need import MemoryNeed, bytes_text
-from placement.cluster.sizes import ANY_SIZE, AllowedSizes
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes, MemoryNeed, bytes_text
 from placement.planning.constraints import Constraints
 from placement.planning.plan import make_plan
 from tests.placement.constrained import (

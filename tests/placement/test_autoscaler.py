@@ -20,9 +20,8 @@ from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.autoscaling.objectives.utility_band import UtilityBand
 from placement.cluster.cluster import Allocation, Cluster
 from placement.cluster.jobs import JobView, speeds
-from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.node_types import NodeType
-from placement.cluster.sizes import AllowedSizes
+from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
 from placement.goodput.model import GoodputModel, NoiseScale

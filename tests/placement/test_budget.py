@@ -11,8 +11,8 @@ from hypothesis import example, given
 
 from placement import AllocatorConfig, Autoscaling
 from placement.autoscaling.objectives import make_objective
-from placement.autoscaling.objectives.budget import Budget
-from placement.cluster.account import Account
+from placement.autoscaling.objectives.cost_per_progress import Budget
+from placement.cluster.jobs import Account
 from placement.cluster.node_types import NodeType
 
 TYPE = NodeType(name="t4", resources={"GPU": 4.0}, usd_per_h=3.0, max_nodes=4)

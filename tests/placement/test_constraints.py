@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 
 from placement.cluster.cluster import Cluster, check
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
+from placement.cluster.packing import FreeResources
 from placement.goodput.fitting import Observation
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.planning.constraints import Constraints, node_worth

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import IMPOSSIBLE_S, AllocatorCore
-from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, TimePassed
-from placement.allocator.instructions import Allocate, Instruction, Unsatisfiable
+from placement.allocator.events import (
+    Allocate,
+    Event,
+    Instruction,
+    JobEnded,
+    JobHeartbeat,
+    NodesChanged,
+    TimePassed,
+    Unsatisfiable,
+)
 from placement.allocator.recording import SteadyClock
 from placement.cluster.cluster import Cluster, check
 from placement.cluster.jobs import JobView

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from placement.cluster.cluster import Cluster, Node, slots
-from placement.cluster.free_resources import FreeResources
+from placement.cluster.packing import FreeResources
 from tests.placement.views import view
 
 BUNDLES = ({"GPU": 1.0}, {"GPU": 0.5, "CPU": 1.0}, {"CPU": 3.0})

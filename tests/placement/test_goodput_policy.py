@@ -18,8 +18,7 @@ from placement.goodput.remaining import remaining
 from placement.goodput.speeds import GoodputCache
 from placement.planning.plan import make_plan
 from placement.policies import GoodputPolicy
-from placement.policies.goodput.speed_value import SpeedValue
-from placement.policies.goodput.tables import build, size_grid
+from placement.policies.goodput.tables import SpeedValue, build, size_grid
 from placement.simulator.nodes.clusters import parse_cluster
 from tests.placement.views import model, view
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,11 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.goodput.model import GoodputModel, NoiseScale
+from placement.goodput.speeds import numbers_of, of_numbers
 from placement.goodput.step_time import ThroughputModel
-from placement.goodput.table import BoundedModel, goodputs
 
 WORKERS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 32, 64])
 NODES = np.maximum(1, -(-WORKERS // 4))
+
+
+class BoundedModel(NamedTuple):
+    model: GoodputModel
+    max_batch_size: int | None
+    atomic_bsz_range: tuple[int, int] | None
+    accumulation: bool
+
+
+def goodputs(asks: Sequence[BoundedModel], nodes: Any, workers: Any) -> Any:
+    shape = len(asks), len(workers)
+    n, r = (np.ascontiguousarray(np.broadcast_to(each, shape)) for each in (nodes, workers))
+    return of_numbers(np.array([numbers_of(*ask) for ask in asks], dtype=np.float64), n, r)
 
 
 @st.composite

@@ -10,10 +10,9 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 
-import placement.knowledge.sync
+import placement.knowledge.store
 from placement.knowledge.records import Measurements
-from placement.knowledge.store import FOLDER, KnowledgeStore, StorageRoot
-from placement.knowledge.sync import KnowledgeSync
+from placement.knowledge.store import FOLDER, KnowledgeStore, KnowledgeSync, StorageRoot
 from tests.hanging_storage import HangingStorage
 from tests.placement.measured import measured
 from tests.placement.stored_knowledge import NOW_S, knowing
@@ -27,8 +26,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_hanging_root_holds_up_no_other_recalled_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement.knowledge.sync, "_LOAD_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(placement.knowledge.sync, "_SAVE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(placement.knowledge.store, "_LOAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(placement.knowledge.store, "_SAVE_TIMEOUT_S", 0.5)
     hanging, recalled = HangingStorage(tmp_path), list[Measurements]()
     away = StorageRoot(path="runs", filesystem=hanging.filesystem)
     here = StorageRoot(path=str(tmp_path / "here"), filesystem=pyarrow.fs.LocalFileSystem())

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
-from placement.cluster.occupancy import FreeSlots, Occupancy, best_fit, mask, worst_fit
+from placement.cluster.packing import FreeResources, FreeSlots, Occupancy, best_fit, mask, worst_fit
 from tests.placement.views import node, view
 
 

@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 from placement.autoscaling.autoscaler import Autoscaler, AutoscalerConfig
 from placement.autoscaling.fleet import build
 from placement.autoscaling.objectives.base import Demand, NodeTypeOption, WantedSize, lasting, offers, work_left
-from placement.autoscaling.objectives.budget import Budget
 from placement.autoscaling.objectives.by_size import BySize
-from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
+from placement.autoscaling.objectives.cost_per_progress import Budget, CostPerProgress
 from placement.autoscaling.objectives.utility_band import UtilityBand, _climb, _hull
-from placement.cluster.account import Account
 from placement.cluster.cluster import Cluster
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import Account, JobView
 from placement.cluster.progress import Progress
 from placement.goodput.fitting import Observation
 from placement.goodput.model import GoodputModel, NoiseScale

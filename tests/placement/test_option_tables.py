@@ -18,8 +18,16 @@ from placement.cluster.progress import Progress
 from placement.policies import GoodputPolicy
 from placement.policies.goodput.local_search import admit_into, present_placements
 from placement.policies.goodput.policy import Decided
-from placement.policies.goodput.speed_value import SpeedValue, worth_of
-from placement.policies.goodput.tables import OptionTable, Placement, build, nodes_needed, size_grid, useful
+from placement.policies.goodput.tables import (
+    OptionTable,
+    Placement,
+    SpeedValue,
+    build,
+    nodes_needed,
+    size_grid,
+    useful,
+    worth_of,
+)
 from placement.reasons import Cause
 from tests.placement.views import cluster, view
 

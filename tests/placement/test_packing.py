@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.cluster.cluster import AllocationError, Change, Cluster, check, diff
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
-from placement.cluster.packing import pack
+from placement.cluster.packing import FreeResources, pack
 from tests.placement.views import cluster, node, view
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
+from placement.cluster.packing import FreeResources
 from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
 from placement.planning.plan import check_targets, make_plan
 from placement.policies import POLICIES, FixedPolicy, GoodputPolicy, Policy, make_policy

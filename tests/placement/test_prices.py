@@ -12,13 +12,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from placement.policies.goodput.dual_prices import (
     Options,
-    _exact,
     _exchange,
     _spread,
     bound,
     fill,
     find_multipliers,
     solve,
+    solve_exactly,
 )
 
 
@@ -195,7 +195,7 @@ def test_pairs_exchange_what_greed_has_given() -> None:
     )
     for start in ([0, 0], [1, 2], [1, 0]):
         assert _exchange(options, np.array(start)).tolist() == [2, 1]
-    assert solve(options).picks.tolist() == [2, 1] == _exact(options).tolist()
+    assert solve(options).picks.tolist() == [2, 1] == solve_exactly(options).tolist()
     assert options.used(np.array([2, 1])).tolist() == [1.0, 1.0] and options.worth(np.array([2, 1])) == 9.0
 
 

@@ -12,9 +12,8 @@ from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobHeartbeat, NodesChanged, TimePassed
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
-from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.progress import Progress
-from placement.cluster.sizes import AllowedSizes
+from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.planning.constraints import Constraints
 from placement.planning.plan import make_plan
 from placement.planning.tenants import Tenant

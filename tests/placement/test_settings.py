@@ -12,11 +12,11 @@ from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobHeartbeat, NodesChanged, SettingsChanged
 from placement.allocator.settings import OperatorSettings, check_quotas, in_force
-from placement.autoscaling.config import Autoscaling
+from placement.autoscaling.autoscaler import Autoscaling
 from placement.errors import InputError
 from placement.planning.tenants import Tenant
 from placement.policies import GoodputPolicy
-from placement.ray_cluster.waiting_demand import demand
+from placement.ray_cluster.cluster_scaler import demand
 from tests.placement.views import AT_ONCE, cluster, view
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ray.autoscaler.v2.schema import LaunchRequest
 
-from placement.autoscaling.launches import Launches, Lifetimes
+from placement.autoscaling.autoscaler import Launches, Lifetimes
 from placement.cluster.cluster import MARKET_LABEL, Cluster, check
 from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType, type_of

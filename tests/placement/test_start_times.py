@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.allocator.snapshot import EVERY_S, CoreSnapshot, JobState, StartTimes
+from placement.allocator.snapshot import EVERY_S, CoreSnapshot, JobState, StartTimes, start_times
 from placement.cluster.jobs import JobView, goodputs
 from placement.cluster.progress import Progress
-from placement.planning.start_times import start_times
 from tests.placement.views import cluster, view
 
 

@@ -13,8 +13,7 @@ from elastic_ray.batch.limits import BatchLimits
 from elastic_ray.batch.tuner import BatchTuner
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import JobHeartbeat, NodesChanged, TimePassed
-from placement.allocator.instructions import Allocate, Instruction
+from placement.allocator.events import Allocate, Instruction, JobHeartbeat, NodesChanged, TimePassed
 from placement.allocator.snapshot import DecisionRecord, Trigger
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView, TraceJobView

@@ -27,7 +27,6 @@ from placement.planning.problem import Plan
 from placement.planning.tenants import Tenant
 from placement.planning.wishes import without_wish
 from placement.policies import GoodputPolicy
-from placement.policies.shared.shapes import goodputs as shape_goodputs
 from tests.placement.constrained import carried_out, clusters, constrained_views, every, policy, rules, sizes
 from tests.placement.views import AT_ONCE, cluster, model, view
 
@@ -221,7 +220,6 @@ def test_goodput_is_that_of_held_batch_where_it_fits(batch: int, noise: float, s
         fits = -(-share // micro) >= 8
         expected = batch / seconds * float(truth.efficiency(batch)) if fits else free[k - 1]
         assert found[k - 1] == pytest.approx(expected, rel=1e-6)
-    np.testing.assert_allclose(shape_goodputs(job, truth, tuple((1, k) for k in range(1, 9)), (8, 512)), found)
     nodes, workers = np.ones((1, 8), dtype=np.int64), np.arange(1, 9, dtype=np.int64)[np.newaxis]
     # The table does not round a worker's share up to whole samples.
     np.testing.assert_allclose(table([job], "", nodes, workers, GoodputCache())[0], found, rtol=0.1)

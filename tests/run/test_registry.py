@@ -19,7 +19,7 @@ from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo
 from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.run.current import WorkerDismissed, set_session
-from elastic_ray.run.registry import HookPoint, Registry
+from elastic_ray.run.registry import HookPoint, ModelFacts, Registry
 from elastic_ray.run.run import Group
 from elastic_ray.session.group_changes import CollectiveResults, GroupChanges
 from elastic_ray.session.session import Session
@@ -52,8 +52,8 @@ def test_hooks_are_called_in_order_and_hold_no_loader() -> None:
 def test_the_first_model_stands_for_a_step_s_gain() -> None:
     models = Registry().models
     assert models.noise() is None and models.gain(1.0) == 1.0
-    assert models.add(ModelInfo(kind="A", details=""), lambda: NoiseScale(sqr=1.0, var=3.0)) == 0
-    assert models.add(ModelInfo(kind="B", details=""), lambda: None) == 1
+    assert models.add(ModelInfo(kind="A", details=""), ModelFacts(noise=lambda: NoiseScale(sqr=1.0, var=3.0))) == 0
+    assert models.add(ModelInfo(kind="B", details=""), ModelFacts(noise=lambda: None)) == 1
     assert models.gain(3.0) == pytest.approx((3.0 + 1.0) / (3.0 / 3.0 + 1.0))
 
 
@@ -120,6 +120,7 @@ class Noted:
         self.session.begin_epochs(1)
 
     layout = ()
+    resting: None = None
 
     def __call__(self, communicator: Communicator) -> None:
         self.log.append(f"buffers of group {self.session.group.generation}")
@@ -161,7 +162,7 @@ def test_a_run_is_checked_before_its_first_group() -> None:
 def test_models_are_made_one_and_saved_before_a_change() -> None:
     noted = Noted()
     noted.announce(2)
-    noted.session.run.agreed.ask_for_consensus()
+    noted.session.run.agreed.wants_consensus = True
     saved = ["collapse", "buffers of group 1", "prepare to save", HookPoint.BETWEEN_STEPS.name]
     entered = [each.replace("group 1", "group 2") for each in ENTERED]
     assert noted.between_steps() == [*saved, "before change of group 1", *entered]

@@ -31,7 +31,7 @@ def test_a_worker_joins_with_its_generations_batch() -> None:
     worker = Worker(group(1, batch=SHAPE))
     assert worker.train() == 4
     assert (worker.controller.entered, worker.controller.failures) == ([1], [])
-    assert worker.shapes == [SHAPE] and worker.session.shape == SHAPE
+    assert worker.shapes == [SHAPE] and worker.session.states.shape == SHAPE
 
 
 def test_an_agreed_batch_is_set_once_and_where_different() -> None:
@@ -46,7 +46,7 @@ def test_a_group_comes_with_its_own_batch() -> None:
     larger = BatchProposal(generation=1, batch=BatchChoice(atomic_bsz=16))
     assert worker.train({1: worker.post(larger, group(2, batch=OTHER))}) == 4
     assert (worker.controller.entered, worker.controller.failures) == ([1, 2], [])
-    assert worker.session.shape == OTHER and BatchChoice(atomic_bsz=16) not in worker.shapes
+    assert worker.session.states.shape == OTHER and BatchChoice(atomic_bsz=16) not in worker.shapes
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ray.batch.noise_scale import estimate
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.monitoring import GradientNorms, GradientVariance, Monitor, StepMeasures, WorkerMeasures
 from elastic_ray.monitoring.measures import FIELDS, packed, unpacked
 from elastic_ray.monitoring.monitoring import Monitoring, StepMeter, device_bytes, host_bytes
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
+from elastic_ray.sync.statistics.noise_scale import estimate
 from elastic_ray.sync.statistics.update_norms import with_update_norms
 from placement.goodput.model import NoiseScale
 
@@ -234,7 +234,7 @@ def test_all_ranks_know_what_rank_0_sent_in_float32(step: int, variance: bool, n
         assert meter.known.norms == (
             GradientNorms(step=step, gradients=(2.0, 3.0), updates=(0.5, 0.25)) if norms else None
         )
-    other.follow_first()
+    other.own = other.known
     assert other.shared_values() == first.shared_values(), "should it become rank 0"
     first.enter_group()
     assert first.known.variance is None and first.known.norms is None

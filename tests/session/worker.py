@@ -60,7 +60,7 @@ class Worker:
         self.session = Session("0", self.membership, self.controller, **{"regroup_timeout_s": WAIT_S, **options})
         set_session(self.session)
         self.shapes: list[BatchChoice | None] = []
-        self.session.registry.add_hook(HookPoint.SHAPE_CHANGED, lambda: self.shapes.append(self.session.shape))
+        self.session.registry.add_hook(HookPoint.SHAPE_CHANGED, lambda: self.shapes.append(self.session.states.shape))
 
     def _form(self, spec: GenerationSpec, rank: int) -> Communicator:
         times = {"timeout_s": WAIT_S, "form_timeout_s": WAIT_S}

@@ -191,8 +191,8 @@ def test_short_steps_are_summed() -> None:
     measured = [WorkerMeasures(compute_s=1.0, data_s=0.5, step_s=2.0, sending_s=0.1, major_faults=3.0)] * 2
     measured[1] = dataclasses.replace(measured[1], step_s=3.0, compute_s=2.0)
     twice = RecentSteps().plus([[1, 2], [4]], measured).plus([[1, 2], [4]], measured)
-    assert (twice.work, twice.busy_s, twice.data_s, twice.seconds) == ([6, 8], [3.0, 5.0], [1.0, 1.0], 6.0)
-    assert (twice.faults, twice.sending_s) == ([6.0, 6.0], [0.2, 0.2])
+    assert (twice.work, twice.busy_s, twice.data_s, twice.seconds) == ((6, 8), (3.0, 5.0), (1.0, 1.0), 6.0)
+    assert (twice.faults, twice.sending_s) == ((6.0, 6.0), (0.2, 0.2))
 
 
 def worker(**facts: Any) -> SlowWorker:

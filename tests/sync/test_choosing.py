@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from elastic_ray.state.codec import decode, encode
 from elastic_ray.state.layout import digest
 from elastic_ray.sync import StrategyError
+from elastic_ray.sync.builders import NAMED
 from elastic_ray.sync.choosing.candidates import candidates, consider, describe, what_is_done
 from elastic_ray.sync.choosing.choice import (
     UNHEARD,
@@ -26,7 +27,6 @@ from elastic_ray.sync.choosing.choice import (
     standing,
     watch_rows,
 )
-from elastic_ray.sync.naming import NAMED
 from elastic_ray.sync.plan import ModelProfile, OptimizerInfo, ParamInfo, Topology, lower
 from elastic_ray.sync.spec import Reduce, Rows, Strategy
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elastic_ray.batch.statistics import FlatPreconditioner, preconditioner
 from elastic_ray.sync.operations.buckets import Bucket
+from elastic_ray.sync.preconditioners import FlatPreconditioner, preconditioner
 from elastic_ray.sync.statistics.example_norms import (
     DENSE_STEPS,
     FRESH_SPACING,

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ray.sync import Strategy, StrategyError
-from elastic_ray.sync.builders import PS
-from elastic_ray.sync.naming import resolve_strategy
+from elastic_ray.sync.builders import PS, resolve_strategy
 from elastic_ray.sync.plan import ModelProfile, ParamInfo, Topology
 
 MODEL = ModelProfile(params=(ParamInfo(names=("w",), shape=(2, 2)),))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.sync.engine.factory import carries_tail, make_operation
+from elastic_ray.sync.engine.reduction import carries_tail, make_operation
 from elastic_ray.sync.operations.bucket_operation import BucketOperation
 from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.operations.owing import CompressedOperation

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ray.sync import AllReduce, Parallax, Strategy, StrategyError
-from elastic_ray.sync.builders import PSLoadBalancing, exactly
-from elastic_ray.sync.naming import NAMED, resolve_strategy
+from elastic_ray.sync.builders import NAMED, PSLoadBalancing, exactly, resolve_strategy
 from elastic_ray.sync.plan import ModelProfile, OptimizerInfo, ParamInfo, Topology, lower
 from elastic_ray.sync.spec import Owner, Reduce, Rows, Rule
 

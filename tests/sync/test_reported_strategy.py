@@ -16,7 +16,7 @@ from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.parallel.model_copy import describe_model
 from elastic_ray.steps.step import StepClock
 from elastic_ray.sync import AllReduce, Auto, Strategy
-from elastic_ray.sync.naming import resolve_strategy
+from elastic_ray.sync.builders import resolve_strategy
 from placement.goodput.model import NoiseScale
 
 SHAPE = BatchChoice(atomic_bsz=8)

@@ -173,7 +173,7 @@ def test_nothing_is_left_of_a_closed_group() -> None:
     deadline_s = time.monotonic() + 3.0
     while named() > before and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert named() == before
+    assert named() <= before, "threads of tests before may have ended meanwhile"
     host, port, _ = json.loads(told[0])
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, port), timeout=1.0)

@@ -69,7 +69,7 @@ def test_strategy_names_neither_ranks_nor_addresses_nor_the_world() -> None:
         (lambda: Reduce(parts=0), "parts must be a whole number, 1 or more"),
         (lambda: Reduce(wire="bf16"), "wire must be a Wire, but got 'bf16'"),
         (lambda: Owner(placement="rank 0"), "placement must be one of balanced, first"),
-        (lambda: Owner(wire=Wire(rank=2)), "an owner's tensors have no residuals"),
+        (lambda: Owner(wire=Wire(rank=2)), "owned tensors keep no residuals"),
         (lambda: Rows(update="maybe"), "update must be one of auto, sparse, dense"),
         (lambda: Average(algorithm="easgd"), "algorithm must be one of local_sgd, diloco, sma, pair"),
         (lambda: Average(period=0), "period must be a whole number, 1 or more"),
@@ -79,7 +79,7 @@ def test_strategy_names_neither_ranks_nor_addresses_nor_the_world() -> None:
         (lambda: Rule(pattern="", sync=Rows()), "pattern must be a glob"),
         (lambda: Rule(pattern="a", sync=Average()), "sync must be a Reduce or Owner or Rows"),
         (lambda: Strategy(rules=[Rule(pattern="a", sync=Rows())]), "rules must be a tuple"),
-        (lambda: Strategy(average=Average(), default=Owner()), "average excludes rules and another default"),
+        (lambda: Strategy(average=Average(), default=Owner()), "average excludes rules and a default"),
     ],
 )
 def test_what_is_out_of_range_is_refused_by_field(make: Any, told: str) -> None:
@@ -96,7 +96,7 @@ def test_what_is_out_of_range_is_refused_by_field(make: Any, told: str) -> None:
         ('{"version": 2}', "an object of version 1, but got 2"),
         ('{"version": true}', "an object of version 1, but got True"),
         ("[" * 100_000, "JSON as Strategy.to_json() writes it"),
-        ('{"version": 1, "version": 1}', "a field is there twice"),
+        ('{"version": 1, "version": 1}', "a field occurs twice"),
         ('{"version": 1, "name": "\\u001b[2J"}', "name must be printable"),
         ('{"version": 1, "name": 7}', "name must be printable"),
         ('{"version": 1, "default": {"kind": []}}', "kind must be one of reduce, owner, rows"),

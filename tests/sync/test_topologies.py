@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.sync import AllReduce, Strategy, StrategyError
+from elastic_ray.sync.builders import resolve_strategy
 from elastic_ray.sync.choosing.explanation import explain
-from elastic_ray.sync.engine.factory import carries_tail, make_operation
-from elastic_ray.sync.naming import resolve_strategy
+from elastic_ray.sync.engine.reduction import carries_tail, make_operation
 from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.operations.topologies import SCHEDULES, Round
 from elastic_ray.sync.plan import BucketPlan, ModelProfile, ParamInfo, Topology, lower

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_ray.batch.statistics import preconditioner, squared_norm
+from elastic_ray.sync.preconditioners import preconditioner, squared_norm
 from elastic_ray.sync.tables.rows_operation import pays
 from elastic_ray.sync.tables.touched_rows import (
     TouchedRows,

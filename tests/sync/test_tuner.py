@@ -44,7 +44,7 @@ class Run:
     """A run, and the model of which it consists."""
 
     def __init__(self, nodes: tuple[str, ...] = ("a", "b")) -> None:
-        self.group = self.ledger = self.consensus = self.state = self.progress = self.membership = self
+        self.group = self.ledger = self.registry = self.consensus = self.state = self.progress = self.membership = self
         self.known_strategies: dict[str, FoundStrategy] | None = {}
         self.communicator = Collectives()
         self.nodes, self.step, self.steps = nodes, object(), 0
@@ -67,7 +67,7 @@ class Run:
     def works(self, plan: SyncPlan) -> bool:
         return True
 
-    def may_choose(self, number: int) -> bool:
+    def have_chosen(self, number: int) -> bool:
         return True
 
     def wait(self, work: object) -> None: ...

@@ -23,7 +23,7 @@ from elastic_ray.driver.ray_train_config import read_run, read_scaling
 from elastic_ray.driver.sharded_memory import sharded_memory
 from elastic_ray.driver.trainer import _ARGUMENTS, ElasticTrainer
 from elastic_ray.observe.trackers.callbacks import unpack_callbacks
-from placement.cluster.memory_need import MemoryNeed
+from placement.cluster.sizes import MemoryNeed
 
 FOUR = MemoryNeed(available_bytes=4 << 30, sharded_bytes=8 << 30)  # fits from four workers on
 
@@ -88,7 +88,7 @@ def test_one_label_selector_is_honoured(selector: Any) -> None:
         (changed(ScalingConfig(), num_workers=-1), r"1 <= min <= max, but got -1"),
         (changed(ScalingConfig(), num_workers=True), r"whole number or \(min, max\), but got True"),
         (changed(ScalingConfig(), num_workers=2.0), r"whole number or \(min, max\), but got 2.0"),
-        (ScalingConfig(resources_per_worker={"CPU": 0}), r"something above 0, but got \{'CPU': 0\}"),
+        (ScalingConfig(resources_per_worker={"CPU": 0}), r"at least one resource above 0, but got \{'CPU': 0\}"),
         (
             ScalingConfig(resources_per_worker={"CPU": -1}),
             r"\['CPU'\] must be 0 or more and finite, but got -1",
@@ -183,7 +183,7 @@ def test_what_a_run_cannot_be_is_refused(config: Any, message: str) -> None:
 
 @pytest.mark.parametrize("env", [{"working_dir": "."}, {"py_modules": ["."]}, {"env_vars": {"A": 1}}, {"pip": 3}])
 def test_runtime_environment_that_ray_refuses_is_refused_at_once(env: dict[str, Any]) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"RunConfig\(worker_runtime_env\) must be one that Ray takes"):
+    with pytest.raises((TypeError, ValueError), match=r"RunConfig\(worker_runtime_env\) must be one that Ray accepts"):
         read_run(RunConfig(worker_runtime_env=env))  # type: ignore[call-arg]
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from elastic_ray.driver.trainer import impossible
 from placement.cluster.cluster import Node
-from placement.cluster.memory_need import MemoryNeed
-from placement.cluster.sizes import AllowedSizes
+from placement.cluster.sizes import AllowedSizes, MemoryNeed
 
 
 def node(name: str, labels: Mapping[str, str] | None = None, **total: float) -> Node:

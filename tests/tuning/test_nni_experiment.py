@@ -339,6 +339,6 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         other.listen()
         port = other.getsockname()[1]
         found = experiment(tmp_path, QUALITY)
-        with pytest.raises(RuntimeError, match=f"port {port} is taken .* port=0 takes any that is free"):
+        with pytest.raises(RuntimeError, match=f"port {port} is taken .* port=0 picks a free one"):
             found.run(port)
     assert found.results().trials == ()

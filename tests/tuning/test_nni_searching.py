@@ -149,7 +149,7 @@ def test_the_space_may_be_tunes() -> None:
 def test_what_is_missing_is_said() -> None:
     with pytest.raises(ValueError, match="there is nothing to search"):
         NNISearch("TPE").set_search_properties("score", "max", {"fixed": 3})
-    with pytest.raises(ValueError, match="NNISearch needs to know what is good"):
+    with pytest.raises(ValueError, match="NNISearch needs a metric to optimise"):
         NNISearch("TPE", SPACE).set_search_properties(None, None, {})
     with pytest.raises(RuntimeError, match="no search space yet"):
         NNISearch("TPE").suggest("t0")

@@ -94,8 +94,8 @@ def read_assessor(given: Any, mode: str) -> Algorithm | None:
     assessor = _read("assessor", ("assessor",), given)
     if assessor.name == "Curvefitting" and mode == "min":
         raise ValueError(
-            "assessor 'Curvefitting' extrapolates accuracies, it cannot minimize: report an accuracy with mode='max', "
-            "or take 'Medianstop'"
+            "assessor 'Curvefitting' extrapolates accuracies and cannot minimize: report an accuracy with mode='max', "
+            "or use 'Medianstop'"
         )
     return _with_mode("assessor", assessor, mode)
 

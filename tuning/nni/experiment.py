@@ -22,7 +22,7 @@ from elastic_ray.driver.trainer import check_resources
 from placement.checks import is_whole
 from placement.text import printable
 from tuning.nni.algorithms import check_together, promise_of, read_assessor, read_tuner
-from tuning.nni.manager import HOSTS, ExperimentConfig, ExperimentState, Manager
+from tuning.nni.manager import HOSTS, ExperimentState, Manager
 from tuning.nni.results import ExperimentFailedError, Outcome, Results
 from tuning.nni.serving import ExperimentContext, TrialServer
 from tuning.nni.spaces import check_space
@@ -121,17 +121,14 @@ class Experiment:
             raise ValueError(f"name must be letters, digits or ._=,+- (actors are named after it), but got {name!r}")
         if host not in HOSTS:
             raise ValueError(f"host must be {HOSTS[0]!r} (this machine only) or {HOSTS[1]!r} (all), but got {host!r}")
-        config = ExperimentConfig(
-            name=name,
-            space=check_space(search_space, chosen),
-            tuner=chosen,
-            assessor=judge,
-            trial_concurrency=trial_concurrency,
-            max_trial_number=max_trial_number,
-            max_experiment_duration=max_experiment_duration,
-            directory=directory,
-            host=host,
-        )
+        settings = {
+            "experiment_name": name,
+            "search_space": check_space(search_space, chosen),
+            "trial_concurrency": trial_concurrency,
+            "max_trial_number": max_trial_number,
+            "max_experiment_duration": max_experiment_duration,
+            "experiment_working_directory": directory,
+        }
         template = make_template(
             train_loop_or_trainer,
             train_loop_config=train_loop_config,
@@ -144,7 +141,7 @@ class Experiment:
         )
         self._template = dataclasses.replace(template, metric_else=(metric, DEFAULT))
         self._name, self._metric, self._mode, self._storage_path = name, metric, mode, storage_path
-        self._manager = Manager(config)
+        self._manager = Manager(host, chosen, judge, settings)
         self._server: TrialServer | None = None
         self._address = ""
         self._last: ExperimentState | None = None
@@ -191,7 +188,7 @@ class Experiment:
     def start(self, port: int = 8080) -> None:
         """Start the experiment and return at once; end it with ``stop()``. Arguments and errors: see :meth:`run`."""
         if self._server is not None:
-            raise RuntimeError(f"experiment {self.id} has been started already; make another one")
+            raise RuntimeError(f"experiment {self.id} was started before; create another one")
         join()
         check_resources(self._template.spec)
         self._address = ray.get_runtime_context().gcs_address
@@ -216,8 +213,7 @@ class Experiment:
     def stop(self) -> None:
         """End the experiment and its trials, and release all their resources."""
         if self._manager.running:
-            with contextlib.suppress(OSError):
-                self._last = self._manager.state()
+            self._look()
             self._manager.stop()
             self._stopped = True
         if self._server is not None:
@@ -228,9 +224,7 @@ class Experiment:
 
     def results(self) -> Results:
         """Return the experiment's results so far."""
-        if self._manager.running:
-            with contextlib.suppress(OSError):
-                self._last = self._manager.state()
+        self._look()
         known = self._server.outcomes() if self._server is not None else {}
         trials = []
         for trial, row in (self._last.trials if self._last is not None else {}).items():
@@ -241,6 +235,11 @@ class Experiment:
             trials.append(dataclasses.replace(found, sequence=sequence, status=status, parameters=parameters))
         ordered = tuple(sorted(trials, key=lambda each: each.sequence))
         return Results(experiment=self.id, trials=ordered, mode=self._mode)
+
+    def _look(self) -> None:
+        if self._manager.running:
+            with contextlib.suppress(OSError):
+                self._last = self._manager.state()
 
     @property
     def _sweep(self) -> str:
@@ -288,13 +287,11 @@ class Experiment:
             if self._manager.alive:  # but busy
                 return False
             self._fail(f"NNI's manager has ended ({error}); its log is in {self._manager.folder / 'log'}")
+        words, logs = self._manager.tuners_words, f"logs are in {self._manager.folder / 'log'}"
         if state.status == "ERROR":
-            why = f"{state.errors} ({self._manager.tuners_words()})"
-            self._fail(f"NNI's manager has failed: {why}; logs are in {self._manager.folder / 'log'}")
+            self._fail(f"NNI's manager has failed: {state.errors} ({words()}); {logs}")
         if state.status not in _ENDS and not self._manager.tuner_works():
-            self._fail(
-                f"the tuner has failed: {self._manager.tuners_words()}; logs are in {self._manager.folder / 'log'}"
-            )
+            self._fail(f"the tuner has failed: {words()}; {logs}")
         answers = self._answered_s == now_s
         if answers and (reason := self._stops.look(self._sweep, self._driver)):
             logger.warning("experiment %s ends with what there is: %s", self.id, printable(reason))

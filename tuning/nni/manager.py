@@ -25,21 +25,6 @@ _PACKAGE = Path(__file__).resolve().parents[2]  # a trial's command need not run
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ExperimentConfig:
-    """Configuration of an experiment in NNI's terms. See ``tuning.nni.Experiment`` for the fields."""
-
-    name: str | None
-    space: Mapping[str, Any]
-    tuner: Algorithm
-    assessor: Algorithm | None
-    trial_concurrency: int
-    max_trial_number: int | None
-    max_experiment_duration: str | None
-    directory: str
-    host: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentState:
     """State of an experiment, as NNI's manager reports it."""
 
@@ -51,14 +36,18 @@ class ExperimentState:
 class Manager:
     """NNI's manager of one experiment.
 
+    Args:
+        host: See ``tuning.nni.Experiment``.
+        settings: Fields of NNI's ``ExperimentConfig``, by name.
+
     Raises ImportError: NNI is not installed.
     """
 
-    def __init__(self, config: ExperimentConfig) -> None:
-        self._host = config.host
+    def __init__(self, host: str, tuner: Algorithm, assessor: Algorithm | None, settings: Mapping[str, Any]) -> None:
+        self._host = host
         self._read = 0  # of the tuner's log
         self._failed = False
-        self.nni = _configured(config)
+        self.nni = _configured(tuner, assessor, settings)
 
     @property
     def url(self) -> str:
@@ -126,7 +115,7 @@ class Manager:
         self.nni.stop()
 
 
-def _configured(config: ExperimentConfig) -> Any:
+def _configured(tuner: Algorithm, assessor: Algorithm | None, settings: Mapping[str, Any]) -> Any:
     """Return a configured ``nni.experiment.Experiment`` that is not started. Raise ImportError without NNI."""
     try:
         import nni
@@ -136,16 +125,12 @@ def _configured(config: ExperimentConfig) -> Any:
     nni.silence_stdout()  # it would name addresses that no process listens at
     experiment = Experiment("local")
     theirs = experiment.config
-    theirs.experiment_working_directory = config.directory
-    theirs.experiment_name = config.name
-    theirs.search_space = dict(config.space)
-    theirs.trial_concurrency = config.trial_concurrency
-    theirs.max_trial_number = config.max_trial_number
-    theirs.max_experiment_duration = config.max_experiment_duration
+    for name, value in settings.items():
+        setattr(theirs, name, value)
     theirs.trial_command = f'exec "{sys.executable}" -m tuning.nni.trial'
-    theirs.tuner = _algorithm(config.tuner)
-    if config.assessor is not None:
-        theirs.assessor = _algorithm(config.assessor)
+    theirs.tuner = _algorithm(tuner)
+    if assessor is not None:
+        theirs.assessor = _algorithm(assessor)
     return experiment
 
 
@@ -207,6 +192,6 @@ def _free_port(port: int) -> int:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise RuntimeError(
-                f"port {port} is taken ({error}): NNI's web page needs one of its own; port=0 takes any that is free"
+                f"port {port} is taken ({error}): NNI's web page needs its own port; port=0 picks a free one"
             ) from error
         return int(probe.getsockname()[1])

@@ -78,7 +78,7 @@ class NNISearch(Searcher):
                 "there is nothing to search: Tuner(param_space=...) and NNISearch(space=...) have no parameter"
             )
         if self._metric is None or self._mode is None:
-            raise ValueError("NNISearch needs to know what is good: TuneConfig(metric=..., mode='max')")
+            raise ValueError("NNISearch needs a metric to optimise: TuneConfig(metric=..., mode='max')")
         self._open(self._space or searched)
         return True
 
@@ -222,7 +222,7 @@ class AssessorScheduler(FIFOScheduler):
     def _made(self) -> Any:
         if self._assessor is None:
             if self._metric is None or self._mode is None:
-                raise ValueError("AssessorScheduler needs to know what is good: TuneConfig(metric=..., mode='max')")
+                raise ValueError("AssessorScheduler needs a metric to optimise: TuneConfig(metric=..., mode='max')")
             algorithm = read_assessor(self._given, self._mode)
             assert algorithm is not None, "checked when this was made"
             self._assessor = make(algorithm, "assessors")

@@ -92,9 +92,7 @@ class TrialServer:
     """Server that waits for trials' commands and runs their jobs.
 
     Args:
-        template: Settings that the trials share.
         metric: Name of the reported metric that NNI's tuner receives.
-        context: Names, paths and file system of the experiment.
     """
 
     def __init__(self, template: Template, metric: str, context: ExperimentContext) -> None:

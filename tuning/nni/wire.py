@@ -45,8 +45,8 @@ def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
         had = ", ".join(f"{key}={metrics[key]!r}" for key in metrics if key != FINAL) or "nothing"
         raise ValueError(
             f"a trial must report a finite number as {metric!r}, but reported {had}: call "
-            f"elastic_ray.report({{{metric!r}: ...}}) or nni.report_intermediate_result(...), or say in "
-            "Experiment(metric=...) what it is called"
+            f"elastic_ray.report({{{metric!r}: ...}}) or nni.report_intermediate_result(...), or name "
+            "the metric in Experiment(metric=...)"
         )
     others = {key: _plain(each) for key, each in metrics.items() if key not in (FINAL, name, DEFAULT)}
     return {DEFAULT: value, **{key: each for key, each in others.items() if each is not None}}

@@ -9,7 +9,7 @@ from elastic_ray.adaptation.policies.ready import ReadyPolicy
 from elastic_ray.adaptation.policy import Answer
 from elastic_ray.adaptation.requests import SetStrategy
 from elastic_ray.adaptation.view import PolicyView
-from elastic_ray.sync.naming import NAMED
+from elastic_ray.sync.builders import NAMED
 
 _STEPS_OF_SWITCH = 3  # until a switch counts, and the first steps after it
 

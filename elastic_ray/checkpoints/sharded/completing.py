@@ -83,7 +83,7 @@ def await_parts(
             return tuple(found[rank] for rank in range(ranks))
         missing = [rank for rank in range(ranks) if rank not in found]
         if not go_on():
-            raise InterruptedError("the checkpoint was given up")
+            raise InterruptedError("the checkpoint was abandoned")
         if not live:
             raise PartsMissingError(f"a worker has left the group whose part is not written: {missing}", unseen=False)
         now_s = time.monotonic()
@@ -117,7 +117,7 @@ def finish(
     size = sum(part.size for part in parts)
     state = StateFile(path=directory, resume_point=resume_point, sha256=written.sha256, size=size, parts=len(parts))
     if not go_on():
-        raise InterruptedError("the checkpoint was given up")
+        raise InterruptedError("the checkpoint was abandoned")
     write_note(storage, state)
     return state
 
@@ -144,7 +144,7 @@ def _account(storage: RunStorage, directory: str, rank: int, steps: int) -> Part
     there = storage.filesystem.get_file_info(posixpath.join(directory, part_name(rank))).size
     if (part.rank, part.steps, part.size) != (rank, steps, there):
         raise ManifestError(
-            f"{name} speaks of rank {part.rank}, step {part.steps} and {part.size} bytes, but {part_name(rank)} is to "
+            f"{name} names rank {part.rank}, step {part.steps} and {part.size} bytes, but {part_name(rank)} is to "
             f"be of rank {rank} and step {steps}, and has {there} bytes"
         )
     return part

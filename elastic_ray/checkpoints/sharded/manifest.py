@@ -107,7 +107,7 @@ class Part:
                 plain=tuple((tuple(path), value) for path, value in told["plain"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ManifestError(f"a rank's account of its part is not complete: {error}") from error
+            raise ManifestError(f"a rank's record of its part is incomplete: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,16 +159,13 @@ class Manifest:
                     raise ManifestError(f"tensor {shown(tensor.path)} lies beyond the end of the part of rank {rank}")
                 total += piece.nbytes
         if total > sum(size for _, size in self.files):
-            raise ManifestError(f"the manifest speaks of {total} bytes of tensors, more than its files have")
+            raise ManifestError(f"the manifest lists {total} bytes of tensors, more than its files have")
         if sorted(each.index for each in _indices(self.tree)) != list(range(len(self.tensors))):
             raise ManifestError("the manifest's tree has other tensors than its list")
 
 
 def complete(parts: Sequence[Part]) -> Manifest:
     """Return the manifest of all ranks' parts.
-
-    Args:
-        parts: one part per rank, in rank order.
 
     Raises ManifestError: the parts belong to different steps, or leave gaps.
     """
@@ -290,7 +287,7 @@ def _read(content: bytes) -> dict[Any, Any]:
         raise ManifestError(str(error)) from error
     if type(told) is not dict or told.get("version") != VERSION:
         found = told.get("version") if type(told) is dict else type(told).__name__
-        raise ManifestError(f"it is no account of version {VERSION}, but of {found!r:.40}")
+        raise ManifestError(f"it is not a record of version {VERSION}, but of {found!r:.40}")
     return told
 
 

@@ -86,7 +86,7 @@ def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
     with storage.filesystem.open_input_stream(path) as raw:
         content = bytes(raw.readall())
     if hashlib.sha256(content).hexdigest() != state.sha256:
-        raise CorruptStateError(f"{path} has another checksum than what was written")
+        raise CorruptStateError(f"{path} does not have the checksum of what was written")
     manifest = Manifest.from_bytes(content)
     if len(manifest.files) != state.parts or manifest.steps != state.steps:
         raise CorruptStateError(
@@ -120,11 +120,11 @@ def _read_parts(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) ->
     for rank, (sha256, _) in enumerate(manifest.files):
         if files[rank].scatter(pieces.get(rank, [])) != sha256:
             path = posixpath.join(state.path, part_name(rank))
-            raise CorruptStateError(f"{path} has another checksum than what was written")
+            raise CorruptStateError(f"{path} does not have the checksum of what was written")
     try:
         states: dict[str, Any] = unpack(manifest.tree, found)
     except (RuntimeError, TypeError, IndexError) as error:
-        raise ManifestError(f"its tensors are none: {error}") from error
+        raise ManifestError(f"its tensors are invalid: {error}") from error
     return states
 
 
@@ -210,8 +210,8 @@ class PartFile:
                 first, found = at // BLOCK_BYTES, blocks.sums()
                 if len(chunk) != count or found != self._sums[first : first + len(found)]:
                     raise CorruptStateError(
-                        f"{self._path} has changed since it was compared with its checksum: start the job again, which "
-                        "then continues from the last checkpoint that is whole"
+                        f"{self._path} has changed since it was compared with its checksum: start the job again; it "
+                        "then continues from the last complete checkpoint"
                     )
                 _put(target, offset, chunk, at)
                 at += count

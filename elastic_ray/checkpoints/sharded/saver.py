@@ -363,7 +363,6 @@ def write_part(
 
     Args:
         steps: optimizer steps that the state includes.
-        skeleton: tree captured by this rank, with indices in place of tensors.
         tensors: tensors that the indices refer to, in CPU memory; they must not change meanwhile.
         go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import sys
 from typing import TYPE_CHECKING
@@ -52,15 +53,8 @@ def dashboard(port: int, host: str, path: str | None, simulation: str | None, re
     if token is not None:
         say(f"token{'' if gate.open_to_others else ' for actions'}, shown once: {token}")
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(PageServer(source, gate), bound, _end_of_input if attached else _never))
-
-
-async def _never() -> None:
-    await asyncio.Event().wait()
-
-
-async def _end_of_input() -> None:
-    await asyncio.to_thread(sys.stdin.read)
+        ends = functools.partial(asyncio.to_thread, sys.stdin.read) if attached else asyncio.Event().wait
+        asyncio.run(serve(PageServer(source, gate), bound, ends))
 
 
 def _source(path: str | None, simulation: str | None, *, actions: bool) -> Source:

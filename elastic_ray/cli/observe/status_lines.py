@@ -5,15 +5,8 @@ from __future__ import annotations
 import math
 
 from elastic_ray.cli.listings import JobRow
+from elastic_ray.record.outlook import named_parts
 from placement.text import ago
-
-_PARTS = (
-    ("training", "training_s"),
-    ("catching up", "catching_up_s"),
-    ("pausing", "pausing_s"),
-    ("starting", "starting_s"),
-    ("waiting", "waiting_s"),
-)
 
 
 def outlook_lines(row: JobRow) -> tuple[str, ...]:
@@ -56,11 +49,11 @@ def percent(share: float | None) -> str:
 
 def _time(row: JobRow) -> str:
     """Return text such as ``10m00s since its submission: training 80%, starting 5%, waiting 15%``."""
-    parts = [(name, getattr(row, field)) for name, field in _PARTS]
-    whole_s = sum(seconds for _, seconds in parts)
+    parts = named_parts(row)
+    whole_s = sum(parts.values())
     if not (whole_s > 0 and math.isfinite(whole_s)):
         return ""
-    shares = (f"{name} {seconds / whole_s:.0%}" for name, seconds in parts if seconds > 0)
+    shares = (f"{name} {seconds / whole_s:.0%}" for name, seconds in parts.items() if seconds > 0)
     return f"{ago(whole_s)} since its submission: " + ", ".join(shares)
 
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -24,13 +24,10 @@ from elastic_ray.cli.listings import (
     node_rows,
     with_metric,
 )
-from elastic_ray.cli.observe.top_lines import SORTS, TOP_COLUMNS, TopLine, sorted_rows, top_cells, top_lines
+from elastic_ray.cli.observe.top_lines import SORTS, TOP_COLUMNS, sorted_rows, top_cells, top_lines
 from elastic_ray.cli.output import PHASE_STYLES, metric_option, on_terminal, plain_table, say
 from elastic_ray.cli.overview import NO_ALLOCATOR, headline
 from elastic_ray.cli.sweeps import grouped
-
-if TYPE_CHECKING:
-    from placement.allocator.snapshot import CoreSnapshot
 
 
 @click.command(short_help="Watch jobs and nodes.")
@@ -59,13 +56,10 @@ def top(interval: float, once: bool, looks: int | None, by: str, metric: str) ->
             if (problem := no_metric(rows, metric)) and look == 1:
                 raise click.ClickException(problem)
             nodes = node_rows(cluster.ray_nodes(), seen)
-            screen.show(_heading(seen), rows, nodes)
+            heading = time.strftime("%H:%M:%S ") + (headline(seen) if seen is not None else NO_ALLOCATOR)
+            screen.show(heading, rows, nodes)
             if look == last or keys.ended_within(interval):
                 break
-
-
-def _heading(seen: CoreSnapshot | None) -> str:
-    return time.strftime("%H:%M:%S ") + (headline(seen) if seen is not None else NO_ALLOCATOR)
 
 
 class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
@@ -117,12 +111,9 @@ class _Screen(_Pipe):
         from rich.text import Text
 
         lines = top_lines(heading, jobs, nodes, size=_size(), by=self._by, now_s=time.time(), metric=self._metric)
-        texts = [Text(line.text, style=_style(line), no_wrap=True, overflow="crop") for line in lines]
+        styles = {"heading": "bold", **PHASE_STYLES}
+        texts = [Text(each.text, style=styles.get(each.style, ""), no_wrap=True, overflow="crop") for each in lines]
         self._live.update(Group(*texts), refresh=True)
-
-
-def _style(line: TopLine) -> str:
-    return "bold" if line.style == "heading" else PHASE_STYLES.get(line.style, "")
 
 
 def _size() -> tuple[int, int]:

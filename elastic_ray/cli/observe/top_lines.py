@@ -116,12 +116,7 @@ def top_lines(
     """Return the lines of one update: a heading, the first jobs in order, and nodes if there is room.
 
     Args:
-        heading: One-line summary of the cluster.
-        jobs: Rows of the jobs, in any order.
-        nodes: Rows of the nodes; shown as far as there is room.
-        size: Columns and lines of the terminal.
         by: A key of ``SORTS``.
-        now_s: Current time [s since the epoch].
         metric: Metric to show; empty for each job's own.
     """
     width, height = max(1, size[0]), max(1, size[1])

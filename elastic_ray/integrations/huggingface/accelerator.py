@@ -368,8 +368,8 @@ class Accelerator(OnMainProcess, Collectives):
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Raise NotImplementedError: batches differ between runs, and ``load_state`` restores the position instead."""
         raise NotImplementedError(
-            "skip_first_batches() is not there under elastic-ray, whose batches change: load_state() before the first "
-            "epoch continues after the last sample that was used, without it"
+            "skip_first_batches() is not supported under elastic-ray, because batch sizes change: load_state() before "
+            "the first epoch continues after the last sample that was used, without it"
         )
 
     @contextlib.contextmanager
@@ -385,8 +385,8 @@ class Accelerator(OnMainProcess, Collectives):
     def split_between_processes(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError: the number of processes changes during the job."""
         raise NotImplementedError(
-            "split_between_processes() is not there under elastic-ray, for the number of processes changes: prepare a "
-            "DataLoader with shuffle=False, whose samples all workers share"
+            "split_between_processes() is not supported under elastic-ray, because the number of processes changes: "
+            "prepare a DataLoader with shuffle=False, whose samples all workers share"
         )
 
 

@@ -73,7 +73,7 @@ def check_arguments(args: Any) -> None:
     }
     for name, way_out in _REFUSED.items():
         if found[name]:
-            raise ValueError(f"{name}={getattr(args, name)!r} cannot be kept under elastic-ray: {way_out}")
+            raise ValueError(f"{name}={getattr(args, name)!r} is not supported under elastic-ray: {way_out}")
 
 
 def _dispatches(config: Any) -> bool:
@@ -139,7 +139,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     found["rng_types"] = set(options.get("rng_types") or ()) - {"generator"} != set()
     for name, way_out in _OF_ACCELERATOR.items():
         if found[name]:
-            raise ValueError(f"{name} cannot be kept under elastic-ray: {way_out}")
+            raise ValueError(f"{name} is not supported under elastic-ray: {way_out}")
 
 
 _NO_SHARDS = "its shards cannot follow the group: leave it out, and each worker holds the whole model"

@@ -142,6 +142,6 @@ def read_position(folder: Path) -> Any | None:
         return json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(
-            f"{file} is damaged, so that it is not known where the checkpoint stands in the data: {error}. Take "
-            "another checkpoint; or delete the file, and the epoch begins anew"
+            f"{file} is damaged, so the checkpoint's position in the data is unknown: {error}. Use "
+            "another checkpoint, or delete the file to restart the epoch"
         ) from error

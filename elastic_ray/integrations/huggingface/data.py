@@ -36,7 +36,7 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
         options |= _order_and_workers(trainer, dataset)
     elif args.dataloader_num_workers:
         raise ValueError(
-            f"dataloader_num_workers={args.dataloader_num_workers} cannot be kept under elastic-ray for a dataset "
+            f"dataloader_num_workers={args.dataloader_num_workers} is not supported under elastic-ray for a dataset "
             "without a length: each worker reads the stream in its own process and keeps its share. Leave it out, or "
             "pass a dataset with a length"
         )

@@ -36,7 +36,6 @@ class AccelerateModel(LateWrapped):
     is it certain which of them belong together.
 
     Args:
-        module: The model as accelerate prepared it.
         make_wrapper: Returns the wrapper, or None while no optimizer of the model has been prepared.
     """
 
@@ -89,7 +88,7 @@ class AccelerateLoader(LoaderOnDevice):
     def _begin_micro_step(self) -> None:
         """Set accelerate's gradient state for the micro-batch about to be yielded."""
         session = current_session()
-        step = session.passes.step
+        step = session.ledger.step
         self.end_of_dataloader = self.loader.on_last_batch
         self.gradient_state._set_sync_gradients(not session.ledger.accumulating)
         if step is not None and step.micro > 0:

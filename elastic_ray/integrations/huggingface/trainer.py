@@ -272,7 +272,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     def _micro_step(self, model: Any, loader: er.AdaptiveDataLoader, inputs: Any, last: dict[str, Any]) -> bool:
         """Train one micro-batch; return True if it completes a step that counts."""
         ledger = current_session().ledger
-        step = current_session().passes.step
+        step = current_session().ledger.step
         assert step is not None, "a batch was drawn"
         ends = not ledger.accumulating
         self.accelerator.gradient_state._set_sync_gradients(ends)
@@ -329,7 +329,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     def _after_step(self, loader: er.AdaptiveDataLoader, epoch: int) -> None:
         """Count an applied step, and stop training once the job's progress reaches ``max_steps``."""
         session = current_session()
-        step = session.passes.step
+        step = session.ledger.step
         assert step is not None, "its batch was drawn"
         self._add_losses(step)
         self.initial_steps += session.ledger.initial_steps

@@ -13,16 +13,7 @@ from torch.utils.data import DataLoader
 import elastic_ray as er
 from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.late_wrapping import plain_model
-from elastic_ray.integrations.lightning.shared import (
-    ElasticRayEnvironment,
-    OneDevice,
-    accumulating,
-    adaptive,
-    decided,
-    gathered,
-    reduced,
-    told,
-)
+from elastic_ray.integrations.lightning.shared import ElasticRayEnvironment, OneDevice, accumulating, adaptive, reduced
 from elastic_ray.integrations.overridden import check_overridden
 
 check_overridden(
@@ -110,22 +101,6 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks, as ``elastic_ray.all_reduce`` does."""
         return reduced(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Gather tensors as ``elastic_ray.all_gather`` does, and stack them."""
-        return gathered(tensor, group, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
-        """True if all ranks decide True, or any rank if ``all`` is False."""
-        return decided(decision, all)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks, as ``elastic_ray.barrier`` does."""
-        er.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast as ``elastic_ray.broadcast`` does: tensors and plain values, never pickled."""
-        return told(obj, src)
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Clip gradients by norm; while gradients are still being accumulated, do nothing and return 0."""

@@ -36,12 +36,7 @@ class UnreadStream:
 
 
 class ElasticFetcher(_DataFetcher):
-    """Fetcher of an ``AdaptiveDataLoader``'s batches for Lightning's training loop.
-
-    Args:
-        most: Most batches to fetch in an epoch; None for no limit.
-        on_batch: Called with this fetcher for each batch, just before the batch is returned.
-    """
+    """Fetcher of an ``AdaptiveDataLoader``'s batches for Lightning's training loop."""
 
     def __init__(
         self, loader: er.AdaptiveDataLoader, most: int | None, on_batch: Callable[[ElasticFetcher], None]

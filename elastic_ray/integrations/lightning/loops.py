@@ -167,22 +167,24 @@ class ElasticFitLoop(_FitLoop):
             batches = 0
             if place is not None:
                 place = {**place, "epoch": theirs.processed, "loops": [], "left": 0}
-        elif not within and batches and not progress.is_last_batch and _cut_short(place, self.max_steps):
+        elif (
+            not within
+            and batches
+            and not progress.is_last_batch
+            # max_steps, rather than a callback, has ended the epoch for good; another strategy does not say so
+            and (self.max_steps >= 0 if place is None else place["cut_short"])
+        ):
             theirs.processed -= 1
             within = True
             if place is not None:
                 place = {**place, "epoch": theirs.processed, "loops": [[place["used"], False]]}
-        self.epoch_loop.move_from(theirs.processed)
+        self.epoch_loop.moved_epochs = theirs.processed
         if place is not None:
             self._data_fetcher.loader.load_state_dict(place)
         self._begin_at_own_place(batches if within else 0)
 
     def _begin_at_own_place(self, batches: int = 0) -> None:
-        """Start at the trainer's own counters, unless the job already has a position.
-
-        Args:
-            batches: Batches of the current epoch that were already trained.
-        """
+        """Start at the trainer's own counters, unless the job already has a position."""
         states = current_session().states
         if states.progress.epoch or states.progress.passes or states.progress.steps:
             return
@@ -207,8 +209,8 @@ class ElasticFitLoop(_FitLoop):
         if steps is None or _adapts():
             if known is None:
                 raise ValueError(
-                    "max_steps without max_epochs has no known number of epochs where the batch adapts, or an iterable "
-                    "dataset has no length: give max_epochs as well"
+                    "max_steps without max_epochs gives no number of epochs if the batch adapts or an iterable "
+                    "dataset has no length: set max_epochs too"
                 )
             return known
         if known is not None and is_overridden("on_train_batch_start", self.trainer.lightning_module):
@@ -281,17 +283,17 @@ class ElasticEpochLoop(_TrainingEpochLoop):
                 self._end_of_data()
                 return
             self._train_batch(data_fetcher)
-        while data_fetcher.at_limit or self._is_training_done or self._stops_early:
+        trainer = self.trainer
+        while (
+            data_fetcher.at_limit
+            or self._is_training_done
+            or (trainer.should_stop and trainer.fit_loop._can_stop_early)  # min_steps and min_epochs are reached
+        ):
             if data_fetcher.leave():
                 if data_fetcher.at_limit:
                     self._end_of_data()
                 return
             self._train_batch(data_fetcher)
-
-    @property
-    def _stops_early(self) -> bool:
-        """True if a stop was requested and ``min_steps`` and ``min_epochs`` are reached."""
-        return bool(self.trainer.should_stop and self.trainer.fit_loop._can_stop_early)
 
     def _train_batch(self, data_fetcher: Any) -> None:
         """Run Lightning's ``advance`` until a micro-batch counts; end-of-batch hooks are skipped for a lost one.
@@ -309,10 +311,6 @@ class ElasticEpochLoop(_TrainingEpochLoop):
                 if data_fetcher.leave():
                     self._end_of_data()
                     raise
-
-    def move_from(self, epoch: int) -> None:
-        """Make schedulers that count epochs move next at the end of this epoch."""
-        self.moved_epochs = epoch
 
     def _end_of_data(self) -> None:
         """Move schedulers that count epochs, unless they have already moved at this epoch's last step."""
@@ -387,15 +385,6 @@ def become_elastic(trainer: Any) -> None:
 def trains(trainer: Any) -> bool:
     """True if a trainer is in its training stage, not in an evaluation."""
     return trainer is not None and trainer.state.stage == RunningStage.TRAINING
-
-
-def _cut_short(place: dict[str, Any] | None, max_steps: int) -> bool:
-    """True if ``max_steps``, rather than a callback, ended the unfinished epoch for good.
-
-    Args:
-        place: Data position from the checkpoint; None if another strategy wrote it, without this information.
-    """
-    return max_steps >= 0 if place is None else bool(place["cut_short"])
 
 
 def _adapts() -> bool:

@@ -41,29 +41,6 @@ def reduced(value: Any, group: Any, op: Any) -> Any:
     return er.all_reduce(value, name)
 
 
-def gathered(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
-    """Gather equally shaped tensors from all ranks along a new first dimension, as Lightning's ``all_gather`` does."""
-    _check_group(group)
-    if sync_grads:
-        raise NotImplementedError(
-            "all_gather(sync_grads=True) is not there under elastic-ray: a loss over samples of several workers would "
-            "change with their number. Make the samples that belong together one item of the dataset"
-        )
-    return torch.stack(er.all_gather(tensor))
-
-
-def told(obj: Any, src: int) -> Any:
-    """Broadcast an object as Lightning's ``broadcast`` does; paths are supported too."""
-    if isinstance(obj, PurePath):
-        return Path(er.broadcast(str(obj), src))
-    return er.broadcast(obj, src)
-
-
-def decided(decision: bool, every: bool) -> bool:
-    """Combine a decision over all ranks, as Lightning's ``reduce_boolean_decision`` does."""
-    return bool(er.all_reduce(int(decision), "min" if every else "max"))
-
-
 def adaptive(given: Any, options: BatchOptions) -> er.AdaptiveDataLoader:
     """Return the user's loader as one whose batches all workers share."""
     loader = options.shared(given)
@@ -78,9 +55,42 @@ def adaptive(given: Any, options: BatchOptions) -> er.AdaptiveDataLoader:
 
 
 class OneDevice:
-    """Base of both strategies: each worker has one device, and no process group is created."""
+    """Base of both strategies: each worker has one device, no process group is created, collectives are the job's."""
 
     _parallel_devices: list[torch.device] | None
+    _gone = False  # True if this worker is in no collective any more
+
+    @property
+    def _shares(self) -> bool:
+        """True while each worker gets a share of the samples."""
+        return True
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Gather and stack equally shaped tensors of all workers; in evaluation stack this worker's tensor only."""
+        if not self._shares:
+            return tensor[None]
+        _check_group(group)
+        if sync_grads:
+            raise NotImplementedError(
+                "all_gather(sync_grads=True) is not supported under elastic-ray: a loss over samples of several "
+                "workers would change with their number. Make the samples that belong together one item of the dataset"
+            )
+        return torch.stack(er.all_gather(tensor))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
+        """True if all workers decide True, or any worker if ``all`` is False."""
+        return decision if self._gone else bool(er.all_reduce(int(decision), "min" if all else "max"))
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all workers, as ``elastic_ray.barrier`` does."""
+        if not self._gone:
+            er.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Broadcast as ``elastic_ray.broadcast`` does: tensors, plain values and paths, never pickled."""
+        if self._gone:
+            return obj
+        return Path(er.broadcast(str(obj), src)) if isinstance(obj, PurePath) else er.broadcast(obj, src)
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
@@ -122,7 +132,7 @@ def accumulating() -> bool:
 
 def _check_group(group: Any) -> None:
     if group is not None and group is not torch.distributed.group.WORLD:
-        raise ValueError("process groups of your own are not there under elastic-ray: the job's workers change")
+        raise ValueError("custom process groups are not supported under elastic-ray: the job's workers change")
 
 
 class ElasticRayEnvironment(ClusterEnvironment):

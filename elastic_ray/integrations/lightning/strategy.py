@@ -19,16 +19,7 @@ import elastic_ray as er
 from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.lightning.fetcher import UnreadStream
 from elastic_ray.integrations.lightning.loops import become_elastic, trains
-from elastic_ray.integrations.lightning.shared import (
-    ElasticRayEnvironment,
-    OneDevice,
-    accumulating,
-    adaptive,
-    decided,
-    gathered,
-    reduced,
-    told,
-)
+from elastic_ray.integrations.lightning.shared import ElasticRayEnvironment, OneDevice, accumulating, adaptive, reduced
 from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session, session_of_new_model
 
@@ -89,7 +80,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             gradient_accumulation=gradient_accumulation,
         )
         self._options = options
-        self._gone = self._writes = False
+        self._writes = False
 
     @property
     def num_nodes(self) -> int:
@@ -149,7 +140,9 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         self.setup_precision_plugin()
         for module in self.lightning_module.modules() if self.lightning_module is not None else ():
             if isinstance(module, torchmetrics.Metric):
-                self._synchronise(module)
+                # In training, where each worker sees only its share, a metric covers the samples of all.
+                module.distributed_available_fn = lambda: self._shares and self.world_size > 1
+                module.dist_sync_fn = lambda tensor, group=None: er.all_gather(tensor)
 
     def _take_over(self, trainer: Any) -> None:
         """Turn off Lightning's sampler, gradient accumulation and progress bar, because the job handles them."""
@@ -161,11 +154,6 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             theirs.accumulate_grad_batches = 1
         if trainer.progress_bar_callback is not None and current_session().elastic:
             trainer.progress_bar_callback.disable()
-
-    def _synchronise(self, theirs: Any) -> None:
-        """Make a metric cover the samples of all workers during training, when each worker sees only its share."""
-        theirs.distributed_available_fn = lambda: self._shares and self.world_size > 1
-        theirs.dist_sync_fn = lambda tensor, group=None: er.all_gather(tensor)
 
     @property
     def _shares(self) -> bool:
@@ -233,23 +221,6 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         """Reduce as ``elastic_ray.all_reduce`` in training; in evaluation return the value, equal on all workers."""
         return reduced(tensor, group, reduce_op) if self._shares else tensor
 
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Gather and stack tensors of all workers in training; in evaluation stack this worker's tensor only."""
-        return gathered(tensor, group, sync_grads) if self._shares else tensor[None]
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
-        """True if all workers decide True, or any worker if ``all`` is False."""
-        return decision if self._gone else decided(decision, all)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all workers, as ``elastic_ray.barrier`` does."""
-        if not self._gone:
-            er.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast as ``elastic_ray.broadcast`` does: tensors and plain values, never pickled."""
-        return obj if self._gone else told(obj, src)
-
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Keep gradients computed in the block on this rank."""
@@ -284,7 +255,7 @@ def _check(trainer: Any) -> None:
     }
     for name, way_out in _REFUSED.items():
         if asked[name]:
-            raise ValueError(f"{name} cannot be kept under elastic-ray: {way_out}")
+            raise ValueError(f"{name} is not supported under elastic-ray: {way_out}")
 
 
 _REFUSED = {

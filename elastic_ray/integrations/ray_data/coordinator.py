@@ -60,7 +60,6 @@ def start_coordinator(
     """Start the dataset coordinator of a job.
 
     Args:
-        controller: Handle of the job's controller.
         runtime_env: Runtime environment of the job's workers, which may provide modules that the datasets' functions
             import.
     """
@@ -128,8 +127,9 @@ class DatasetCoordinator:
             if not self._readers.is_latest(wanted.reader):
                 return RowsFound(spans=(), total=None)
             stream = self._stream_for(wanted)
-        if stream.total is not None and not wanted.last_epoch:
-            self._begin_next(wanted)
+        later = any(each.epoch == wanted.epoch + 1 for each in self._streams[wanted.dataset])
+        if stream.total is not None and not wanted.last_epoch and not later:
+            self._begin(wanted.dataset, wanted.epoch + 1, 0)  # its first rows are ready when this epoch has been read
         spans = stream.spans(wanted.first, max(wanted.end, wanted.ahead))
         return RowsFound(spans=spans, total=stream.total)
 
@@ -217,11 +217,6 @@ class DatasetCoordinator:
         if not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):  # it was closed meanwhile
                 self._loop.call_soon_threadsafe(self._tell)
-
-    def _begin_next(self, wanted: RowsWanted) -> None:
-        """Start executing the next epoch once this one has been read completely, so that its first rows are ready."""
-        if all(each.epoch != wanted.epoch + 1 for each in self._streams[wanted.dataset]):
-            self._begin(wanted.dataset, wanted.epoch + 1, 0)
 
     def _close(self, stream: RowStream, *, readers_gone: bool = False) -> None:
         """End an execution; waiting requests move to another one, or are dropped if ``readers_gone``."""

@@ -93,9 +93,6 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
     """Pack datasets from :func:`check_datasets` for :func:`unpack` in another process; requires a connection to Ray.
 
     The seed depends only on the job's name, so that a resubmitted job continues in the same order.
-
-    Args:
-        left: Amounts of resources that Ray Data must leave to the job's workers.
     """
     readable = _readable(datasets)
     pickled, stored = _pickled(readable), ""
@@ -116,7 +113,7 @@ def unpack(packed: PackedDatasets) -> dict[str, bytes]:
     if packed.stored:
         pickled = internal_kv._internal_kv_get(packed.stored.encode(), namespace=NAMESPACE)
     if pickled is None:
-        raise LookupError(f"the datasets are not in Ray's control store any more ({packed.stored})")
+        raise LookupError(f"the datasets are no longer in Ray's control store ({packed.stored})")
     found = {**pickle.loads(pickled), **packed.in_memory}
     return {name: _pickled(dataset) for name, dataset in found.items()}
 

@@ -65,8 +65,8 @@ def get_dataset_shard(dataset_name: str = "train") -> RayDataShard:
         rows = insist(lambda: coordinator.describe.remote(dataset_name), timeout_s=_DESCRIBE_S)
     except GetTimeoutError:
         raise RuntimeError(
-            f"the process that reads the job's datasets could not tell within {_DESCRIBE_S:g} s how many rows "
-            f"{dataset_name!r} has: is what it reads within reach of the head node?"
+            f"the process that reads the job's datasets did not find out within {_DESCRIBE_S:g} s how many "
+            f"rows {dataset_name!r} has: can the head node read its source?"
         ) from None
     return RayDataShard(dataset_name, coordinator, rows, run.token)
 

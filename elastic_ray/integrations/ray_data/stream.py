@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -25,12 +25,10 @@ class RowStream:
     """Rows of one epoch of a dataset, in order.
 
     Args:
-        packed: The pickled dataset.
         epoch: Index of the epoch. Seeded shuffles that Ray Data reorders in each execution get the same order whenever
             the same epoch is executed again.
         seed: Seed for shuffles that have none.
         left: Amounts of resources reserved for the job's workers.
-        floor: Rows before this position are discarded on arrival.
         changed: Called in the reading thread whenever there are new rows or the execution ends.
     """
 
@@ -155,7 +153,7 @@ def _rows(entry: Any) -> int:
     """Return the number of rows of a block."""
     rows = entry.metadata.num_rows
     if rows is None:
-        raise RuntimeError("Ray Data has not told how many rows a block has, without which none can be dealt out")
+        raise RuntimeError("Ray Data did not report the number of rows of a block, which is needed to distribute rows")
     return int(rows)
 
 
@@ -164,11 +162,6 @@ def hold_order(dataset: Any, *, epoch: int, seed: int) -> None:
 
     Ray Data counts a dataset's executions, and seeded shuffles depend on that count; it is set to the epoch here.
     Shuffles without a seed get ``seed``. Random numbers drawn in user functions are not controlled.
-
-    Args:
-        dataset: The ``ray.data.Dataset``.
-        epoch: Index of the epoch, from 0.
-        seed: Seed for shuffles that have none.
     """
     for operator in dataset._logical_plan.dag.post_order_iter():
         _seed_operator(operator, seed)
@@ -195,25 +188,14 @@ def leave_room(dataset: Any, left: Mapping[str, float]) -> None:
 def _seed_operator(operator: Any, seed: int) -> None:
     """Set the seed of an operator in Ray Data's plan if it shuffles or samples without one."""
     theirs: Any
-    for theirs in _seeds(operator):
-        if theirs.seed is None:
+    for theirs in (getattr(operator, "seed_config", None), *(getattr(operator, "fn_args", None) or ())):
+        if isinstance(theirs, RandomSeedConfig) and theirs.seed is None:
             theirs.seed, theirs.reseed_after_execution = seed, True
     make = getattr(operator, "shuffle_config_factory", None)
-    if make is not None and _draws_anew(make):
+    made: list[Any] = [make(), make()] if make is not None else [None]  # shuffle="files" makes a new seed each time
+    if made[0] is not None and (made[0].seed is None or made[0].seed != made[1].seed):
         object.__setattr__(operator, "shuffle_config_factory", lambda: FileShuffleConfig(seed=seed))
     theirs = getattr(operator, "datasource", None)
     shuffle = getattr(theirs, "_shuffle", None)
     if shuffle == "files" or (isinstance(shuffle, FileShuffleConfig) and shuffle.seed is None):
         theirs._shuffle = FileShuffleConfig(seed=seed)
-
-
-def _seeds(operator: Any) -> Iterator[Any]:
-    """Return the seed configurations of an operator's shuffles and samples."""
-    found = getattr(operator, "seed_config", None), *(getattr(operator, "fn_args", None) or ())
-    return (each for each in found if isinstance(each, RandomSeedConfig))
-
-
-def _draws_anew(make: Any) -> bool:
-    """True if a shuffle of files has no seed or a new one each time (``shuffle="files"``)."""
-    first, second = make(), make()
-    return first is not None and (first.seed is None or first.seed != second.seed)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from elastic_ray.batch.reports import StepReport
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.record.outlook import TimeSpent
+from elastic_ray.record.outlook import PARTS
 from placement.instruments import Guarded, Instrument, Sample, WriteSamples, counter, gauge, histogram, label_value
 
 if TYPE_CHECKING:
     from elastic_ray.batch.planner import BatchPlanner
 
 PERIOD_S = 1.0
-_PARTS = tuple(field.name for field in dataclasses.fields(TimeSpent))
 _CAUSES = {
     EventKind.FAILURE: "workers_lost",
     EventKind.RESTART: "restart",
@@ -38,25 +36,35 @@ def _gauge(name: str, description: str, *labels: str) -> Instrument:
     return gauge(f"elastic_job_{name}", description, *_OF, *labels)
 
 
-WORKERS = _gauge("workers", "Workers that train now; 0 once the job has ended.")
-TARGET_WORKERS = _gauge("target_workers", "Workers that the job is heading for; 0 once it has ended.")
-GLOBAL_BATCH = _gauge("global_batch", "Samples of one optimizer step over all workers.")
-SAMPLES_PER_SECOND = _gauge("samples_per_second", "Measured throughput [samples/s].")
-TOKENS_PER_SECOND = _gauge("tokens_per_second", "The same in tokens, where the batch is declared in tokens.")
-TOKENS_LEFT = _gauge("tokens_left", "Tokens until the end, where the batch is declared in tokens.")
-GOODPUT = _gauge("goodput", "Throughput x statistical efficiency by the fitted model [samples/s].")
-EFFICIENCY = _gauge("statistical_efficiency", "Statistical efficiency of the present batch, at most 1.")
+GAUGES: Mapping[str, Instrument] = {
+    "workers": _gauge("workers", "Workers that train now; 0 once the job has ended."),
+    "target_workers": _gauge("target_workers", "Workers that the job is heading for; 0 once it has ended."),
+    "progress": _gauge("progress_ratio", "Part of the declared epochs that is done, 0 to 1."),
+    "productive_share": _gauge("productive_ratio", "Training time / time since submission, 0 to 1."),
+    "cost_usd": _gauge("cost_usd", "What the job has cost so far [USD]."),
+}
+"""Gauges by field of ``JobStatus``."""
+
+SPEED_GAUGES: Mapping[str, Instrument] = {
+    "batch_size": _gauge("global_batch", "Samples of one optimizer step over all workers."),
+    "throughput": _gauge("samples_per_second", "Measured throughput [samples/s]."),
+    "tokens_per_s": _gauge("tokens_per_second", "The same in tokens, where the batch is declared in tokens."),
+    "tokens_left": _gauge("tokens_left", "Tokens until the end, where the batch is declared in tokens."),
+    "goodput": _gauge("goodput", "Throughput x statistical efficiency by the fitted model [samples/s]."),
+    "efficiency": _gauge("statistical_efficiency", "Statistical efficiency of the present batch, at most 1."),
+    "learning_rate_factor": _gauge("learning_rate_factor", "What the learning rates are multiplied by for the batch."),
+    "memory_bound": _gauge("memory_bound", "Samples that a worker takes at once at most, since more do not fit."),
+    "mfu": _gauge("mfu_ratio", "Model FLOPs utilisation, 0 to 1, where the GPU's peak is known."),
+    "eta_s": _gauge("eta_seconds", "Time to the end at the present goodput [s]."),
+}
+"""The same of a job that trains."""
+
+_UNKNOWN_IF_0 = ("batch_size", "throughput", "tokens_per_s")
+
 NOISE_SCALE = _gauge("noise_scale", "Gradient noise scale [samples].")
-LEARNING_RATE_FACTOR = _gauge("learning_rate_factor", "What the learning rates are multiplied by for the batch.")
 GPU_MEMORY = _gauge("gpu_memory_bytes", "Most of a GPU's memory that a worker has used, or reserved.", "kind")
-MEMORY_BOUND = _gauge("memory_bound", "Samples that a worker takes at once at most, since more do not fit.")
-MFU = _gauge("mfu_ratio", "Model FLOPs utilisation, 0 to 1, where the GPU's peak is known.")
 STEPS = _gauge("steps", "Optimizer steps committed by the run; falls where a restart goes back.")
-PROGRESS = _gauge("progress_ratio", "Part of the declared epochs that is done, 0 to 1.")
-ETA = _gauge("eta_seconds", "Time to the end at the present goodput [s].")
-PRODUCTIVE = _gauge("productive_ratio", "Training time / time since submission, 0 to 1.")
 TIME = _gauge("time_seconds", "Where the time since submission went [s].", "part")
-COST = _gauge("cost_usd", "What the job has cost so far [USD].")
 RESIZES = counter("elastic_job_resizes_total", "Changes of the number of workers.", *_OF, "reason")
 PAUSE = histogram(
     "elastic_job_pause_seconds",
@@ -67,29 +75,9 @@ PAUSE = histogram(
 LOST_STEPS = counter("elastic_job_lost_steps_total", "Committed steps that restarts have undone.", *_OF)
 FAILURES = counter("elastic_job_failures_total", "What went wrong.", *_OF, "cause")
 INSTRUMENTS = (
-    WORKERS,
-    TARGET_WORKERS,
-    GLOBAL_BATCH,
-    SAMPLES_PER_SECOND,
-    TOKENS_PER_SECOND,
-    TOKENS_LEFT,
-    GOODPUT,
-    EFFICIENCY,
-    NOISE_SCALE,
-    LEARNING_RATE_FACTOR,
-    GPU_MEMORY,
-    MEMORY_BOUND,
-    MFU,
-    STEPS,
-    PROGRESS,
-    ETA,
-    PRODUCTIVE,
-    TIME,
-    COST,
-    RESIZES,
-    PAUSE,
-    LOST_STEPS,
-    FAILURES,
+    *GAUGES.values(),
+    *SPEED_GAUGES.values(),
+    *(NOISE_SCALE, GPU_MEMORY, STEPS, TIME, RESIZES, PAUSE, LOST_STEPS, FAILURES),
 )
 
 
@@ -97,10 +85,8 @@ class JobMetrics:
     """Metrics of one job, or one trial of a sweep, written by its controller.
 
     Args:
-        speed: Batch planner, which holds the job's measurements and performance model.
         status: Function that returns the job's status; called once a second.
         events: Function that returns all events of the job so far; only new ones are written.
-        write: Function that receives the samples.
     """
 
     def __init__(
@@ -137,7 +123,8 @@ class JobMetrics:
     def _tell_end(self) -> None:
         status = self._status()
         self._look(status)
-        self._write(end_samples(status.phase, self._labels))
+        if status.phase is JobPhase.FAILED:
+            self._write(FAILURES.sample(1, *self._labels.values, "job_failed"))
 
     def _look(self, status: JobStatus) -> None:
         """Write the current values of all gauges, and the events that are new."""
@@ -172,42 +159,22 @@ class JobLabels:
 
 def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> tuple[Sample, ...]:
     """Return the current value of every gauge that has one; a job that does not train has no speed gauges."""
-    whose = labels.values
-    spent = [(part.removesuffix("_s"), getattr(status, part, None)) for part in _PARTS]
-    found = [
-        *WORKERS.sample(status.workers, *whose),
-        *TARGET_WORKERS.sample(status.target_workers, *whose),
-        *PROGRESS.sample(status.progress, *whose),
-        *PRODUCTIVE.sample(status.productive_share, *whose),
-        *COST.sample(status.cost_usd, *whose),
-        *(sample for part, value in spent for sample in TIME.sample(value, *whose, part)),
-    ]
-    if (report := speed.latest) is not None:
-        found += STEPS.sample(report.total_steps, *whose)
-        if status.phase is JobPhase.RUNNING and status.workers:
-            found += _speed_samples(status, speed, report, whose)
+    whose, found = labels.values, list[Sample]()
+    for name, each in GAUGES.items():
+        found += each.sample(getattr(status, name), *whose)
+    for part in PARTS:
+        found += TIME.sample(getattr(status, part), *whose, part.removesuffix("_s"))
+    if speed.latest is None:
+        return tuple(found)
+    found += STEPS.sample(status.step, *whose)
+    if status.phase is JobPhase.RUNNING and status.workers:
+        for name, each in SPEED_GAUGES.items():
+            value = getattr(status, name)
+            found += each.sample(value or None if name in _UNKNOWN_IF_0 else value, *whose)
+        found += NOISE_SCALE.sample(speed.noise_scale, *whose)
+        for kind in ("used", "reserved"):
+            found += GPU_MEMORY.sample(getattr(status, f"gpu_memory_{kind}_bytes"), *whose, kind)
     return tuple(found)
-
-
-def _speed_samples(
-    status: JobStatus, speed: BatchPlanner, report: StepReport, whose: tuple[str, ...]
-) -> Iterable[Sample]:
-    """Return the gauges of a job that is training."""
-    return (
-        *GLOBAL_BATCH.sample(report.batch_size or None, *whose),
-        *SAMPLES_PER_SECOND.sample(status.throughput or None, *whose),
-        *TOKENS_PER_SECOND.sample(status.tokens_per_s or None, *whose),
-        *TOKENS_LEFT.sample(status.tokens_left, *whose),
-        *GOODPUT.sample(status.goodput, *whose),
-        *EFFICIENCY.sample(status.efficiency, *whose),
-        *NOISE_SCALE.sample(speed.noise_scale, *whose),
-        *LEARNING_RATE_FACTOR.sample(report.learning_rate_factor, *whose),
-        *GPU_MEMORY.sample(status.gpu_memory_used_bytes, *whose, "used"),
-        *GPU_MEMORY.sample(status.gpu_memory_reserved_bytes, *whose, "reserved"),
-        *MEMORY_BOUND.sample(status.memory_bound, *whose),
-        *MFU.sample(status.mfu, *whose),
-        *ETA.sample(status.eta_s, *whose),
-    )
 
 
 def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> tuple[Sample, ...]:
@@ -232,11 +199,6 @@ def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> 
                 found += LOST_STEPS.sample(max(reached - kept, 0), *whose)
                 steps = kept
     return tuple(found)
-
-
-def end_samples(phase: JobPhase, labels: JobLabels) -> tuple[Sample, ...]:
-    """Return the samples that the job's end adds to counters; empty unless the job failed."""
-    return FAILURES.sample(1, *labels.values, "job_failed") if phase is JobPhase.FAILED else ()
 
 
 def _reason(event: JobEvent) -> str | None:

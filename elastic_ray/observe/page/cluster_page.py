@@ -17,9 +17,9 @@ from elastic_ray.observe.page.rows import finite, job_row, node_row, slots_at, s
 from elastic_ray.observe.page.source import ClusterLook, JobAnswer, JobLook
 from placement.allocator.explaining import Explanation
 from placement.allocator.snapshot import AllocatorLook, DecisionRecord, Trigger
-from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
+from placement.cluster.cluster import Cluster, by_node
 from placement.cluster.jobs import JobView, goodputs
+from placement.cluster.packing import FreeResources
 from placement.palette import colour
 from placement.text import clipped
 
@@ -29,12 +29,7 @@ MOST_SIZES = 128
 
 
 class ClusterPage:
-    """Page of a running cluster.
-
-    Args:
-        name: The cluster's address.
-        actions: If True, jobs may be changed from the page.
-    """
+    """Page of a running cluster."""
 
     def __init__(self, name: str, *, actions: bool = False) -> None:
         self._name, self._actions = name, actions
@@ -238,7 +233,7 @@ def _used(look: AllocatorLook | None, totals: Mapping[str, Mapping[str, float]])
     """Return the slots granted to elastic jobs, keyed by node id."""
     used: dict[str, float] = {}
     for state in look.core.jobs.values() if look is not None else ():
-        for node, workers in state.target.items():
+        for node, workers in by_node(state.target).items():
             amount = workers * slots_per_worker(state.view.bundle, totals.get(node, {}))
             used[node] = used.get(node, 0.0) + amount
     return used
@@ -248,10 +243,8 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
     """Return the details of one job.
 
     Args:
-        memory: The page's stored data of the job.
         cluster: The nodes; the goodput curve covers the sizes that fit on them.
         answer: Answers of the job's controller and the allocator about this job.
-        now_s: Current time [s since the epoch].
     """
     view = memory.state.view if memory.state is not None else None
     curve = _curve(view, cluster)

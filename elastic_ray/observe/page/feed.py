@@ -14,12 +14,7 @@ class TooManyClientsError(Exception):
 
 
 class Client:
-    """Queue of messages for one browser.
-
-    Args:
-        most: Maximum number of queued messages.
-        most_bytes: Maximum number of queued bytes.
-    """
+    """Queue of messages for one browser."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes, self._bytes = most, most_bytes, 0
@@ -76,13 +71,7 @@ class Client:
 
 
 class Feed:
-    """Feed of messages to all browsers that have the page open.
-
-    Args:
-        most_clients: Maximum number of browsers.
-        most_waiting: Maximum number of queued messages per browser.
-        most_bytes: Maximum number of queued bytes per browser.
-    """
+    """Feed of messages to all browsers that have the page open."""
 
     def __init__(
         self, most_clients: int = MOST_CLIENTS, most_waiting: int = MOST_WAITING, most_bytes: int = MOST_WAITING_BYTES

@@ -134,12 +134,7 @@ class _Connection:
 
 
 class Doors:
-    """Open connections of a page, limited in number.
-
-    Args:
-        most: Maximum number of connections.
-        most_of_one: Maximum number of connections from one address.
-    """
+    """Open connections of a page, limited in number."""
 
     def __init__(self, most: int = MOST, most_of_one: int = MOST_OF_ONE) -> None:
         self._most, self._most_of_one = most, most_of_one

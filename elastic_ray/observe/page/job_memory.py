@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from elastic_ray.events import EventKind, JobEvent, JobStatus, Pause, numbers_in
 from elastic_ray.observe.page.model import Point
 from elastic_ray.observe.page.source import JobFacts, JobLook
-from elastic_ray.record.outlook import time_spent
+from elastic_ray.record.outlook import named_parts, number_of, time_spent
 from placement.allocator.snapshot import JobState
 
 MOST_EVENTS, MOST_POINTS = 300, 600
@@ -123,7 +122,7 @@ def pauses(
     for event in events:
         if event.pause_s <= 0:
             continue
-        parts = {name.removesuffix("_s").replace("_", " "): _number(event.detail.get(name)) for name in _PARTS}
+        parts = {name.removesuffix("_s").replace("_", " "): number_of(event.detail, name) for name in _PARTS}
         parts = {name: seconds for name, seconds in parts.items() if seconds > 0}
         rest = event.pause_s - sum(parts.values())
         if rest > _ROUNDING_S:
@@ -134,19 +133,8 @@ def pauses(
     return tuple(found)
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
-
-
 def shares_of_time(
     events: Iterable[JobEvent], status: JobStatus | None, submitted_s: float, until_s: float
 ) -> dict[str, float]:
     """Return the seconds since submission, keyed by use: from the status if there is one, else from the events."""
-    spent = time_spent(events, submitted_s, until_s) if status is None else status
-    return {
-        "training": spent.training_s,
-        "catching up": spent.catching_up_s,
-        "pausing": spent.pausing_s,
-        "starting": spent.starting_s,
-        "waiting": spent.waiting_s,
-    }
+    return named_parts(time_spent(events, submitted_s, until_s) if status is None else status)

@@ -11,21 +11,15 @@ from elastic_ray.events import JobPhase
 from elastic_ray.observe.page.model import PageJob, PageNode, SlotCount, Strip, TenantShare, WantedNodes
 from elastic_ray.observe.page.rows import slots_of, slots_per_worker
 from placement.allocator.snapshot import AllocatorLook, JobState
-from placement.cluster.cluster import Cluster, Node
-from placement.cluster.free_resources import FreeResources
+from placement.cluster.cluster import Cluster, Node, by_node
 from placement.cluster.jobs import JobView, WorkerKind, speeds, worker_kind
+from placement.cluster.packing import FreeResources
 from placement.goodput.remaining import remaining
 from placement.planning.tenants import Tenant, entitlements
 
 
 def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode]) -> Strip:
-    """Return the one-line summary of the cluster.
-
-    Args:
-        look: The allocator's state.
-        jobs: Rows of the jobs that have not ended.
-        nodes: Rows of the nodes that exist.
-    """
+    """Return the one-line summary of the cluster."""
     states = look.core.jobs
     now, one_each, equal = _speeds([(each.view, sum(each.target.values())) for each in states.values()], look)
     return Strip(
@@ -52,7 +46,7 @@ def _slots(
     late = {each.job: 1.0 - min(each.workers / each.target, 1.0) for each in jobs if each.target}
     starting: dict[str, float] = {}
     for job, state in states.items():
-        for node, workers in state.target.items():
+        for node, workers in by_node(state.target).items():
             total = by_id[node].total if node in by_id else {}
             amount = late.get(job, 0.0) * workers * slots_per_worker(state.view.bundle, total)
             starting[node] = starting.get(node, 0.0) + amount

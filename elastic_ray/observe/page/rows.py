@@ -13,7 +13,7 @@ from elastic_ray.events import JobPhase, JobStatus, TrialFacts, numbers_in
 from elastic_ray.observe.page.model import PageJob, PageNode
 from elastic_ray.observe.page.source import JobFacts, NodeLook
 from placement.allocator.snapshot import JobState
-from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node
+from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, by_node
 from placement.cluster.jobs import JobView
 from placement.cluster.node_record import NodeHistory
 from placement.goodput.remaining import remaining
@@ -22,9 +22,8 @@ from placement.text import clipped
 CPU = "CPU"
 
 
-def told(status: JobStatus | None, name: str) -> Any:
-    """Return a field of a status; None if there is no status or it lacks the field."""
-    return getattr(status, name, None)
+_OF_STATUS = ("tokens_per_s", "tokens_left", "efficiency", "epoch", "epochs", "step", "cost_usd", "reports", "score")
+_OF_VIEW = ("min_workers", "max_workers", "held_at", "deadline_s", "budget_usd", "tenant", "priority", "submitted_s")
 
 
 def job_row(
@@ -45,50 +44,29 @@ def job_row(
         ended_s: Time at which the job was found to be gone; None while it exists.
     """
     view = state.view if state is not None else None
-    low, high = (facts.min_workers, facts.max_workers) if facts is not None else (None, None)
-    if view is not None:
-        low, high = view.min_workers, view.max_workers
-    rate, goodput = _speed(status)
+    told: dict[str, Any] = {}
+    if facts is not None:
+        told |= {"min_workers": facts.min_workers, "max_workers": facts.max_workers, "storage": facts.storage}
+    if status is not None:
+        told |= {name: getattr(status, name) for name in _OF_STATUS}
+        told |= {"batch": status.batch_size, "samples_per_s": status.throughput, "productive": status.productive_share}
+        told |= {"metrics": numbers_in(status.metrics), "note": clipped(status.note)}
+        told |= trial_cells(status.trial, status.metric)
+        told |= {"workers": status.workers, "target": status.target_workers}
+    if state is not None and view is not None:
+        told |= {name: getattr(view, name) for name in _OF_VIEW}
+        told |= {"target": sum(state.target.values()), "nodes": dict(state.target), "resizes": view.restarts}
+        told.setdefault("workers", view.workers)
+    goodput = status.goodput if status is not None else None
+    goodput = goodput if goodput is not None and math.isfinite(goodput) else None
     progress, eta_s = _progress(status, view, goodput)
-    target = sum(state.target.values()) if state is not None else status.target_workers if status is not None else 0
-    return PageJob(
-        job=job,
-        phase=_phase(status, ended_s),
-        workers=0 if ended_s is not None else _workers(status, view),
-        target=0 if ended_s is not None else target,
-        min_workers=low,
-        max_workers=high,
-        held_at=view.held_at if view is not None else None,
-        batch=status.batch_size if status is not None else 0,
-        samples_per_s=rate,
-        tokens_per_s=told(status, "tokens_per_s"),
-        tokens_left=told(status, "tokens_left"),
-        goodput=goodput,
-        efficiency=told(status, "efficiency"),
-        epoch=status.epoch if status is not None else 0,
-        epochs=status.epochs if status is not None else None,
-        step=status.step if status is not None else 0,
-        metrics=numbers_in(status.metrics) if status is not None else {},
-        progress=1.0 if _phase(status, None) == JobPhase.FINISHED.value else progress,
-        eta_s=None if ended_s is not None else eta_s,
-        productive=told(status, "productive_share"),
-        deadline_s=view.deadline_s if view is not None else None,
-        budget_usd=view.budget_usd if view is not None else None,
-        cost_usd=status.cost_usd if status is not None else None,
-        tenant=view.tenant if view is not None else "",
-        priority=view.priority if view is not None else 0,
-        resizes=view.restarts if view is not None else 0,
-        submitted_s=view.submitted_s if view is not None else None,
-        ended_s=ended_s,
-        why=_why(status, state),
-        note=clipped(status.note) if status is not None else "",
-        nodes=dict(state.target) if state is not None and ended_s is None else {},
-        reports=status.reports if status is not None else 0,
-        score=status.score if status is not None else None,
-        **trial_cells(status.trial if status is not None else None, told(status, "metric") or ""),
-        storage=facts.storage if facts is not None else "",
-        colour=colour,
-    )
+    told |= {"goodput": goodput, "progress": progress, "eta_s": eta_s}
+    if ended_s is not None:
+        told |= {"workers": 0, "target": 0, "eta_s": None, "nodes": {}}
+    if _phase(status, None) == JobPhase.FINISHED.value:
+        told["progress"] = 1.0
+    why, phase = _why(status, state), _phase(status, ended_s)
+    return PageJob(job=job, phase=phase, ended_s=ended_s, why=why, colour=colour, **told)
 
 
 def trial_cells(trial: TrialFacts | None, metric: str) -> dict[str, Any]:
@@ -107,25 +85,11 @@ def _phase(status: JobStatus | None, ended_s: float | None) -> str:
     return "ended" if ended_s is not None and not status.phase.ended else status.phase.value
 
 
-def _workers(status: JobStatus | None, view: JobView | None) -> int:
-    if status is not None:
-        return status.workers
-    return view.workers if view is not None else 0
-
-
-def _speed(status: JobStatus | None) -> tuple[float, float | None]:
-    """Return the throughput and goodput [samples/s]."""
-    if status is None:
-        return 0.0, None
-    goodput = status.goodput
-    return status.throughput, goodput if goodput is not None and math.isfinite(goodput) else None
-
-
 def _progress(
     status: JobStatus | None, view: JobView | None, goodput: float | None
 ) -> tuple[float | None, float | None]:
     """Return the job's progress, 0 to 1, and seconds to its end, from the controller or else from the job's model."""
-    progress, eta_s = told(status, "progress"), told(status, "eta_s")
+    progress, eta_s = (status.progress, status.eta_s) if status is not None else (None, None)
     missing = remaining(view.progress) if view is not None else None
     if progress is None and view is not None and view.progress is not None and missing is not None:
         whole = view.progress.done + missing
@@ -163,7 +127,6 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
     """Return the row of one living node.
 
     Args:
-        node: The node as Ray lists it.
         seen: The node as the allocator knows it; None if it does not, or there is no allocator.
         used: Number of slots granted to workers of elastic jobs.
         failed: Record of workers that failed on this node; None if there is none.
@@ -184,7 +147,7 @@ def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict
     """Return the job's planned slots keyed by node id: at least one on each node that has a worker."""
     return {
         node: max(1, math.ceil(workers * slots_per_worker(state.view.bundle, totals.get(node, {})) - 1e-6))
-        for node, workers in state.target.items()
+        for node, workers in by_node(state.target).items()
     }
 
 

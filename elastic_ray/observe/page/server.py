@@ -329,7 +329,6 @@ def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
     """Return a socket that listens at this address.
 
     Args:
-        host: An address or a name of this machine.
         port: Port number; 0 for any free port.
         or_any: If True, use any free port if the given one is not available.
 

@@ -107,12 +107,7 @@ class Source(Protocol):
 
 
 class StoredPage:
-    """Page of stored data; implements :class:`Source`.
-
-    Args:
-        snapshot: Everything on the page except the details of individual jobs.
-        details: Details of each job, keyed by job name.
-    """
+    """Page of stored data; implements :class:`Source`."""
 
     def __init__(self, snapshot: PageSnapshot, details: Mapping[str, JobDetail]) -> None:
         self._snapshot, self._details = snapshot, details
@@ -132,7 +127,7 @@ class StoredPage:
 
     def process(self, job: str, rank: int, what: str) -> str:
         """Raise ActionRefusedError, because a stored page has no running processes."""
-        raise ActionRefusedError("this page shows what was stored: no process runs here")
+        raise ActionRefusedError("this page shows a stored run, which has no processes")
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
         """Raise InputError, because a stored page has no running jobs."""

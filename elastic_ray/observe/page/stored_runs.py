@@ -35,8 +35,6 @@ def stored_page(
     """Return the page of all runs, and the details of each run keyed by job name.
 
     Args:
-        name: The path that the user gave.
-        runs: Stored runs, in any order.
         problem: Message about runs that are not shown; empty if all are shown.
     """
     history = History()

@@ -280,7 +280,8 @@ class _LoggerCallback:
 
     def begin(self, state: str | None) -> frozenset[int]:
         """Set up the logger and start the trial, in Ray Tune's order of calls."""
-        before_setup(self._callback)
+        if _is(self._callback, "WandbLoggerCallback"):
+            self._callback.kwargs.setdefault("resume", "allow")
         self._callback.setup(experiment_path=self._trial.local_path)
         if state is not None:
             go_on(self._callback, self._trial, state)
@@ -326,13 +327,10 @@ class _LoggerCallback:
             ended(self._reports, [self._trial], self._trial)
         finally:
             self._callback.on_experiment_end(trials=[self._trial])
-            self._upload()
-
-    def _upload(self) -> None:
-        storage = self._run.storage
-        if not storage.local and os.listdir(self._trial.local_path):
-            target, local = f"{storage.path}/{FOLDER}", pyarrow.fs.LocalFileSystem()
-            copy_directory(local, self._trial.local_path, storage, target)
+            storage = self._run.storage
+            if not storage.local and os.listdir(self._trial.local_path):
+                target, local = f"{storage.path}/{FOLDER}", pyarrow.fs.LocalFileSystem()
+                copy_directory(local, self._trial.local_path, storage, target)
 
     def state(self) -> str | None:
         """Return the state from which the logger can resume the same run; None if there is none."""
@@ -375,12 +373,6 @@ def _address() -> str:
 # state: what another process has written down is never unpickled. Ray's own for MLflow and Weights & Biases have
 # neither: of the first, the run id is put back where it keeps it; the second gets `resume="allow"`, which its
 # constructor takes for `wandb.init`. Others (Comet, Aim) begin another run.
-def before_setup(logger: Any) -> None:
-    """Have a Weights & Biases logger resume an existing run with the same id."""
-    if _is(logger, "WandbLoggerCallback"):
-        logger.kwargs.setdefault("resume", "allow")
-
-
 def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
     """Restore a logger's run from ``state``; called after the logger's ``setup``."""
     kind, _, value = state.partition(":")

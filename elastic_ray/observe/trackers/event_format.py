@@ -1,26 +1,62 @@
 """TensorBoard's event files: records with a length, a protocol buffer ``Event``, and checksums (pure).
 
 The format is TensorFlow's (``tensorflow/core/util/event.proto``, ``summary.proto``; TFRecord) and has not changed since
-2017. This module writes it directly because the usual writers, tensorboardX and torch's, import torch: 180 MB of memory
-and more than a second of CPU time in every job's controller.
+2017. The messages are described here because the usual writers, tensorboardX and torch's, import torch: 180 MB of
+memory and more than a second of CPU time in every job's controller.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from typing import BinaryIO
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 _LENGTH = 8
 _SUM = 4
 _LARGEST = 64 << 20  # of a record; what says more is no length
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-# Numbers of the fields that are written here.
-_WALL_TIME, _STEP, _FILE_VERSION, _SUMMARY, _SESSION_LOG = 1, 2, 3, 5, 7
-_VALUE, _TAG, _SIMPLE_VALUE, _TENSOR, _METADATA = 1, 1, 2, 8, 9
 _START = 1
 _STRING = 7
+_DOUBLE, _FLOAT, _INT, _BYTES = 1, 2, 3, 12
+# Fields that are used here: number and type, a message's name or a list of one if the field is repeated. Texts are
+# bytes, of which files by others may have any.
+_FIELDS: Mapping[str, Mapping[str, tuple[int, int | str | list[int | str]]]] = {
+    "Event": {
+        "wall_time": (1, _DOUBLE),
+        "step": (2, _INT),
+        "file_version": (3, _BYTES),
+        "summary": (5, "Summary"),
+        "session_log": (7, "SessionLog"),
+    },
+    "SessionLog": {"status": (1, _INT)},
+    "Summary": {"value": (1, ["Value"])},
+    "Value": {"tag": (1, _BYTES), "simple_value": (2, _FLOAT), "tensor": (8, "Tensor"), "metadata": (9, "Metadata")},
+    "Tensor": {"dtype": (1, _INT), "tensor_shape": (2, "Shape"), "string_val": (8, [_BYTES])},
+    "Shape": {"dim": (2, ["Dim"])},
+    "Dim": {"size": (1, _INT)},
+    "Metadata": {"plugin_data": (1, "PluginData")},
+    "PluginData": {"plugin_name": (1, _BYTES)},
+}
+
+
+def _event_class() -> Any:
+    """Return the class of ``Event`` messages."""
+    file = descriptor_pb2.FileDescriptorProto(name="event.proto", syntax="proto2")
+    for name, fields in _FIELDS.items():
+        message = file.message_type.add(name=name)
+        for field, (number, kind) in fields.items():
+            one = kind[0] if isinstance(kind, list) else kind
+            typed = {"type_name": one} if isinstance(one, str) else {"type": one}
+            message.field.add(name=field, number=number, label=3 if one is not kind else 1, **typed)
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("Event"))
+
+
+_Event = _event_class()
 
 
 def _crc_table() -> tuple[int, ...]:
@@ -72,12 +108,12 @@ def records(stream: BinaryIO) -> Iterator[bytes]:
 
 def version_event(time_s: float) -> bytes:
     """Return the first record of a file: a format version for which readers respect :func:`restart_event`."""
-    return _event(time_s, _field(_FILE_VERSION, b"brain.Event:2"))
+    return _packed(wall_time=time_s, file_version=b"brain.Event:2")
 
 
 def restart_event(time_s: float, step: int) -> bytes:
     """Return an event that voids all earlier events with this step or a later one."""
-    return _event(time_s, _int(_STEP, step), _field(_SESSION_LOG, _int(1, _START)))
+    return _packed(wall_time=time_s, step=step, session_log={"status": _START})
 
 
 def _utf8(text: str) -> bytes:
@@ -87,17 +123,20 @@ def _utf8(text: str) -> bytes:
 
 def scalar_event(time_s: float, step: int, values: Mapping[str, float]) -> bytes:
     """Return an event with scalar values, keyed by tag, at a step (``time_s`` in [s since the epoch])."""
-    packed = (_field(_TAG, _utf8(tag)) + _single(_SIMPLE_VALUE, value) for tag, value in values.items())
-    return _event(time_s, _int(_STEP, step), _field(_SUMMARY, b"".join(_field(_VALUE, each) for each in packed)))
+    scalars = [{"tag": _utf8(tag), "simple_value": value} for tag, value in values.items()]
+    return _packed(wall_time=time_s, step=step, summary={"value": scalars})
 
 
 def text_event(time_s: float, step: int, tag: str, text: str) -> bytes:
     """Return an event with a text under a tag, at a step; TensorBoard renders the text as Markdown."""
-    shape = _field(2, _int(1, 1))
-    tensor = _int(1, _STRING) + _field(2, shape) + _field(8, _utf8(text))
-    metadata = _field(1, _field(1, b"text"))
-    value = _field(_TAG, _utf8(tag)) + _field(_TENSOR, tensor) + _field(_METADATA, metadata)
-    return _event(time_s, _int(_STEP, step), _field(_SUMMARY, _field(_VALUE, value)))
+    tensor = {"dtype": _STRING, "tensor_shape": {"dim": [{"size": 1}]}, "string_val": [_utf8(text)]}
+    value = {"tag": _utf8(tag), "tensor": tensor, "metadata": {"plugin_data": {"plugin_name": b"text"}}}
+    return _packed(wall_time=time_s, step=step, summary={"value": [value]})
+
+
+def _packed(**fields: Any) -> bytes:
+    packed: bytes = _Event(**fields).SerializeToString()
+    return packed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,92 +152,19 @@ class ReadEvent:
 
 def read_event(record: bytes) -> ReadEvent:
     """Parse a record into its step, time and scalars. Raises ValueError: the record is not an event."""
-    time_s, step, restarts, is_text, values = 0.0, 0, False, False, dict[str, float]()
-    for number, value in _fields(record):
-        if number == _STEP and isinstance(value, int):
-            step = value
-        elif number == _WALL_TIME and isinstance(value, float):
-            time_s = value
-        elif number == _SESSION_LOG and isinstance(value, bytes):
-            restarts = (1, _START) in _fields(value)
-        elif number == _SUMMARY and isinstance(value, bytes):
-            for _, each in _fields(value):
-                found = dict(_fields(each)) if isinstance(each, bytes) else {}
-                tag, scalar = found.get(_TAG), found.get(_SIMPLE_VALUE)
-                is_text = is_text or _TENSOR in found
-                if isinstance(tag, bytes) and isinstance(scalar, float):
-                    values[tag.decode(errors="replace")] = scalar
-    return ReadEvent(time_s=time_s, step=step, restarts=restarts, values=values, is_text=is_text)
-
-
-def _event(time_s: float, *fields: bytes) -> bytes:
-    return bytes([_WALL_TIME << 3 | _FIXED64]) + struct.pack("<d", time_s) + b"".join(fields)
-
-
-def _varint(number: int) -> bytes:
-    number &= (1 << 64) - 1
-    packed = bytearray()
-    while number > 0x7F:
-        packed.append(number & 0x7F | 0x80)
-        number >>= 7
-    packed.append(number)
-    return bytes(packed)
-
-
-def _int(number: int, value: int) -> bytes:
-    return _varint(number << 3 | _VARINT) + _varint(value)
-
-
-def _single(number: int, value: float) -> bytes:
-    """Encode a number in single precision; a number out of range becomes infinite."""
     try:
-        packed = struct.pack("<f", value)
-    except OverflowError:
-        packed = struct.pack("<f", float("inf") if value > 0 else float("-inf"))
-    return _varint(number << 3 | _FIXED32) + packed
-
-
-def _field(number: int, value: bytes) -> bytes:
-    return _varint(number << 3 | _BYTES) + _varint(len(value)) + value
-
-
-def _fields(message: bytes) -> Iterable[tuple[int, int | float | bytes]]:
-    """Return the fields of a protocol buffer message as (number, value) pairs."""
-    at, found = 0, list[tuple[int, int | float | bytes]]()
-    try:
-        while at < len(message):
-            key, at = _read_varint(message, at)
-            match key & 7:
-                case 0:
-                    value, at = _read_varint(message, at)
-                    found.append((key >> 3, value))
-                case 1:
-                    found.append((key >> 3, struct.unpack_from("<d", message, at)[0]))
-                    at += 8
-                case 2:
-                    size, at = _read_varint(message, at)
-                    found.append((key >> 3, message[at : at + size]))
-                    at += size
-                case 5:
-                    found.append((key >> 3, struct.unpack_from("<f", message, at)[0]))
-                    at += 4
-                case kind:
-                    raise ValueError(f"a field cannot be of kind {kind}")
-    except (IndexError, struct.error) as error:
-        raise ValueError(f"a message was cut short: {error}") from None
-    return found
-
-
-def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """Return the varint at offset ``at``, and the offset after it.
-
-    Raises IndexError: the message ends before the varint does.
-    """
-    number = shift = 0
-    while True:
-        byte = message[at]
-        at += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, at
-        shift += 7
+        event = _Event.FromString(record)
+    except DecodeError as error:
+        raise ValueError(f"a record is not an event: {error}") from None
+    found = event.summary.value
+    return ReadEvent(
+        time_s=event.wall_time,
+        step=event.step,
+        restarts=event.session_log.status == _START,
+        values={
+            each.tag.decode(errors="replace"): each.simple_value
+            for each in found
+            if each.HasField("tag") and each.HasField("simple_value")
+        },
+        is_text=any(each.HasField("tensor") for each in found),
+    )

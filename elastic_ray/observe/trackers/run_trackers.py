@@ -38,7 +38,6 @@ class RunTrackers:
     """Trackers of a run: TensorBoard and the user's callbacks. All methods except ``finish`` return at once.
 
     Args:
-        spec: The job's specification.
         run_id: Id of the run. It stays the same when the controller is replaced.
         tell: Function that reports a sentence about a failing tracker to the job's user.
     """

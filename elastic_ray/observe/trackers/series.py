@@ -60,12 +60,7 @@ def job_numbers(
     """Return the numbers to track after a step report of rank 0.
 
     Args:
-        throughput: Measured throughput [samples/s].
         goodput: Modelled goodput [samples/s]; None before a model has been fitted.
-        noise_scale: Gradient noise scale [samples]; None while unknown.
-        resizes: Number of planned changes of size so far.
-        failures: Number of failures and restarts so far.
-        time_s: Current time [s since the epoch].
     """
     values = {
         "workers": report.replicas,

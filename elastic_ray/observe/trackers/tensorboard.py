@@ -46,10 +46,6 @@ class TensorBoardWriter:
 
     When a run returns to a checkpoint, an event voids later values and repeated steps replace them; marks stay.
     The x axis is the optimizer step, or the report's number if the run reports without making optimizer steps.
-
-    Args:
-        path: Directory of the run.
-        private: If True, only the user may read the files; applies to local file systems.
     """
 
     def __init__(self, filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> None:

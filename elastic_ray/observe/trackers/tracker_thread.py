@@ -59,9 +59,7 @@ class TrackerThread:
     """Thread that calls a tracker; the methods of this class themselves return at once.
 
     Args:
-        name: Name of the tracker, for messages.
         most: Maximum number of queued calls; further calls are dropped and counted.
-        hangs_s: Duration after which a running call is reported as hanging [s].
     """
 
     def __init__(self, name: str, tracker: Tracker, *, most: int = _MOST, hangs_s: float = _HANGS_S) -> None:

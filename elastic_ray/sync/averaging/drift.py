@@ -12,8 +12,10 @@ import torch
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.communication.model_exchange import ModelExchange
 from elastic_ray.state.layout import digest
+from elastic_ray.state.tree import as_divided
 from elastic_ray.sync.averaging.algorithms import Averager, PairAverager, make_averager
 from elastic_ray.sync.averaging.consensus import agree
+from elastic_ray.sync.device_numbers import local
 from elastic_ray.sync.spec import Average
 
 if TYPE_CHECKING:
@@ -46,7 +48,6 @@ class Drift:
     def __init__(
         self,
         context: Run,
-        module: torch.nn.Module,
         trainable: Trainable,
         optimizer: torch.optim.Optimizer,
         number: int,
@@ -55,7 +56,7 @@ class Drift:
         self._context, self._trainable, self._optimizer, self._number = context, trainable, optimizer, number
         # as given; None where it is not enabled
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._replica = Replica(module, trainable, context)
+        self._replica = Replica(trainable, context)
         self.average: Average | None = None  # how the present strategy averages models; None for not at all
         self._averager: Averager | None = None
         self._begun = self._changed = self._warned = False
@@ -236,9 +237,9 @@ class Drift:
     def _take(self, agreed: dict[str, Any] | None) -> None:
         """Replace this rank's model and optimizer state with the agreed ones; None changes nothing."""
         for index, p in enumerate(self._trainable.params if agreed is not None else ()):
-            p.copy_(agreed[f"p{index}"])  # type: ignore[index]
+            local(p).copy_(agreed[f"p{index}"])  # type: ignore[index]
             if f"s{index}" in agreed:  # type: ignore[operator]
-                self._optimizer.state[p] = _beside(p, agreed[f"s{index}"])  # type: ignore[index]
+                self._optimizer.state[p] = as_divided(_beside(p, agreed[f"s{index}"]), p)  # type: ignore[index]
 
 
 def _beside(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
@@ -293,9 +294,9 @@ class Replica:
     ones are allocated for the next average.
     """
 
-    def __init__(self, module: torch.nn.Module, trainable: Trainable, context: Run) -> None:
-        self._module, self._trainable, self._context = module, trainable, context
-        self._laid_out: list[torch.nn.Parameter] = []
+    def __init__(self, trainable: Trainable, context: Run) -> None:
+        self._trainable, self._context = trainable, context
+        self._laid_out: list[torch.Tensor] = []
         self._flats: list[_Flat] = []
         self._incoming: list[_Flat] = []  # of a rank that is asked for its model
         self._into: list[torch.Tensor] = []
@@ -311,9 +312,8 @@ class Replica:
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
-        """Trained parameters of this rank, keyed by name."""
-        trained = {id(p) for p in self._trainable.params}
-        return {name: p for name, p in self._module.named_parameters() if id(p) in trained}
+        """Trained parameters of this rank, keyed by name; of divided ones, this worker's part."""
+        return self._trainable.named
 
     @property
     def _communicator(self) -> Communicator:
@@ -378,7 +378,7 @@ class Replica:
         """Copy the current parameters into the flat buffers."""
         params = list(self.named.values())
         if len(params) != len(self._laid_out) or any(a is not b for a, b in zip(params, self._laid_out, strict=True)):
-            self._laid_out = params  # type: ignore[assignment]
+            self._laid_out = params
             self._flats, self._incoming = _lay_out(params), []
         for each in self._flats:
             torch._foreach_copy_(list(each.views), [params[i] for i in each.members])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import real_count, real_shape
+from elastic_ray.sync.device_numbers import real_count, real_shape
 from elastic_ray.sync.engine.reduction import BucketLayout
 from elastic_ray.sync.engine.trainable import local_groups
 from elastic_ray.sync.operations.bucket_operation import GradientBucket
@@ -42,13 +42,13 @@ class CarriedGradients:
         self._lost = 0  # of those, what the rank that this one's state is from could not pass on
         self._step: LoaderStep | None = None
         self._asked = self._behind = self._throws_away = False
-        self._local = False
+        self.local = False  # accumulated gradients differ between ranks, as ``no_sync`` has left them unreduced
         self._left: tuple[weakref.ref[torch.Tensor], int] | None = None
         self._left_behind = self._warned = False
         self.watched: torch.Tensor | None = None
         self._last: weakref.ref[torch.Tensor] | None = None  # the first gradient of the last update
         self._last_version = 0
-        self._applied = False  # the optimizer has stepped in the step in progress
+        self.applied = False  # the optimizer has stepped in the step in progress
         self._updated: tuple[weakref.ref[torch.Tensor], int] | None = None  # a gradient that the last update has left
         self._beneath = False  # the present gradients were added to it
         self._alike = False  # all ranks have come by an update in the present group
@@ -58,11 +58,6 @@ class CarriedGradients:
         """True if accumulated gradients wait for the optimizer."""
         return self._steps > 0
 
-    @property
-    def local(self) -> bool:
-        """True if the accumulated gradients differ between ranks because ``no_sync`` has left them unreduced."""
-        return self._local
-
     def add(self, step: LoaderStep | None, *, local: bool = False) -> None:
         """Record a backward pass that adds to ``.grad``; ``local`` if its gradients will not be reduced."""
         if step is None or (self._asked and self._throws_away):
@@ -71,7 +66,7 @@ class CarriedGradients:
             self._step, self._steps = step, self._steps + 1
             if local:
                 self._context.ledger.mark_training()
-        self._local = self._local or (local and self._context.group.world_size > 1)
+        self.local = self.local or (local and self._context.group.world_size > 1)
         self._behind = self._asked
 
     @property
@@ -102,10 +97,6 @@ class CarriedGradients:
                 self._warned = True
                 self._context.tell("warning", _TWICE)
 
-    def mark_reduced(self) -> None:
-        """Mark all accumulated gradients as equal on all ranks."""
-        self._local = False
-
     def refuse_own(self) -> None:
         """Refuse an optimizer step without a backward pass that averages gradients.
 
@@ -116,7 +107,7 @@ class CarriedGradients:
         step = ledger.step
         if step is None or not step.is_last_micro or self._context.group.world_size == 1:
             return
-        if ledger.failed or ledger.replaying or (self.is_open and not self._local):
+        if ledger.failed or ledger.replaying or (self.is_open and not self.local):
             return
         grads = [p.grad for p in self._params() if p.grad is not None]
         left = self._last() if self._last is not None else None
@@ -124,13 +115,9 @@ class CarriedGradients:
             return
         refuse_own(grad for grad in map(plain_or_sliced, grads) if not isinstance(grad, SlicedGradient))
 
-    def note_applied(self) -> None:
-        """Record that the optimizer applied the gradients in the current step."""
-        self._applied = True
-
     def taken(self) -> None:
         """Reset the accumulation, because the optimizer was asked to step."""
-        self._steps, self._asked, self._local = 0, True, False
+        self._steps, self._asked, self.local = 0, True, False
         self._alike, self._beneath = True, False
         self._last, self._last_version, self._updated, self.watched = None, 0, None, None
         for group in self._optimizer.param_groups:
@@ -142,22 +129,22 @@ class CarriedGradients:
 
     def remember(self) -> Any:
         """Return what is needed to undo the step that starts now; None if nothing is accumulated."""
-        self._asked = self._applied = False
+        self._asked = self.applied = False
         if not self._steps:
             return None
         self._left_behind = self._behind
         self._watch()
         # Local ones do not outlast a group that has lost a step.
-        return self._steps, self._local, {} if self._local else self._gradients()
+        return self._steps, self.local, {} if self.local else self._gradients()
 
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step; if the optimizer already applied it, nothing is carried."""
-        if remembered is None or self._applied:
+        if remembered is None or self.applied:
             self._take(0, {})
             return
         steps, local, gradients = remembered
         self._take(steps, gradients)
-        self._local = local
+        self.local = local
 
     def _watch(self) -> None:
         for p in self._params():
@@ -167,7 +154,7 @@ class CarriedGradients:
 
     def capture(self) -> Any:
         """Return state for joiners and checkpoints; of gradients that differ between ranks, only how many are lost."""
-        if self._local:
+        if self.local:
             return {"lost": self._steps}
         gradients = self._gradients() if self._steps else {}
         if any(isinstance(grad, SlicedGradient) for grad in gradients.values()):
@@ -182,8 +169,8 @@ class CarriedGradients:
     def enter_group(self) -> None:
         """Enter a group and drop gradients that only some ranks hold, with a warning."""
         self._updated, self.watched, self._beneath, self._alike = None, None, False, False
-        lost, self._lost = self._steps if self._local else self._lost, 0
-        if self._local:
+        lost, self._lost = self._steps if self.local else self._lost, 0
+        if self.local:
             self._take(0, {})
         if lost:
             self._context.tell(
@@ -202,7 +189,7 @@ class CarriedGradients:
         return {i: grad.detach() for i, grad in found.items()}
 
     def _take(self, steps: int, gradients: dict[int, torch.Tensor]) -> None:
-        self._steps, self._step, self._local = steps, None, False
+        self._steps, self._step, self.local = steps, None, False
         self._beneath = False
         for i, p in enumerate(local_groups([self._params()])[0]):
             p.grad = gradients[i].to(p.device) if i in gradients else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,13 @@ from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients, OwedGradients
-from elastic_ray.sync.engine.factory import adds_up_alone, make_operation
 from elastic_ray.sync.engine.joint_optimizer import JointTiles, optimizers_of
 from elastic_ray.sync.engine.reducer import GradientReducer
-from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup
+from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup, make_operation
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.trainable import Trainable, layers_by_parameter, local_groups, profile_of
 from elastic_ray.sync.engine.unit_statistics import UnitStatistics
+from elastic_ray.sync.engine.unit_strategies import held_by_several, why_not_in_units
 from elastic_ray.sync.plan import ModelProfile, SyncPlan
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.example_norms import ExampleNorms
@@ -76,7 +77,11 @@ class GradientEngine(Participant):
         self._statistics_for: list[str] = []
         self._sharded = tables
         self._divided = divided
+        self._held = held_by_several(context.unit, module) if context.unit is not None else frozenset[str]()
         self._in_force = StrategyInForce(context, self, builder, number)
+        self._asked_before = self._in_force.asked  # when the step in progress began
+        self._entering = True  # until the present group's first step
+        self._stepped: tuple[int, float] | None = None  # steps before the latest optimizer step, and when that was
         self._check_tables(self.plan.strategy)
         self._check_tiles(self.plan)
         self._check_unit(self.plan)
@@ -86,7 +91,8 @@ class GradientEngine(Participant):
         self._owed = OwedGradients(context)
         self._control_size = 0
         self._statistics = statistics
-        self._drift = Drift(context, module, trainable, optimizer, number, scaler)
+        self._drift = Drift(context, trainable, optimizer, number, scaler)
+        self._settled: object = None  # step whose statistics the unit's workers have added up
         self._expected: object = None  # step in which layers were last asked to measure
         self._ends = False  # whether another strategy comes after the step that ranks have agreed on
         self._row_steps = [RowSteps(each) for each in optimizers_of(optimizer)]
@@ -121,7 +127,8 @@ class GradientEngine(Participant):
     @property
     def strategy_key(self) -> str | None:
         """Key of strategies whose step times must not be mixed; None while a strategy is being chosen."""
-        return self._in_force.key
+        force = self._in_force
+        return force.own_key if force.tuner is None else force.key
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
@@ -133,11 +140,6 @@ class GradientEngine(Participant):
         """Profile of the model for a strategy's planner."""
         self._trainable.check()
         return profile_of(self._module, self._trainable.groups, self._optimizer)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model's gradients."""
-        return self._trainable.params[0].device
 
     def check(self, plan: SyncPlan) -> None:
         """Raise StrategyError if a plan cannot be executed."""
@@ -176,6 +178,10 @@ class GradientEngine(Participant):
         """
         self._in_force.ask(strategy)
 
+    def keep_strategy(self) -> None:
+        """Cancel a requested switch to another strategy."""
+        self.set_strategy(self.strategy)
+
     def set_topology(self, topology: str) -> None:
         """Switch to another all-reduce topology from the next step on. Raises StrategyError: it does not exist."""
         self._in_force.ask_topology(topology)
@@ -200,13 +206,11 @@ class GradientEngine(Participant):
         """Raise StrategyError if the plan divides work among ranks in a way that a job of units does not support."""
         if self._context.unit is None:
             return
-        if self._sharded or not all(adds_up_alone(each) for each in plan.buckets):
-            what = "a ShardedEmbedding" if self._sharded else f"strategy {plan.strategy.label!r}"
-            raise StrategyError(
-                f"{what} is not supported in a job of units (SchedulingConfig(unit=)), whose gradients are averaged "
-                "over units element by element: leave strategy= out, or use 'bf16' or 'fp16', and divide the model "
-                "within the unit, over elastic_ray.unit_mesh()"
-            )
+        what, why = f"strategy {plan.strategy.label!r}", why_not_in_units(plan, self.profile.params, self._held)
+        if self._sharded:
+            what, why = "a ShardedEmbedding", "divide the table within the unit, over elastic_ray.unit_mesh()"
+        if why:
+            raise StrategyError(f"{what} is not supported in a job of units (SchedulingConfig(unit=)): {why}")
 
     def _check_statistics(self, strategy: Strategy) -> None:
         """Raise StrategyError if gradient statistics are required but the strategy averages models."""
@@ -238,9 +242,10 @@ class GradientEngine(Participant):
 
     def before_forward(self) -> None:
         """Include unfrozen parameters and apply a requested strategy before the forward pass."""
-        if self._in_force.tuner is not None:
-            self._in_force.before_forward()
-        self._reducer.follow(changed=self._in_force.pending and self._may_switch)
+        force = self._in_force
+        if force.tuner is not None:
+            force.before_forward()
+        self._reducer.follow(changed=(force.asked is not None or force.wanted is not None) and self._may_switch)
         if not self._divided.idle and self._divided.unsettled:
             self._divided.settle_between_steps()
         if self._drift.average is not None:
@@ -304,26 +309,30 @@ class GradientEngine(Participant):
         self._reducer.close(
             refuses_own=self._in_force.plan.tiles is not None
         )  # nothing else would tell: tiles are not compared
-        self._in_force.stepped()
+        now_s, steps = time.perf_counter(), self._context.states.progress.steps
+        if self._stepped is not None and steps == self._stepped[0] + 1:
+            self._in_force.step_s.append(now_s - self._stepped[1])
+        self._stepped = steps, now_s
         for each in self._row_steps:
             if not each.idle:
                 each.stand_inside()
-        if self._sharded.tables:
-            self._sharded.close()
+        for table in self._sharded.tables:
+            table.close()
 
     def _settle_in_unit(self, statistics: UnitStatistics, wishes: UnitWishes) -> None:
         """Apply a step on all workers of the unit, or on none."""
         ledger = self._context.ledger
         if ledger.step is not None and ledger.step.is_last_micro:
             failure = self._context.agree_in_unit(ledger.failure, measured=statistics.due())
-            if failure is None:
-                statistics.add_up(wishes.measured, self._statistics_for)
-            else:
+            if failure is not None:
                 ledger.fail(failure)
+            elif self._settled is not ledger.step:  # the first of several optimizers steps
+                self._settled = ledger.step
+                statistics.add_up(wishes.measured, self._statistics_for)
 
     def applied(self) -> None:
         """Record that the update was applied: a step lost after this has no accumulated gradients to restore."""
-        self._carried.note_applied()
+        self._carried.applied = True
         self._reducer.reduction.applied()
         if self._drift.average is not None:
             self._drift.note_update()
@@ -443,13 +452,14 @@ class GradientEngine(Participant):
 
     def prepare_to_save(self) -> None:
         """Gather complete tables and the complete optimizer state on rank 0, until the next update."""
-        self._sharded.gather()
+        for table in self._sharded.tables:
+            table.gather()
         self._divided.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
         """Prepare to change the group: sum residuals, make replicas identical, hand over the state of leavers."""
-        if self._sharded.tables:
-            self._sharded.hand_over(stays)
+        for table in self._sharded.tables:
+            table.hand_over(stays)
         self._divided.hand_over(stays)
         self._reducer.reduction.end_step()
         self._owed.before_change()
@@ -457,6 +467,7 @@ class GradientEngine(Participant):
 
     def enter_group(self) -> None:
         """Adopt the new group: rebuild the plan and the buckets, and drop state that only some ranks hold."""
+        self._entering, self._stepped = True, None
         self._reducer.reduction.end_step()
         self.measure_examples(None, wanted=False)  # a loader of one rank asks again
         self._drift.entered()
@@ -467,20 +478,24 @@ class GradientEngine(Participant):
         self._statistics.enter_group()
         self._reducer.enter_group()
         self._owed.enter_group()
-        if self._sharded.tables:
-            self._sharded.enter_group()
+        for table in self._sharded.tables:
+            table.enter_group()
         self._divided.enter_group()
 
     def remember(self) -> Any:
         """Return what is needed to undo the step that starts now."""
         self._reducer.reduction.end_step()
-        self._in_force.remember()
+        force = self._in_force
+        self._asked_before, self._entering = force.asked, False
+        if force.tuner is not None:
+            force.tuner.remember()
         return self._carried.remember()
 
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step."""
         self._reducer.reduction.void()
-        self._in_force.roll_back()
+        self._stepped = None
+        self._in_force.roll_back(self._asked_before)
         self._carried.roll_back(remembered)
 
     def capture(self) -> Any:
@@ -506,7 +521,8 @@ class GradientEngine(Participant):
 
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
         """Return buckets for the current parameters, strategy and group."""
-        plan = self._in_force.take(switch=self._may_switch)
+        plan = self._in_force.take(switch=self._may_switch, entering=self._entering)
+        self._stepped = None
         self._control_size = self._context.consensus.control_size
         if (known := self._statistics.examples) is not None:
             self._statistics.measure_in(ExampleNorms(self._module, trainable.params, known.every))

@@ -104,6 +104,11 @@ class JointDenominators:
         return [group for each in self._parts for group in each.param_groups]
 
     @property
+    def idle(self) -> bool:
+        """True as long as the optimizers hold all denominators themselves."""
+        return all(each.idle for each in self._parts)
+
+    @property
     def state(self) -> dict[Any, Any]:
         """Denominators of all optimizers, keyed by parameter."""
         return {param: state for each in self._parts for param, state in each.state.items()}

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import Number, added, read
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced
+from elastic_ray.sync.device_numbers import Number, added, read
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
 from elastic_ray.sync.engine.reduction import (
     Announcements,
@@ -180,7 +180,7 @@ class GradientReducer:
             self._carried.refuse_own()
         self._open = False
         self._carried.taken()
-        self.reduction.asked()
+        self.reduction.asked = True
 
     def _keep_local(self) -> None:
         """Record a gradient of a backward pass within ``no_sync``."""
@@ -246,7 +246,7 @@ class GradientReducer:
         if not (last or self._open):
             self._begin_buckets(first=False)
             return
-        step.begin_backward()
+        step.backward = step.micro
         if step.weighed:
             self._weights.begin_pass(step)
         rank = self._group.group.rank
@@ -472,8 +472,8 @@ class GradientReducer:
         self._consensus.conclude(values[: layout.norms.start], self._group.group.world_size)
         self._statistics.take_shared(values[layout.shared], first=first)
         self._write_back(layout.used_anywhere)
-        self._ledger.mark_reduced()
-        self._carried.mark_reduced()
+        self._ledger.reduced = True
+        self._carried.local = False
         if step is not None and self._measures:
             self._conclude_statistics(step, values[layout.norms])
 

@@ -9,16 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import Number, read, read_with
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
-from elastic_ray.sync.engine.factory import carries_tail, make_bucket, make_operation
-from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
+from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.device_numbers import Number, read, read_with
+from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket, WireForm
 from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
+from elastic_ray.sync.operations.int8 import Int8Compression
+from elastic_ray.sync.operations.low_rank import LowRankCompression
 from elastic_ray.sync.operations.owing import CompressedOperation, OwingOperation, SettlingOperation
-from elastic_ray.sync.plan import SyncPlan
-from elastic_ray.sync.sliced_gradients.operation import SlicedBucket
+from elastic_ray.sync.operations.partitioned_reduce import (
+    CastReduceOperation,
+    OwnerOperation,
+    PartitionedReduceOperation,
+)
+from elastic_ray.sync.operations.topologies import RoutedReduceOperation
+from elastic_ray.sync.plan import BucketPlan, SyncPlan
+from elastic_ray.sync.sliced_gradients.operation import SlicedBucket, SlicedOperation
+from elastic_ray.sync.spec import Owner, Reduce, Rows
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
+from elastic_ray.sync.tables.row_bucket import RowBucket
+from elastic_ray.sync.tables.rows_operation import RowsOperation
+from elastic_ray.sync.tables.table_gradient import TableGradient
 
 if TYPE_CHECKING:
     from elastic_ray.consensus.consensus import RankConsensus
@@ -28,6 +40,54 @@ if TYPE_CHECKING:
     from elastic_ray.sync.engine.joint_optimizer import JointTiles
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
     from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
+
+
+def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
+    """True if control values can travel with the bucket's reduction, which must preserve them exactly."""
+    return is_plain(plan) and dtype.to_real() in (torch.float32, torch.float64)
+
+
+def is_plain(plan: BucketPlan) -> bool:
+    """True if the bucket itself is all-reduced and nothing else uses its memory."""
+    return isinstance(plan.sync, Reduce) and plan.sync.wire.exact and plan.sync.parts == 1
+
+
+def make_bucket(
+    plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer | JointTiles
+) -> GradientBucket:
+    """Return the bucket of a plan, with ``tail`` extra elements; ``owners`` knows which ranks own optimizer state."""
+    if isinstance(plan.sync, Rows):
+        return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
+    if isinstance(plan.sync, Owner) and plan.sync.owns_tiles:
+        return SlicedBucket(index, plan.group, params, owners)
+    return Bucket(index, plan.group, params, tail, shows=is_plain(plan))
+
+
+def make_operation(plan: BucketPlan) -> BucketOperation:
+    """Return the operation that executes a bucket's plan. Raises StrategyError if no such operation exists."""
+    sync = plan.sync
+    if isinstance(sync, Reduce):
+        if sync.topology != "native" and len(plan.nodes) > 1:
+            return RoutedReduceOperation(sync.topology, plan.nodes)
+        return _reduction(sync, plan.params)
+    if isinstance(sync, Owner) and sync.owns_tiles:
+        return SlicedOperation(sync.copies, WireForm(sync.wire.dtype))
+    if isinstance(sync, Owner):
+        return OwnerOperation(plan.owner, WireForm(sync.wire.dtype))
+    if isinstance(sync, Rows):
+        return RowsOperation()
+    raise StrategyError(f"there is no operation for {sync}")
+
+
+def _reduction(sync: Reduce, places: Sequence[int]) -> BucketOperation:
+    """Return the operation of an all-reduce: plain, partitioned or compressed."""
+    wire = sync.wire
+    if wire.compresses:
+        compression = LowRankCompression(wire.rank) if wire.rank else Int8Compression()
+        return CompressedOperation(compression, places, feeds_back=wire.error_feedback)
+    if sync.parts > 1:
+        return PartitionedReduceOperation(sync.parts, sync.axis, sync.seed, places, WireForm(wire.dtype))
+    return AllReduceOperation() if wire.exact else CastReduceOperation(WireForm(wire.dtype))
 
 
 class BucketLayout:
@@ -197,7 +257,7 @@ class Reduction:
         self.owing: Sequence[OwingOperation] = ()
         self._compresses = any(isinstance(each, CompressedOperation) for each in layout.operations)
         self._plain = False
-        self._asked = False  # the optimizer was, after the last pass
+        self.asked = False  # the optimizer was, after the last pass
         self._finite: bool | None = None  # what that pass gave; None until it was looked at
         self.written: set[int] = set()  # positions of buckets whose sums are in ``.grad`` already
         # sums over the elements of what the last pass gave, by which :meth:`take_totals` knows whether it is finite;
@@ -234,7 +294,7 @@ class Reduction:
         layout, gradients = self._layout, self._group.group.communicator.gradients
         self._began_s[index] = time.perf_counter()
         if index == 0:
-            self._asked, self._finite, self.written = False, None, set()
+            self.asked, self._finite, self.written = False, None, set()
             for owing in self.owing:
                 owing.prepare(plain=self._plain and self._compresses, scale=self._grad_scale())
         operation, bucket = layout.operations[index], layout.buckets[index]
@@ -294,13 +354,16 @@ class Reduction:
         if self.owing and not self.is_finite():
             for owing in self.owing:
                 owing.drop()
-        self._layout.sequel.reduced(self._took_s)
+        sequel = self._layout.sequel
+        sequel.bucket_s.append(tuple(self._took_s))
+        if sequel.tuner is not None:
+            sequel.tuner.reduced()
 
     def _tell_sizes(self) -> bool:
         """Sum the numbers of sliced gradients, which no rank holds completely; return True if all are finite."""
         mine = [bucket.numbers() for bucket in self._layout.sliced]
         told = torch.cat(mine)
-        self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
+        self._consensus.announcer.wait(self._group.group.communicator.gradients.all_reduce(told))
         for bucket, numbers in zip(self._layout.sliced, torch.split(told, [len(each) for each in mine]), strict=True):
             bucket.know(numbers)
         return all(bucket.finite for bucket in self._layout.sliced)
@@ -308,7 +371,7 @@ class Reduction:
     def add_up(self, values: Sequence[float]) -> list[float]:
         """Return the sums of the given numbers over all ranks; a collective."""
         told = torch.tensor(list(values), dtype=torch.float64)
-        self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
+        self._consensus.announcer.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[float] = told.tolist()
         return found
 
@@ -344,20 +407,16 @@ class Reduction:
                 if isinstance(operation, OwingOperation):
                     operation.settle(bucket, scale)
 
-    def asked(self) -> None:
-        """Record that the optimizer was asked to step."""
-        self._asked = True
-
     def applied(self) -> None:
         """Commit the state that the last pass left in operations; losing the step later does not change it."""
-        self._asked = False
+        self.asked = False
         for operation in self._layout.operations:
             if type(operation) is not AllReduceOperation:  # which keeps nothing
                 operation.commit()
 
     def end_step(self) -> None:
         """End the previous step: commit or void its operations."""
-        if self._asked:  # and has not stepped: it had, before the step was drawn again
+        if self.asked:  # and has not stepped: it had, before the step was drawn again
             self.void()
             return
         for operation in self._layout.operations:
@@ -366,7 +425,7 @@ class Reduction:
 
     def void(self) -> None:
         """Discard the state that the last passes left in operations."""
-        self._asked = False
+        self.asked = False
         self._works = [[] for _ in self._layout.buckets]
         for operation in self._layout.operations:
             operation.void()
@@ -395,7 +454,7 @@ class StepWeights:
         if len(step.own_counts) <= step.micro:
             raise RuntimeError(
                 "loader.weigh(n) must be called before backward() in each micro-batch of a step, or in none: it was "
-                f"for {len(step.own_counts)}, and not for the one that follows"
+                f"called for {len(step.own_counts)}, and not for the one that follows"
             )
 
     def share(self, step: LoaderStep | None, *, reduces: bool) -> float:
@@ -415,7 +474,7 @@ class StepWeights:
             total = sum(map(sum, counts))
             self.factor = step.count / total if total > 0 else 0.0
             self._statistics.scale_carried(self.factor)
-            step.take_counts(counts)
+            step.counts = counts
         return self._group.share(step)
 
     @torch.no_grad()
@@ -436,7 +495,7 @@ class StepWeights:
         """Exchange the weights of all ranks' micro-batches and return them by rank."""
         told = torch.zeros(self._group.world_size, len(own), dtype=torch.float64)
         told[self._group.group.rank] = torch.tensor(own, dtype=torch.float64)
-        self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
+        self._consensus.announcer.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[list[float]] = told.tolist()
         return found
 
@@ -464,7 +523,7 @@ def refuse_weights(step: LoaderStep | None) -> None:
     Raises RuntimeError: the loop has set a weight for the step's micro-batch.
     """
     if step is not None:
-        step.begin_backward()
+        step.backward = step.micro
     if step is not None and step.weighed:
         raise RuntimeError(
             "loader.weigh(n) cannot be called in a step whose backward() is within no_sync(): there gradients of "

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import local
 from elastic_ray.state.pieces import shared_out
-from elastic_ray.state.tree import OptimizerState, Stateful
+from elastic_ray.state.tree import OptimizerState, Stateful, as_divided
+from elastic_ray.sync.device_numbers import local
 from elastic_ray.sync.engine.joint_optimizer import optimizers_of
 from elastic_ray.sync.plan import ModelProfile, OptimizerInfo, ParamInfo
 from elastic_ray.sync.tables.sparse_backward import switch_off
@@ -38,6 +38,13 @@ class Trainable:
         self.params: list[torch.nn.Parameter] = []
         self._lay_out(wrapped=False)
 
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """Trainable parameters by name, in the model's order; of divided ones, this worker's part."""
+        left = {id(p): p for p in self.params}
+        found = {name: left.pop(key) for name, key in self._places.items() if key in left}
+        return {name: local(p) for name, p in found.items()}
+
     def check(self) -> None:
         """Check that the model still has the parameters that it was wrapped with.
 
@@ -50,7 +57,7 @@ class Trainable:
         gone = [name for name, known in self._places.items() if known in self._known and name not in now]
         raise ValueError(
             f"{', '.join([*other, *gone][:5])} of the model were replaced or tied after AdaptiveDataParallel had "
-            "wrapped it, and its optimizer does not step what is there now: change layers and tie weights first, "
+            "wrapped it, and its optimizer does not step the new parameters: change layers and tie weights first, "
             "then make the optimizer, and wrap last"
         )
 
@@ -224,10 +231,10 @@ class LocalParameter:
     """Stand-in for a distributed parameter that exposes only its local part to buckets."""
 
     def __init__(self, param: Any) -> None:
-        self._param = param
+        self.whole = param
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._param, name)
+        return getattr(self.whole, name)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -235,14 +242,9 @@ class LocalParameter:
         return function(*(each.part if isinstance(each, cls) else each for each in args), **(kwargs or {}))
 
     @property
-    def whole(self) -> Any:
-        """Parameter that the stand-in represents."""
-        return self._param
-
-    @property
     def part(self) -> torch.Tensor:
         """Part of the tensor that this worker holds."""
-        found: torch.Tensor = local(self._param)
+        found: torch.Tensor = local(self.whole)
         return found
 
     @property
@@ -261,11 +263,11 @@ class LocalParameter:
     @property
     def grad(self) -> torch.Tensor | None:
         """Local part of the gradient, which is first redistributed as the parameter is."""
-        grad: Any = self._param.grad
+        grad: Any = self.whole.grad
         if grad is None:
             return None
-        if grad.placements != self._param.placements:  # partial sums, of what follows a parallel sequence
-            self._param.grad = grad = grad.redistribute(placements=self._param.placements)
+        if grad.placements != self.whole.placements:  # partial sums, of what follows a parallel sequence
+            self.whole.grad = grad = grad.redistribute(placements=self.whole.placements)
         found: torch.Tensor = local(grad)
         return found
 
@@ -273,29 +275,13 @@ class LocalParameter:
     def grad(self, part: torch.Tensor | None) -> None:
         from torch.distributed.tensor import DTensor
 
-        held = None if part is None else DTensor(part, self._param._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        self._param.grad = held
+        held = None if part is None else DTensor(part, self.whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        self.whole.grad = held
 
 
 def local_groups(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
     """Return the parameters by group, with stand-ins for parameters that are divided within the unit."""
     return [[LocalParameter(p) if hasattr(p, "_local_tensor") else p for p in group] for group in groups]
-
-
-def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
-    """Return a parameter's optimizer state as local parts, divided as the parameter is."""
-    part = getattr(param, "_local_tensor", None)
-    if part is None:
-        return values
-    from torch.distributed.tensor import DTensor
-
-    def divided(value: Any) -> Any:
-        whole = isinstance(value, DTensor) or not isinstance(value, torch.Tensor)
-        if whole or not value.dim() or value.shape != part.shape:  # a count of steps has no dimension
-            return value
-        return DTensor(value.to(part.device), param._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-    return {key: divided(value) for key, value in values.items()}
 
 
 _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)

@@ -1,4 +1,4 @@
-"""Gradient noise scale of a model that is divided among the workers of a unit, a fixed group (torch).
+"""Gradient statistics of a model that is divided among the workers of a unit, a fixed group (torch).
 
 Estimates are linear in the squared norms, so each worker computes them for its part and the unit adds them up. A
 parameter that several workers hold, with the same name and the same gradient, counts only on the first of them.
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_ray.batch.device_numbers import as_real, local, read
+from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.device_numbers import as_real, local, read
 from elastic_ray.sync.operations.buckets import Bucket
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _CLOSE = 1e-4
 _SIGNATURE = 4
 _EXACT = torch.float64
+_NOTHING = Monitor()
 
 
 class UnitStatistics:
@@ -54,7 +56,7 @@ class UnitStatistics:
 
     def due(self) -> float:
         """Return the number of parameter groups if this step is measured, else 0."""
-        return float(self._statistics.noise.groups if self._statistics.in_units else 0)
+        return float(self._statistics.noise.groups if self._statistics.due else 0)
 
     def add_up(self, due: Sequence[float], needed_by: Sequence[str]) -> None:
         """Sum the measurements of the unit's workers, after the gradients of a step are averaged.
@@ -65,19 +67,21 @@ class UnitStatistics:
 
         Raises StrategyError: workers have different numbers of parameter groups, and a setting needs the statistics.
         """
-        noise, unlike = self._statistics.noise, len(set(due)) > 1
-        if unlike and all(due) and needed_by:
+        statistics, unlike = self._statistics, len(set(due)) > 1
+        needed = [*needed_by, *(["AdaptiveDataParallel(monitor=)"] if statistics.meter.monitor != _NOTHING else [])]
+        if unlike and all(due) and needed:
             raise StrategyError(
-                f"{needed_by[0]} needs the gradient noise scale, for which optimizers on all workers of a unit must "
-                f"have as many parameter groups, but they have {[round(each) for each in due]}; add empty groups where "
+                f"{needed[0]} needs gradient statistics, for which optimizers on all workers of a unit must "
+                f"have the same number of parameter groups, but they have {[round(each) for each in due]}; add empty "
+                "groups where "
                 'a worker holds none of their parameters, or use scaling_rule="none", "linear", "sqrt" or "legw" and a '
                 "fixed batch"
             )
         if unlike or not all(due):
-            noise.drop()
+            statistics.drop_parts()
             return
-        rows = self._unit.gather([float(noise.looks), *noise.part()])
-        noise.take_parts([row[1:] for row in rows])
+        rows = self._unit.gather([float(statistics.noise.looks), *statistics.part()])
+        statistics.take_parts([row[1:] for row in rows])
         if any(row[0] for row in rows):
             self._look()
 
@@ -101,7 +105,7 @@ class UnitStatistics:
             return  # an overflow, of which nothing was estimated
         looks = any(each[1] and not each[2] for signatures in by_worker for each in signatures)
         if not self._unit.agree(elsewhere == noise.counted_elsewhere):
-            noise.drop()
+            self._statistics.drop_parts()
         noise.leave_out(elsewhere, looks=looks)
 
     def _held(self) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import real_count, shaped_like
-from elastic_ray.batch.statistics import FlatPreconditioner, preconditioner, squared_norm
+from elastic_ray.sync.device_numbers import real_count, shaped_like
 from elastic_ray.sync.operations.gradient_checks import check_gradients
+from elastic_ray.sync.preconditioners import FlatPreconditioner, preconditioner, squared_norm
 
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import GradientGroup

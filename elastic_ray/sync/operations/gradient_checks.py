@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from elastic_ray.batch.device_numbers import as_real
+from elastic_ray.sync.device_numbers import as_real
 
 OUTSIDE_OF_LOADERS = (
     "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
@@ -84,8 +84,8 @@ def check_gradients(
     for param, grad in zip(params, grads, strict=True):
         if grad is None and complete:
             raise RuntimeError(
-                f"backward() has given a parameter of shape {tuple(param.shape)} a gradient, but a hook has taken it "
-                f"away again: {STEP_AFTER_BACKWARD}"
+                f"backward() has given a parameter of shape {tuple(param.shape)} a gradient, but a hook has "
+                f"removed it: {STEP_AFTER_BACKWARD}"
             )
         if grad is not None and grad.layout != torch.strided:
             raise RuntimeError(

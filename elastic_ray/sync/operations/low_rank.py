@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import real_count
+from elastic_ray.sync.device_numbers import real_count
 
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import GradientGroup

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from elastic_ray.batch.device_numbers import real_count, shaped_like
+from elastic_ray.sync.device_numbers import real_count, shaped_like
 from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
 
 if TYPE_CHECKING:
@@ -35,21 +35,16 @@ class Residual:
     """
 
     def __init__(self) -> None:
-        self._kept: Owed | None = None
+        self.owed: Owed | None = None
         self._latest: Owed | None = None  # of an earlier pass of this step
         self._fresh: Owed | None = None  # of the last pass
         self._spare: torch.Tensor | None = None
         self.folded: torch.Tensor | None = None  # that sum, without a loss scale; None where there is none
 
     @property
-    def owed(self) -> Owed | None:
-        """Residual after the last committed step; None if nothing is owed."""
-        return self._kept
-
-    @property
     def in_use(self) -> bool:
         """True if the next pass has a residual to add."""
-        return self._kept is not None or self.folded is not None
+        return self.owed is not None or self.folded is not None
 
     def add_to(self, flat: torch.Tensor, scale: float) -> None:
         """Add the residual, times ``scale``, to the gradient vector of a new pass."""
@@ -65,7 +60,7 @@ class Residual:
     def _begin_pass(self) -> Owed | None:
         self.folded = None
         self._latest, self._fresh = self._fresh or self._latest, None
-        return self._latest or self._kept
+        return self._latest or self.owed
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
         """Return uninitialised memory for the residual of a pass."""
@@ -84,8 +79,8 @@ class Residual:
         """Commit the step."""
         new = self._fresh or self._latest
         if new is not None:
-            self._spare = self._kept.flat if self._kept is not None else None
-            self._kept = new if new.flat is not None else None
+            self._spare = self.owed.flat if self.owed is not None else None
+            self.owed = new if new.flat is not None else None
         self._latest = self._fresh = None
 
     def void(self) -> None:
@@ -106,7 +101,7 @@ class Residual:
     def become(self, flat: torch.Tensor | None) -> None:
         """Replace the residual with `flat`, without a loss scale; None for no residual."""
         self._latest = self._fresh = self._spare = self.folded = None
-        self._kept = None if flat is None else Owed(flat, 1.0)
+        self.owed = None if flat is None else Owed(flat, 1.0)
 
 
 class OwingOperation(abc.ABC):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import real_shape
+from elastic_ray.sync.device_numbers import real_shape
 from elastic_ray.sync.operations.bucket_operation import GradientBucket, WireForm
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from elastic_ray.state.pieces import Pieces
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError, carry_out
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State, StoredStates, assemble, cut_tile
 from elastic_ray.sync.optimizer_tiles.tiling import Span, Tiling
-from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
-from elastic_ray.sync.sharded.tiles import from_words, to_words
+from elastic_ray.sync.sharded.placement import Move, from_words, hand_over, lost, moves, place, to_words
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 
 if TYPE_CHECKING:

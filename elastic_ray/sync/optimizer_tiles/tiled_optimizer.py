@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from elastic_ray.batch.device_numbers import read, with_steps_read
-from elastic_ray.batch.statistics import DENOMINATOR, REFRESHED_EVERY, SETTLED_STEPS, denominators, is_adam_like
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.sync.device_numbers import read, with_steps_read
 from elastic_ray.sync.optimizer_tiles.holder import TileHolder
 from elastic_ray.sync.optimizer_tiles.pending import PendingUpdate, Update, tiles_shown, update_digest
 from elastic_ray.sync.optimizer_tiles.publishing import Publisher
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State, part_of
 from elastic_ray.sync.optimizer_tiles.tiling import Tiling, cut
 from elastic_ray.sync.plan import ModelProfile, SyncPlan
+from elastic_ray.sync.preconditioners import DENOMINATOR, REFRESHED_EVERY, SETTLED_STEPS, denominators, is_adam_like
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 from elastic_ray.sync.step_hooks import StepHooks
 
@@ -153,7 +153,7 @@ class TiledOptimizer:
             run.consensus.announce(Announced(Intent.UPDATE, self._number, update << 1))
             run.moment("vote")
             run.consensus.agreed()
-            run.consensus.reductions_started()
+            run.consensus.announcer.done()
         except CommunicationFailedError as error:
             if run.ledger.step is None:
                 raise
@@ -398,7 +398,7 @@ class Denominators:
     def __init__(self, optimizer: torch.optim.Optimizer, divided: Callable[[], bool]) -> None:
         self._optimizer, self._divided = optimizer, divided
         self._gathered: dict[Parameter, dict[str, Tensor]] = {}
-        self._outdated = False  # nothing is divided before all ranks call :meth:`invalidate`
+        self.idle, self._outdated = True, False  # nothing is divided before all ranks call :meth:`invalidate`
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -428,7 +428,7 @@ class Denominators:
         Args:
             fresh: Whether no update has been made yet, so that there are no denominators to receive.
         """
-        self._outdated = not fresh
+        self.idle, self._outdated = False, not fresh
         self._gathered = {}
 
     def due(self, step: int) -> bool:

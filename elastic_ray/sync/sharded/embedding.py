@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from elastic_ray.sync.checks import check_count, check_one_of
+from elastic_ray.sync.sharded.placement import RowTiling
 from elastic_ray.sync.sharded.rules import RowRule, named_rule
 from elastic_ray.sync.sharded.shard import TableShard
 from elastic_ray.sync.sharded.store import LoadedRows, SeededRows
 from elastic_ray.sync.sharded.table import ShardedTable, TableShape
-from elastic_ray.sync.sharded.tiles import RowTiling
 
 _MOST = 1 << 40
 _UNSERVED = {

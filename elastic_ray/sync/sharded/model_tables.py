@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +34,8 @@ class ModelTables:
         layers = {name: each for name, each in module.named_modules() if isinstance(each, ShardedEmbedding)}
         if layers and scaler is not None and scaler.is_enabled():
             raise StrategyError(
-                "grad_scaler is not supported for a model with a ShardedEmbedding: the scaler looks for overflow in "
-                "gradients of parameters, which rows are not. Train in bfloat16, which needs no scaler"
+                "grad_scaler is not supported for a model with a ShardedEmbedding: the scaler checks the gradients of "
+                "parameters for overflow, and table rows are not parameters. Train in bfloat16, which needs no scaler"
             )
         self.tables: list[ShardedTable] = [
             layer.join(self._rule(name, layer), name, (number, index), run)
@@ -73,11 +72,6 @@ class ModelTables:
         self._run.moment("vote")
         communicator.wait(vote)
 
-    def close(self) -> None:
-        """Close the accumulation, because the optimizer was asked to step."""
-        for table in self.tables:
-            table.close()
-
     def zero(self) -> None:
         """Clear the gradients."""
         for table in self.tables:
@@ -88,27 +82,7 @@ class ModelTables:
         for table in self.tables:
             table.update(float(self._optimizer.param_groups[table.rule.group]["lr"]))
 
-    def leave_out(self) -> None:
-        """Skip an update, on all ranks."""
-        for table in self.tables:
-            table.leave_out()
-
-    def enter_group(self) -> None:
-        """Enter a group; raises CommunicationFailedError, and RowsLostError if rows were lost."""
-        for table in self.tables:
-            table.enter_group()
-
-    def hand_over(self, stays: Sequence[bool]) -> None:
-        """Hand over rows before ranks leave; raises CommunicationFailedError."""
-        for table in self.tables:
-            table.hand_over(stays)
-
     @property
     def settled(self) -> bool:
         """True if this rank can save all tables."""
         return all(table.settled for table in self.tables)
-
-    def gather(self) -> None:
-        """Gather complete tables on rank 0 until the next update; raises CommunicationFailedError."""
-        for table in self.tables:
-            table.gather()

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.membership.worker_side import LostGroupError
-from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
+from elastic_ray.sync.sharded.placement import Move, RowTiling, from_words, hand_over, lost, moves, place, to_words
 from elastic_ray.sync.sharded.rules import RowAdagrad, RowAdam, RowRule, RowSGD
 from elastic_ray.sync.sharded.store import InitialRows, TileStore, whole_of
-from elastic_ray.sync.sharded.tiles import RowTiling, from_words, to_words
 
 _Rows = Mapping[str, Tensor]
 

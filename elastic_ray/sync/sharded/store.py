@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from elastic_ray.sync.sharded.tiles import RowTiling
+from elastic_ray.sync.sharded.placement import RowTiling
 
 
 class TileStore:

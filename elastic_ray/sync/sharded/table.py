@@ -11,10 +11,10 @@ from torch import Tensor
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.sync.sharded.placement import RowTiling
 from elastic_ray.sync.sharded.rules import RowRule
 from elastic_ray.sync.sharded.shard import TableShard, summed, update_rows
 from elastic_ray.sync.sharded.store import InitialRows, LoadedRows, SeededRows, TileStore
-from elastic_ray.sync.sharded.tiles import RowTiling
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
@@ -88,11 +88,11 @@ class ShardedTable:
     def left_for(self, run: Run) -> dict[str, Tensor] | None:
         """Return the complete weight for another run in this process; None if it does not exist yet."""
         if run is self._run:
-            raise ValueError("a ShardedEmbedding belongs to one model, but another one that was wrapped has it already")
+            raise ValueError("a ShardedEmbedding must belong to one model, but another wrapped model already has it")
         if self._shard.store is not None and not self._shard.everywhere:
             raise RuntimeError(
-                "a ShardedEmbedding whose rows lie with several workers cannot be wrapped again: keep "
-                "row_state_dict() of the run before, build it anew and load that"
+                "a ShardedEmbedding whose rows several workers hold cannot be wrapped again: keep "
+                "row_state_dict() of the earlier run, build a new one and load that"
             )
         return self._shard.whole(None, ("weight",)) if self._shard.store is not None else None
 

@@ -109,8 +109,8 @@ def check_torch() -> None:
     """
     if missing := _missing_fields():
         raise UnknownTorchError(
-            "elastic_ray.fully_shard swaps the shards of a module inside torch's fully_shard, whose fields it knows of "
-            f"torch 2.11 to 2.15; in torch {torch.__version__} there is no {', '.join(missing)}. Install one of "
+            "elastic_ray.fully_shard swaps the shards of a module inside torch's fully_shard, whose fields it knows "
+            f"for torch 2.11 to 2.15; in torch {torch.__version__} there is no {', '.join(missing)}. Install one of "
             'these, or shard the optimizer state alone: AdaptiveDataParallel(model, optimizer, strategy="zero1")'
         )
 

@@ -151,8 +151,8 @@ def check_module(module: nn.Module, shard_size: int | None = None) -> str:
         hooked: Any = param
         if hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
             raise ValueError(
-                f"{name}.{param_name} has a hook on its gradient, which torch's fully_shard leaves behind with the "
-                f"parameter that it replaces: it would not be called. {_HOOKS}"
+                f"{name}.{param_name} has a hook on its gradient. torch's fully_shard replaces the parameter "
+                f"without the hook, so it would never be called. {_HOOKS}"
             )
         if not param.is_contiguous():
             raise ValueError(f"{name}.{param_name} is not contiguous in memory: make it so with .contiguous() before")
@@ -201,7 +201,7 @@ def check_model(module: nn.Module, optimizer: Any, *, strategy: object, scaler: 
         )
     if any(param.device_mesh.mesh_dim_names != ALONE for param in params):
         raise StrategyError(
-            "the model is sharded over a group of its own, by torch's fully_shard or in a run before: build it anew "
+            "the model is sharded over its own group, by torch's fully_shard or in an earlier run: build a new model "
             "and shard it with elastic_ray.fully_shard, over the job's workers"
         )
     if strategy is not None:
@@ -211,7 +211,7 @@ def check_model(module: nn.Module, optimizer: Any, *, strategy: object, scaler: 
         )
     if scaler is not None and scaler.is_enabled():
         raise StrategyError(
-            "grad_scaler is not supported for a sharded model: each rank would look for overflow in its own rows "
-            "alone. Train in bfloat16, which needs no scaler: fully_shard(module, mp_policy=MixedPrecisionPolicy("
+            "grad_scaler is not supported for a sharded model: each rank would check only its own rows for "
+            "overflow. Train in bfloat16, which needs no scaler: fully_shard(module, mp_policy=MixedPrecisionPolicy("
             "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))"
         )

@@ -58,8 +58,8 @@ class ShardProcessGroup(dist.ProcessGroup):
         found = self._known()
         if found is None and not self._alone:
             raise RuntimeError(
-                "a tensor of a sharded model outlives the model, whose other rows cannot be asked for any more: take "
-                "what you need of it, as by full_tensor(), while the model is there"
+                "a tensor of a sharded model outlives the model, whose other rows are no longer available: copy what "
+                "you need, for example by full_tensor(), while the model exists"
             )
         return found
 

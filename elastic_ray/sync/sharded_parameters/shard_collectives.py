@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.sync.operations.gradient_checks import Finiteness
-from elastic_ray.sync.sharded_parameters.row_layout import Layout, layout_of
+from elastic_ray.sync.sharded_parameters.row_layout import layout_of
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
@@ -97,10 +97,6 @@ class ShardCollectives:
         self._sequence = _Sequence()
         group = self._run.group
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
-
-    def follow_in(self, layout: Layout) -> None:
-        """Use the followers of this layout from now on; its owners are the same."""
-        self.layout = layout
 
     def begin(self, what: Announced) -> None:
         """Start a pass together with all other ranks.
@@ -202,8 +198,8 @@ class ShardCollectives:
         sums = torch.tensor(values, dtype=torch.float64)
         self.comes_next(f"numbers {len(sums)}")
         work = self._gradients.all_reduce(sums)
-        self._run.consensus.reductions_started()
-        self._run.consensus.wait(work)
+        self._run.consensus.announcer.done()
+        self._run.consensus.announcer.wait(work)
         found: list[float] = sums.tolist()
         return found
 
@@ -261,7 +257,7 @@ class ShardCollectives:
         into = [sum(each.nbytes for each in received.get(rank, ())) for rank in range(group.world_size)]
         came = torch.empty(sum(into), dtype=torch.uint8, device=device)
         out = [sent.numel() if rank == follower else 0 for rank in range(group.world_size)]
-        self._run.consensus.wait(self._gradients.all_to_all(came, sent, into, out))
+        self._run.consensus.announcer.wait(self._gradients.all_to_all(came, sent, into, out))
         offset = 0
         for _, tensors_of_rank in sorted(received.items()):
             for each in tensors_of_rank:
@@ -316,14 +312,14 @@ class ShardCollectives:
         """
         ledger, consensus = self._run.ledger, self._run.consensus
         if self._joins:
-            consensus.wait(start())
+            consensus.announcer.wait(start())
             return True
         if ledger.failed or ledger.replaying:
             return False
         try:
             self.comes_next(what)
-            consensus.wait(start())
-            consensus.reductions_started()
+            consensus.announcer.wait(start())
+            consensus.announcer.done()
         except CommunicationFailedError as error:
             if ledger.step is None:
                 raise
@@ -332,8 +328,8 @@ class ShardCollectives:
         return True
 
 
-class GatherShards:
-    """Torch hook for the all-gathers of one sharded module."""
+class _ShardHook:
+    """Base of torch's hooks for the collectives of one sharded module."""
 
     def __init__(self, collectives: ShardCollectives, unit: int) -> None:
         self._collectives, self._unit = collectives, unit
@@ -341,21 +337,18 @@ class GatherShards:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatherShards(_ShardHook):
+    """Torch hook for the all-gathers of one sharded module."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         """Gather one module's shards into the output tensor."""
         self._collectives.gather(output_tensor, input_tensor, self._unit)
 
 
-class ScatterGradients:
+class ScatterGradients(_ShardHook):
     """Torch hook for reduce-scatters, which computes weighted sums instead of means."""
-
-    def __init__(self, collectives: ShardCollectives, unit: int) -> None:
-        self._collectives, self._unit = collectives, unit
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False

@@ -87,7 +87,7 @@ class ShardHolder:
         self.params: list[ShardedParam] = params_of(module)
         self._held = HeldShards([each.shape for each in self.params])
         self._layout, self._rank = layout_of(1), 0  # that shards were moved for
-        self._target, self._shares_memory = self._layout, False
+        self._target, self.settles = self._layout, False
         self._mesh: Any = None
         self._workers: tuple[str, ...] = ()
         # What the optimizer knows from its start, of a model that has no memory yet.
@@ -212,8 +212,8 @@ class ShardHolder:
             group.communicator.gather_ints([1])
         held.keep(made)
         self._layout, self._rank = layout, group.rank
-        self._collectives.follow_in(layout)
-        self._target, self._shares_memory = target, True
+        self._collectives.layout = layout
+        self._target, self.settles = target, True  # shards are to be moved or copied yet, on all ranks alike
         self._workers = tuple(member.worker for member in group.members)
         before = self._mesh
         self._mesh = make_mesh(self.params[0].local.device.type, mine[0].index, layout.parts, self._collectives)
@@ -236,11 +236,6 @@ class ShardHolder:
         """Return the model's memory for this rank's own rows of a parameter, and the rows in it."""
         return memory_for(self.params[place], value, rows_of(self._held.counts[place], ShardId(own.world, 0))[1])
 
-    @property
-    def settles(self) -> bool:
-        """True if shards must still be moved or copied to complete the current group's layout; equal on all ranks."""
-        return self._shares_memory
-
     def settle(self, group: Group) -> None:
         """Send the remaining copies and free unused memory; called on every rank."""
         held, target = self._held, self._target
@@ -252,9 +247,9 @@ class ShardHolder:
             held.keep(held.shards | made)
             group.communicator.gather_ints([1], with_gradients=True)  # as above
             self._layout = target
-            self._collectives.follow_in(target)
+            self._collectives.layout = target
         held.keep({each: apart(held.shards[each], values=each != mine[0]) for each in mine})
-        self._shares_memory = False
+        self.settles = False
 
     def _lost_text(self, gone: Sequence[Piece]) -> str:
         """Return a message on the share of rows that were lost, and the workers that held them."""
@@ -310,7 +305,7 @@ class ShardHolder:
         if bad:
             raise ReplicasDifferError(
                 f"rows of parameters that rank {bad[0][0]} owns differ from those that rank {bad[0][1]} "
-                f"has of them, in model {self._number}: whatever changes parameters of a sharded model besides its "
+                f"has of them, in model {self._number}: whatever changes parameters of a sharded model outside its "
                 "optimizer's step (initialisation after the first step, clipping of weights, averages that are written "
                 "back) reaches own rows only. Use load_state_dict() on all ranks, or elastic_ray.sync.change_parameters"
             )
@@ -338,11 +333,13 @@ class ShardHolder:
                 start, stop = rows_of(self._held.counts[place], shard)
                 held.views[place].copy_(value[start:stop])
 
-    def take_states(self) -> None:
-        """Copy this rank's rows from whole states that were loaded into the optimizer."""
+    def take_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy this rank's rows from whole states that were loaded into one of the optimizers, or into all."""
         self.check_memory()
-        options = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for place, each in enumerate(self.params):
+            if id(each.param) not in options and optimizer is not self._optimizer:
+                continue
             state = placed(self._state_of(each), each, options.get(id(each.param), {}))
             if place in self._held.unread:
                 self._held.unread[place] = {VALUE: self._held.unread[place][VALUE], **state}

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from elastic_ray.batch.device_numbers import as_real, read, real_shape, with_steps_read
-from elastic_ray.batch.statistics import (
+from elastic_ray.monitoring.gradient_measures import GradientNorms
+from elastic_ray.sync.device_numbers import as_real, read, real_shape, with_steps_read
+from elastic_ray.sync.engine.joint_optimizer import group_ranges, optimizers_of
+from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.preconditioners import (
     LEAST_PART,
     REFRESHED_EVERY,
     SETTLED_STEPS,
@@ -26,8 +29,6 @@ from elastic_ray.batch.statistics import (
     is_adam_like,
     squared_norm,
 )
-from elastic_ray.monitoring.gradient_measures import GradientNorms
-from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.sharded_parameters.fsdp_fields import scattered_params, units_of
 from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
@@ -47,9 +48,11 @@ class RowDenominators:
     from which the floor of the parameter's denominators is computed.
     """
 
+    idle = False
+
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer) -> None:
         self._optimizer, self._shards = optimizer, shards
-        self._found: dict[int, Tensor] = {}
+        self.state: dict[int, Tensor] = {}  # factors of own rows by the parameter's position, but those of 1
         self._round: int | None = None
 
     @property
@@ -58,14 +61,9 @@ class RowDenominators:
         return self._optimizer.param_groups
 
     @property
-    def state(self) -> Mapping[Any, Any]:
-        """Factors of this rank's rows, [elements], keyed by the parameter's position; factors of 1 are left out."""
-        return self._found
-
-    @property
     def adam_like(self) -> bool:
         """True if the optimizer divides gradients by a running estimate of their size."""
-        return is_adam_like(self._optimizer)
+        return any(map(is_adam_like, optimizers_of(self._optimizer)))
 
     @property
     def outdated(self) -> bool:
@@ -74,7 +72,7 @@ class RowDenominators:
 
     def invalidate(self) -> None:
         """Discard the denominators, because the rank owns different rows in a new group."""
-        self._found, self._round = {}, None
+        self.state, self._round = {}, None
 
     def due(self, step: int) -> bool:
         """True if denominators must be computed before a measured step; equal on all ranks."""
@@ -99,12 +97,12 @@ class RowDenominators:
                 sizes[place] = size.reshape(-1)
         counted = sizes if counts else {}
         squares = read([counted[each].square().sum() if each in counted else 0.0 for each in range(len(params))])
-        self._found = {}
+        self.state = {}
         for place, square in enumerate(add_up(squares)):
             if square > 0:
                 size = sizes.get(place, as_real(params[place].local.new_empty(0)).reshape(-1))
                 floor = LEAST_PART * math.sqrt(square / math.prod(real_shape(params[place].param)))
-                self._found[place] = compact(torch.reciprocal(size.clamp(min=max(floor, torch.finfo(size.dtype).tiny))))
+                self.state[place] = compact(torch.reciprocal(size.clamp(min=max(floor, torch.finfo(size.dtype).tiny))))
         self._round = step // REFRESHED_EVERY
 
 
@@ -117,6 +115,7 @@ class MovedRows:
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer, meter: GradientMeter) -> None:
         self._optimizer, self._shards, self._meter = optimizer, shards, meter
+        self._norms: dict[int, tuple[float, ...]] = {}  # of this step's updates so far, by optimizer
         self._waiting: tuple[GradientNorms, list[float]] | None = None  # with squares of this rank's rows, by group
 
     def size(self, groups: int) -> int:
@@ -126,18 +125,26 @@ class MovedRows:
     def forget(self) -> None:
         """Discard the measured update in a new group, in which row owners differ and some ranks have no result."""
         self._waiting = None
+        self._norms.clear()
 
-    def measure(self, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
+    def measure(self, number: int, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
         """Run an update whose gradient was measured, and measure its norms; return the update's result.
 
         Args:
+            number: Number of the optimizer that makes the update.
             alone: Whether the group has a single rank, so that no numbers are exchanged.
             counts: Whether this rank's rows are included, so that only one of several owners counts them.
         """
+        optimizers = optimizers_of(self._optimizer)
+        rows = self._rows(counts=counts)[group_ranges(optimizers)[number]]
+        result, self._norms[number] = with_update_norms(optimizers[number], rows, update, whole=False)
+        if len(self._norms) < len(optimizers):
+            return result  # the others step after it
+        norms = tuple(norm for each in sorted(self._norms) for norm in self._norms[each])
+        self._norms.clear()
         found = self._meter.take_unmoved()
         if found is None:
-            return update()
-        result, norms = with_update_norms(self._optimizer, self._rows(counts=counts), update, whole=False)
+            return result
         if alone:
             self._meter.found_by_all(dataclasses.replace(found, updates=norms))
         else:
@@ -364,10 +371,10 @@ class ShardStatistics:
             return  # what arrives of a pass has nothing of the passes before it
         self._statistics.collect(step, norms, grad_scale=1.0, goes_on=self._goes_on and step.micro_steps == 1)
 
-    def measured(self, update: Callable[[], Any]) -> Any:
-        """Run an update, measuring how far it moves the parameters; return the update's result."""
+    def measured(self, number: int, update: Callable[[], Any]) -> Any:
+        """Run an update of optimizer `number`, measuring how far it moves the parameters; return its result."""
         alone, counts = self._run.group.world_size == 1, self._collectives.is_first_owner
-        return self._moved.measure(update, alone=alone, counts=counts)
+        return self._moved.measure(number, update, alone=alone, counts=counts)
 
 
 class _Rows:

@@ -98,8 +98,8 @@ class ShardedGradients(Participant):
             self._statistics.rebuilt()
         if step is not None and step.whole:  # also where no rank shares rows: the group may grow
             raise RuntimeError(
-                "a sharded model cannot be called in a pass over whole_batches=True: towards its end some ranks of a "
-                "group have no batch, and all gather parameters together; evaluate without whole_batches"
+                "a sharded model cannot be called in a pass over whole_batches=True: near its end some ranks of a "
+                "group have no batch, but parameters are gathered by all of them; evaluate without whole_batches"
             )
         if not self._meets:
             return
@@ -207,7 +207,7 @@ class ShardedGradients(Participant):
             self._micro_steps.forget()
             self._run.ledger.mark_training()
         self._micro_steps.begin_pass(step)
-        step.begin_backward()
+        step.backward = step.micro
         self._waits = True
 
     @property
@@ -265,9 +265,9 @@ class ShardedGradients(Participant):
         values = torch.tensor([*own, *flags, *used, *self._statistics.values()], dtype=torch.float64)
         self._collectives.comes_next("the end of a backward pass")
         work = group.communicator.gradients.all_reduce(values)
-        consensus.reductions_started()
+        consensus.announcer.done()
         run.moment("allreduce")
-        consensus.wait(work)
+        consensus.announcer.wait(work)
         sums = values.tolist()
         consensus.check_same_step(sums[consensus.control_size : len(own)])
         rest = iter(sums[len(own) :])
@@ -279,7 +279,7 @@ class ShardedGradients(Participant):
         self._leave_out_unused(counts)
         if complete:
             consensus.conclude(sums[: consensus.control_size], group.world_size)
-            run.ledger.mark_reduced()
+            run.ledger.reduced = True
 
     def _fail(self, cause: str) -> None:
         """Mark the step as failed; raises CommunicationFailedError outside of steps."""

@@ -11,7 +11,7 @@ continues only rows for the new layout must be sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.pieces import Pieces
 from elastic_ray.state.unread import UnreadTensor
+from elastic_ray.sync.engine.joint_optimizer import optimizers_of
 from elastic_ray.sync.optimizer_tiles.pending import Update, as_then, options_of, swapped, update_digest
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.row_changes import HandChanges, UpdatedRows
@@ -45,24 +46,28 @@ _ONE_GROUP = (
 
 
 class ShardedOptimizer:
-    """Optimizer of one sharded model. Methods that communicate raise CommunicationFailedError if the group breaks.
+    """Optimizers of one sharded model. Methods that communicate raise CommunicationFailedError if the group breaks.
+
+    Each update is of one optimizer's parameters. Updates are numbered together, so that a rank that has voted for one
+    finds out whether others have made it.
 
     Args:
         module: The model, sharded on a mesh of one.
+        optimizer: Optimizer of the model; a ``JointOptimizer`` if there are several.
         number: Number of the model, in order of wrapping.
     """
-
-    idle = False  # its updates are never the user's optimizer's alone
 
     def __init__(
         self, run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, number: int, collectives: ShardCollectives
     ) -> None:
         self._run, self._optimizer, self._number = run, optimizer, number
         self._collectives = collectives
-        self._apply: Callable[..., Any] = optimizer.step
         self._holder = ShardHolder(module, optimizer, number, collectives)
         self._by_hand = HandChanges(number)
-        self._by_hand.follow(optimizer)
+        optimizers = optimizers_of(optimizer)
+        for each in optimizers:
+            self._by_hand.follow(each)
+        self.parts = [OptimizerPart(self, each) for each in optimizers]
         self._begun = False
         self._last = Update()
         self._followed: list[Grads] = []  # gradients of an update that is decided
@@ -80,7 +85,11 @@ class ShardedOptimizer:
     @property
     def groups(self) -> dict[int, int]:
         """Number of each parameter's group in the optimizer, keyed by the parameter's position in the model."""
-        numbers = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+        return self.groups_of(self._optimizer)
+
+    def groups_of(self, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+        """Return the number of each parameter's group in one of the optimizers; see :attr:`groups`."""
+        numbers = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         return {place: numbers[id(each.param)] for place, each in enumerate(self.params) if id(each.param) in numbers}
 
     @property
@@ -95,33 +104,30 @@ class ShardedOptimizer:
         """True if other ranks hold some of the shards, so that updates are voted on."""
         return self._begun and self._run.group.world_size > 1
 
-    def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the user's step pre-hooks with ``kwargs``; return the arguments as the hooks have changed them."""
-        return StepHooks(self._optimizer).before(kwargs)
-
-    def decide(self) -> bool:
-        """Vote on the coming update; False if the step is lost."""
+    def decide(self, part: OptimizerPart) -> bool:
+        """Vote on the coming update of one optimizer; False if the step is lost."""
         self._close()
         if not self.divided:
             return True
-        run, update = self._run, update_digest(self.tiled, self._optimizer)
+        places = self.groups_of(part.optimizer)
+        run, update = self._run, update_digest([self.params[place].param for place in places], part.optimizer)
         voted, votes = False, torch.tensor([1.0, self._by_hand.suspected], dtype=torch.float32)
         try:
             run.consensus.announce(Announced(Intent.SHARDS, self._number, update << 2 | _STEP))
             run.consensus.agreed()
-            followed = self._grads_of_followed()
+            followed = self._grads_of_followed(places)
             voted = True
             vote = run.group.communicator.gradients.all_reduce(votes)
             run.moment("vote")
-            run.consensus.wait(vote)
-            run.consensus.reductions_started()
+            run.consensus.announcer.wait(vote)
+            run.consensus.announcer.done()
             if votes[1]:  # on some rank; an average that was put in for an evaluation may have been taken out again
                 self._compare()
         except CommunicationFailedError as error:
             if run.ledger.step is None:
                 raise
             if voted:  # others may have heard of its end
-                self._pending = self._pend(followed)
+                self._pending = self._pend(part, followed)
             run.ledger.fail(str(error))
             return False
         self._followed = followed
@@ -131,15 +137,15 @@ class ShardedOptimizer:
         """Record that rank 0 no longer has the whole state."""
         self._open, self._gathered, self._compared = False, None, False
 
-    def _grads_of_followed(self) -> list[Grads]:
+    def _grads_of_followed(self, places: Collection[int]) -> list[Grads]:
         """Send own gradients to this rank's follower, and receive those of the ranks that it follows.
 
         Returns the received gradients, one mapping per followed shard.
         """
-        layout, own = self._collectives.layout, self._own_grads()
+        layout, own = self._collectives.layout, self._own_grads(places)
         if layout.follower_of(0) is None:  # the other owners have the same
             return []
-        trained = [place for place, each in enumerate(self.params) if each.param.grad is not None]
+        trained = [place for place in places if self.params[place].param.grad is not None]
         received: list[Grads] = [
             {
                 place: torch.empty_like(followed.views[place], dtype=self._grad_dtype(place))
@@ -159,28 +165,28 @@ class ShardedOptimizer:
         assert grad is not None, "only parameters with gradients are asked for"
         return grad.dtype
 
-    def _own_grads(self) -> dict[int, Tensor]:
-        """Return the gradients of the rows that this rank owns, keyed by the parameter's position."""
+    def _own_grads(self, places: Collection[int]) -> dict[int, Tensor]:
+        """Return the gradients of this rank's rows of some parameters, keyed by the parameter's position."""
         own = self._holder.mine[0]
-        found = {place: each.local_grad for place, each in enumerate(self.params) if place in own.views}
+        found = {place: self.params[place].local_grad for place in places if place in own.views}
         return {place: grad for place, grad in found.items() if grad is not None}
 
-    def _with_grads(self, followed: Sequence[Grads]) -> list[tuple[Shard, Grads]]:
-        return list(zip(self._holder.mine, [self._own_grads(), *followed], strict=False))
+    def _with_grads(self, places: Collection[int], followed: Sequence[Grads]) -> list[tuple[Shard, Grads]]:
+        return list(zip(self._holder.mine, [self._own_grads(places), *followed], strict=False))
 
-    def _pend(self, followed: Sequence[Grads]) -> PendingShards:
-        key = self._last.number + 1, self._run.group.generation
-        return PendingShards(self._optimizer, self._update, self._with_grads(followed), key)
+    def _pend(self, part: OptimizerPart, followed: Sequence[Grads]) -> PendingShards:
+        key, update = (self._last.number + 1, self._run.group.generation), self._update(part)
+        return PendingShards(part, update, self._with_grads(self.groups_of(part.optimizer), followed), key)
 
-    @property
-    def _update(self) -> ShardUpdate:
-        return ShardUpdate(self._optimizer, [id(each.param) for each in self.params], self.groups, self._by_hand)
+    def _update(self, part: OptimizerPart) -> ShardUpdate:
+        hidden, groups = [id(each.param) for each in self.params], self.groups_of(part.optimizer)
+        return ShardUpdate(part.optimizer, hidden, groups, self._by_hand)
 
-    def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make an update that has been decided; return the result of ``apply``."""
+    def update(self, part: OptimizerPart, apply: Callable[[], Any]) -> Any:
+        """Make an update of one optimizer that has been decided; return the result of ``apply``."""
         followed, self._followed = self._followed, []
-        result = self._update.make(self._with_grads(followed), lambda: apply(**kwargs))
-        self._last = self._last.next(self._run.group.generation, self._optimizer)
+        result = self._update(part).make(self._with_grads(self.groups_of(part.optimizer), followed), apply)
+        self._last = self._last.next(self._run.group.generation, part.optimizer)
         if self._begun and self._holder.settles:
             self._settle()
         return result
@@ -290,9 +296,9 @@ class ShardedOptimizer:
         """Return whole parameters keyed by name, empty if this rank does not have them."""
         return {self.params[place].name: value for place, (value, _) in (self._whole() or {}).items()}
 
-    def loaded(self) -> None:
-        """Keep this rank's rows of whole states that were loaded into the optimizer, identically on all ranks."""
-        self._holder.take_states()
+    def loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep this rank's rows of whole states that were loaded into an optimizer, identically on all ranks."""
+        self._holder.take_states(optimizer)
         if self.divided:
             self._close()
 
@@ -374,14 +380,50 @@ class ShardedOptimizer:
         self._close()
         if whole:
             self._open = True
-            self._holder.take_states()
+            self._holder.take_states(self._optimizer)
         elif tree.get("kept"):
             self._holder.take_kept(tree["kept"])
         elif pending is not None and pending.key == self._last.key:
-            pending.make(self._apply, self._last.rates)
+            pending.make(self._last.rates)
         elif before.key != self._last.key or not self._begun:
             self._holder.drop()
         self._begun = self._begun or bool(tree["begun"])
+
+
+class OptimizerPart:
+    """One of the optimizers of a sharded model, most often the only one: votes on its updates and makes them."""
+
+    idle = False  # its updates are never the user's optimizer's alone
+
+    def __init__(self, shards: ShardedOptimizer, optimizer: torch.optim.Optimizer) -> None:
+        self.shards, self.optimizer = shards, optimizer
+        self.apply: Callable[..., Any] = optimizer.step
+
+    @property
+    def divided(self) -> bool:
+        """True if other ranks hold some of the shards, so that updates are voted on."""
+        return self.shards.divided
+
+    def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Call the user's step pre-hooks with ``kwargs``; return the arguments as the hooks have changed them."""
+        return StepHooks(self.optimizer).before(kwargs)
+
+    def decide(self) -> bool:
+        """Vote on the coming update; False if the step is lost."""
+        return self.shards.decide(self)
+
+    def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
+        """Make an update that has been decided; return the result of ``apply``."""
+        return self.shards.update(self, lambda: apply(**kwargs))
+
+    def whole_states(self) -> dict[Tensor, State]:
+        """Return the optimizer's whole states; see ``ShardedOptimizer.whole_states``."""
+        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return {param: state for param, state in self.shards.whole_states().items() if id(param) in own}
+
+    def loaded(self) -> None:
+        """Keep this rank's rows of whole states that were loaded into the optimizer, identically on all ranks."""
+        self.shards.loaded(self.optimizer)
 
 
 class ShardUpdate:
@@ -438,17 +480,17 @@ class PendingShards:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        part: OptimizerPart,
         update: ShardUpdate,
         shards: Sequence[tuple[Shard, Mapping[int, Tensor]]],
         key: tuple[int, int],
     ) -> None:
         self.key = key
-        self._optimizer, self._update = optimizer, update
+        self._part, self._update = part, update
         self._shards = [(shard, {param: grad.clone() for param, grad in grads.items()}) for shard, grads in shards]
-        self._options = options_of(optimizer)
+        self._options = options_of(part.optimizer)
 
-    def make(self, apply: Callable[[], Any], rates: Sequence[float]) -> None:
+    def make(self, rates: Sequence[float]) -> None:
         """Make the update, as other ranks have done."""
-        with as_then(self._optimizer, self._options, rates):
-            self._update.make(self._shards, apply)
+        with as_then(self._part.optimizer, self._options, rates):
+            self._update.make(self._shards, self._part.apply)

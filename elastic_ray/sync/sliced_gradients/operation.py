@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from elastic_ray.batch.statistics import FlatPreconditioner, squared_norm
 from elastic_ray.sync.operations.bucket_operation import WireForm
 from elastic_ray.sync.operations.buckets import Bucket
+from elastic_ray.sync.preconditioners import FlatPreconditioner, squared_norm
 from elastic_ray.sync.sliced_gradients.routes import BucketPiece, Routes, pieces_of, routes
 from elastic_ray.sync.sliced_gradients.sliced_gradient import ADDS_UP, Content, SlicedGradient, plain_or_sliced
 

@@ -229,18 +229,15 @@ def _divide(given: Any, grad: Any, factor: Any) -> Any:
     return _multiply(given, grad, 1.0 / number if number else math.copysign(math.inf, number))
 
 
-def _multiply_all(given: Any, grads: Any, factors: Any) -> None:
-    for grad, factor in zip(
-        grads, factors if isinstance(factors, (list, tuple)) else [factors] * len(grads), strict=True
-    ):
-        _multiply(given, grad, factor)
+def _for_all(divide_or_multiply: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], None]:
+    """Return the handler of an operation on several gradients, with one factor each or one for all."""
 
+    def handle(given: Any, grads: Any, factors: Any) -> None:
+        each = factors if isinstance(factors, (list, tuple)) else [factors] * len(grads)
+        for grad, factor in zip(grads, each, strict=True):
+            divide_or_multiply(given, grad, factor)
 
-def _divide_all(given: Any, grads: Any, factors: Any) -> None:
-    for grad, factor in zip(
-        grads, factors if isinstance(factors, (list, tuple)) else [factors] * len(grads), strict=True
-    ):
-        _divide(given, grad, factor)
+    return handle
 
 
 def _clamp(given: Any, grad: Any, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None) -> Any:
@@ -291,8 +288,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten._foreach_norm: _norms,
     _aten.mul_: _multiply,
     _aten.div_: _divide,
-    _aten._foreach_mul_: _multiply_all,
-    _aten._foreach_div_: _divide_all,
+    _aten._foreach_mul_: _for_all(_multiply),
+    _aten._foreach_div_: _for_all(_divide),
     _aten.clamp_: _clamp,
     _aten.fill_: _fill,
     _aten.zero_: _zero,

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_ray.batch.device_numbers import as_real, read
-from elastic_ray.batch.statistics import FlatPreconditioner
+from elastic_ray.sync.device_numbers import as_real, read
+from elastic_ray.sync.preconditioners import FlatPreconditioner
 
 if TYPE_CHECKING:
     from elastic_ray.sync.operations.buckets import Bucket

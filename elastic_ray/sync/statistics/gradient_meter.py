@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from elastic_ray.batch.noise_scale import estimate_groups
 from elastic_ray.monitoring.gradient_measures import GradientNorms, GradientVariance
 from elastic_ray.monitoring.monitor import Monitor
+from elastic_ray.sync.statistics.noise_scale import estimate_groups
 
 if TYPE_CHECKING:
     from elastic_ray.steps.step import LoaderStep
@@ -39,7 +40,7 @@ class GradientMeter:
     def __init__(self, request: Callable[[], Monitor]) -> None:
         self._request = request
         self.monitor, self.on = Monitor(), False
-        self.known = self._own = Known()
+        self.known = self.own = Known()
         self._alone = True
         self._groups = 0
         self._step = 0
@@ -58,7 +59,7 @@ class GradientMeter:
         self.monitor = self._request()
         self.on = self.monitor.variance_every is not None or self.monitor.norms_every is not None
         if groups != self._groups:
-            self.known = self._own = Known()
+            self.known = self.own = Known()
         self._groups = groups
         self._sent, self._received = None, []
         self.invalidate()
@@ -77,21 +78,22 @@ class GradientMeter:
         self._step = step
         self._variance = self._gradients = None
 
-    def wants_variance(self, gradients: int, spacing: int, *, halved: bool) -> bool:
+    def wants_variance(self, gradients: int, spacing: int, *, halved: bool, again: bool = False) -> bool:
         """True if the step's variance is measured.
 
         Args:
             gradients: Number of gradients in the step; a single one has no variance.
             spacing: Only one step in ``spacing`` can be measured at all.
             halved: Whether the step was divided in two so that it can be measured.
+            again: Whether the previous step's measurement was of no use.
         """
         every = self.monitor.variance_every
-        return every is not None and gradients > 1 and (halved or self._step % every < spacing)
+        return every is not None and gradients > 1 and (halved or again or self._step % every < spacing)
 
-    def wants_norms(self, spacing: int) -> bool:
+    def wants_norms(self, spacing: int, *, again: bool = False) -> bool:
         """True if norms are measured in this step; see :meth:`wants_variance`."""
         every = self.monitor.norms_every
-        return every is not None and self._step % every < spacing
+        return every is not None and (again or self._step % every < spacing)
 
     def take_variance(
         self,
@@ -114,7 +116,7 @@ class GradientMeter:
         )
         if estimates is None:
             return
-        found = [max(0.0, each.var) for each in estimates]
+        found = [each.var for each in estimates]  # of a part of the model, perhaps: clipped once it is whole
         if goes_on and before is not None:
             found = [first + second for first, second in zip(before.groups, found, strict=True)]
         self._variance = GradientVariance(step=self._step, batch_size=step.count, groups=tuple(found))
@@ -122,6 +124,22 @@ class GradientMeter:
     def take_norms(self, sq_norms_of_mean: Sequence[float]) -> None:
         """Store the squared norms of the step's gradient, by parameter group."""
         self._gradients = tuple(max(0.0, norm) ** 0.5 for norm in sq_norms_of_mean)
+
+    def part(self) -> list[float]:
+        """Return the latest measurements of this worker's part of the model, for :meth:`take_parts`."""
+        none = (0.0,) * self._groups
+        variance, norms = self._variance.groups if self._variance else none, self._gradients or none
+        return [float(self._variance is not None), float(self._gradients is not None), *variance, *norms]
+
+    def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
+        """Replace the latest measurements by those of the whole model; discard them if a part is missing."""
+        groups = self._groups
+        if self._variance is not None:
+            sums = tuple(math.fsum(part[2 + group] for part in parts) for group in range(groups))
+            self._variance = dataclasses.replace(self._variance, groups=sums) if all(p[0] for p in parts) else None
+        if self._gradients is not None:
+            norms = tuple(math.hypot(*(part[2 + groups + group] for part in parts)) for group in range(groups))
+            self._gradients = norms if all(part[1] for part in parts) else None
 
     @property
     def wants_update(self) -> bool:
@@ -133,7 +151,8 @@ class GradientMeter:
         self._alone = replicas == 1
         variance, self._variance = self._variance, None
         if variance is not None:
-            self._found(dataclasses.replace(self._own, variance=variance))
+            groups = tuple(max(0.0, each) for each in variance.groups)
+            self._found(dataclasses.replace(self.own, variance=dataclasses.replace(variance, groups=groups)))
 
     def take_unmoved(self) -> GradientNorms | None:
         """Return the norms of the applied gradient, without those of the update; None if it was not measured."""
@@ -144,15 +163,15 @@ class GradientMeter:
         """Store the norms of the update, by parameter group."""
         found = self.take_unmoved()
         if found is not None:
-            self._found(dataclasses.replace(self._own, norms=dataclasses.replace(found, updates=norms)))
+            self._found(dataclasses.replace(self.own, norms=dataclasses.replace(found, updates=norms)))
 
     def found_by_all(self, norms: GradientNorms) -> None:
         """Store norms that all ranks have measured together, and therefore know at once."""
-        self._own = dataclasses.replace(self._own, norms=norms)
+        self.own = dataclasses.replace(self.own, norms=norms)
         self.known = dataclasses.replace(self.known, norms=norms)
 
     def _found(self, own: Known) -> None:
-        self._own = own
+        self.own = own
         if self._alone:
             self.known = own  # nobody to agree with
 
@@ -163,13 +182,13 @@ class GradientMeter:
 
     def shared_values(self) -> list[float]:
         """Return rank 0's measurements for the reduction; zeros while there are none."""
-        if self._sent is None or self._sent[0] is not self._own:
-            self._sent = self._own, self._packed()
+        if self._sent is None or self._sent[0] is not self.own:
+            self._sent = self.own, self._packed()
         return self._sent[1]
 
     def _packed(self) -> list[float]:
         """Return the measurements as numbers; step counts start at 1, so that 0 means no measurement."""
-        variance, norms, values = self._own.variance, self._own.norms, list[float]()
+        variance, norms, values = self.own.variance, self.own.norms, list[float]()
         if self.monitor.variance_every is not None:
             none = [0.0] * (3 + self._groups)
             values += none if variance is None else [*_digits(variance.step), variance.batch_size, *variance.groups]
@@ -194,10 +213,6 @@ class GradientMeter:
                 step=step, gradients=tuple(values[2 : 2 + groups]), updates=tuple(values[2 + groups : 2 + 2 * groups])
             )
         self.known = Known(variance, norms)
-
-    def follow_first(self) -> None:
-        """Adopt rank 0's values, so that this rank can continue from them if it becomes rank 0."""
-        self._own = self.known
 
 
 def _digits(step: int) -> tuple[float, float]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from elastic_ray.batch.device_numbers import Number, added, read
-from elastic_ray.batch.noise_scale import TINY
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.measures import WorkerMeasures
+from elastic_ray.sync.device_numbers import Number, added, read
 from elastic_ray.sync.operations.bucket_operation import MeasuredGradient
 from elastic_ray.sync.statistics.example_norms import ExampleNorms
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.noise import NoiseTracker
+from elastic_ray.sync.statistics.noise_scale import TINY
 
 if TYPE_CHECKING:
     from elastic_ray.steps.step import LoaderStep
@@ -40,7 +40,7 @@ class GradientStatistics:
         self._groups = self.norms_size = 0
         self._replicas = 1
         self._initial_batch_size = 0
-        self.due = self._noise_due = self._variance_due = self._norms_due = False
+        self.due = self.in_units = self._variance_due = self.wants_norms = False
         self._carried: list[Number] = []  # of the micro-steps before
         self._local: list[list[Number]] = []  # of the pass, by bucket
         self._first = self._preconditioned = False
@@ -99,7 +99,7 @@ class GradientStatistics:
         if len(values) > noise:
             self.meter.take_shared(values[noise:])
             if not first:
-                self.meter.follow_first()
+                self.meter.own = self.meter.known
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -113,13 +113,16 @@ class GradientStatistics:
         """
         self._replicas, self._initial_batch_size = replicas, step.init_batch_size
         gradients = replicas * step.micro_steps
-        self._noise_due = self.noise.measures(steps, gradients, halved=step.halved) and exact
-        self._variance_due = self._norms_due = False
+        self.in_units = self.noise.measures(steps, gradients, halved=step.halved) and exact
+        self._variance_due = self.wants_norms = False
         if self.meter.on:
             self.meter.begin_step(steps)
-            self._variance_due = exact and self.meter.wants_variance(gradients, spacing, halved=step.halved)
-            self._norms_due = exact and self.meter.wants_norms(spacing)
-        self.due = self._noise_due or self._variance_due or self._norms_due or self.in_layers
+            again = self.noise.again
+            self._variance_due = exact and self.meter.wants_variance(
+                gradients, spacing, halved=step.halved, again=again
+            )
+            self.wants_norms = exact and self.meter.wants_norms(spacing, again=again)
+        self.due = self.in_units or self._variance_due or self.wants_norms or self.in_layers
         self._carried = [0.0] * self.norms_size
 
     @property
@@ -127,15 +130,21 @@ class GradientStatistics:
         """True if layers measure this step's single gradient."""
         return self.examples is not None and self.examples.on
 
-    @property
-    def in_units(self) -> bool:
-        """True if this step measures in the optimizer's units, provided that it has any."""
-        return self._noise_due
+    def part(self) -> list[float]:
+        """Return what was measured of this worker's part of the model, for :meth:`take_parts`."""
+        return [*self.noise.part(), *(self.meter.part() if self.meter.on else ())]
 
-    @property
-    def wants_norms(self) -> bool:
-        """True if this step's gradient norms are measured."""
-        return self._norms_due
+    def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
+        """Replace the latest measurements by those of the whole model, which the unit's workers hold in parts."""
+        size = self.noise.shared_size
+        self.noise.take_parts([part[:size] for part in parts])
+        if self.meter.on:
+            self.meter.take_parts([part[size:] for part in parts])
+
+    def drop_parts(self) -> None:
+        """Drop the latest measurements, because parts of the model were not measured alike."""
+        self.noise.drop()
+        self.meter.invalidate()
 
     def begin_pass(self) -> None:
         """Start a backward pass."""
@@ -154,7 +163,7 @@ class GradientStatistics:
         if not weight:
             return
         norm = None
-        if self._noise_due:
+        if self.in_units:
             preconditioner = self.noise.preconditioner(bucket) if self.noise.adam_like else None
             norm = bucket.squared_norm(preconditioner) / weight
             self._local[bucket.group].append(norm)
@@ -176,10 +185,10 @@ class GradientStatistics:
             everywhere: Whether some buckets hold only a part of the mean, so that all ranks measure.
         """
         self._first = first
-        self._preconditioned = self._noise_due and self.noise.preconditions(buckets)
-        found = self._squared_norms(buckets, self._preconditioned) if self._noise_due else []
-        plain = (first or everywhere) and (self._variance_due or self._norms_due)
-        if plain and (self._preconditioned or not self._noise_due):
+        self._preconditioned = self.in_units and self.noise.preconditions(buckets)
+        found = self._squared_norms(buckets, self._preconditioned) if self.in_units else []
+        plain = (first or everywhere) and (self._variance_due or self.wants_norms)
+        if plain and (self._preconditioned or not self.in_units):
             found += self._squared_norms(buckets, False)
         return found
 
@@ -190,10 +199,10 @@ class GradientStatistics:
             add_up: Sums numbers over all ranks, if each measures its own part.
         """
         known, size = read(numbers), 2 * self._groups
-        self._mean = self._whole(known[:size], add_up) if self._noise_due else None
+        self._mean = self._whole(known[:size], add_up) if self.in_units else None
         if not known:
             self._plain_mean = None
-        elif self._noise_due and len(known) == size:
+        elif self.in_units and len(known) == size:
             self._plain_mean = self._mean
         else:
             self._plain_mean = self._whole(known[-size:], add_up)
@@ -203,22 +212,22 @@ class GradientStatistics:
 
         Returns :attr:`mean_size` numbers; zeros for anything not measured.
         """
-        self._preconditioned = self._noise_due and self.noise.preconditions(buckets)
+        self._preconditioned = self.in_units and self.noise.preconditions(buckets)
         found = [0.0] * self._groups
-        if self._noise_due:
+        if self.in_units:
             found = self._norms_of_mean(buckets, preconditioned=self._preconditioned)
         if self.mean_size == self._groups:
             return found
-        if (self._variance_due or self._norms_due) and (self._preconditioned or not self._noise_due):
+        if (self._variance_due or self.wants_norms) and (self._preconditioned or not self.in_units):
             return found + self._norms_of_mean(buckets, preconditioned=False)
         return found + found
 
     def take_mean(self, sums: Sequence[float], *, first: bool) -> None:
         """Store the norms of the mean gradient, summed over all ranks; ``first`` on rank 0."""
         self._first, groups = first, self._groups
-        self._mean = list(sums[:groups]) if self._noise_due else None
-        self._plain_mean = list(sums[-groups:]) if self._variance_due or self._norms_due else None
-        if self._norms_due and self._plain_mean is not None:
+        self._mean = list(sums[:groups]) if self.in_units else None
+        self._plain_mean = list(sums[-groups:]) if self._variance_due or self.wants_norms else None
+        if self.wants_norms and self._plain_mean is not None:
             self.meter.take_norms(self._plain_mean)
 
     def collect(self, step: LoaderStep, norms: Sequence[float], *, grad_scale: float, goes_on: bool) -> None:
@@ -231,7 +240,7 @@ class GradientStatistics:
         """
         groups, squared = self._groups, grad_scale * grad_scale
         gradients = sum(1 for row in step.sizes for size in row if size)
-        if self._noise_due and gradients > 1 and self._mean is not None:
+        if self.in_units and gradients > 1 and self._mean is not None:
             self.noise.collect(
                 step,
                 [norm / squared for norm in norms[:groups]],
@@ -247,12 +256,12 @@ class GradientStatistics:
         if self._variance_due:
             means = [norm / squared for norm in norms[groups:]]
             self.meter.take_variance(step, means, plain, gradients=gradients, goes_on=goes_on)
-        if self._norms_due:
+        if self.wants_norms:
             self.meter.take_norms(plain)
 
     def collect_alone(self, buckets: Sequence[MeasuredGradient], grad_scale: float) -> None:
         """Measure the gradient norms of a single replica without accumulation, from its buckets."""
-        if self._norms_due:
+        if self.wants_norms:
             squared = grad_scale * grad_scale
             self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
 

@@ -1,4 +1,4 @@
-"""Measurement of one model's gradient noise scale in its training steps (torch; see ``batch.noise_scale``)."""
+"""Measurement of one model's gradient noise scale in its training steps (torch; see ``noise_scale``)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from elastic_ray.batch.noise_scale import NoiseSignal, SmoothedNoise, estimate_groups
+from elastic_ray.batch.reports import NoiseSignal
 from elastic_ray.batch.scaling_rules import step_gain
-from elastic_ray.batch.statistics import BucketPreconditioner, is_adam_like
 from elastic_ray.sync.operations.bucket_operation import MeasuredGradient
+from elastic_ray.sync.preconditioners import BucketPreconditioner, is_adam_like
+from elastic_ray.sync.statistics.noise_scale import SmoothedNoise, estimate_groups
 from placement.goodput.model import NoiseScale
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class _Pending:
 
 class StatesSource(Protocol):
     """Protocol of an optimizer's view for statistics, with its ``param_groups`` and ``state``."""
+
+    @property
+    def idle(self) -> bool:
+        """True as long as the optimizer itself holds everything."""
 
     @property
     def state(self) -> Mapping[Any, Any]:
@@ -74,15 +79,15 @@ class NoiseTracker:
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: int, optimizers: int = 1) -> None:
         self._optimizer = optimizer
-        self._source: StatesSource | None = None
-        self._groups, self.shared_size = groups, 2 * groups + 2
+        self.source: StatesSource | None = None
+        self.groups, self.shared_size = groups, 2 * groups + 2
         self._every: int | None = None
         self._smoothed = SmoothedNoise()
         self._preconditioners: dict[int, BucketPreconditioner] = {}
         self._preconditioned = False
         self._pending: _Pending | None = None
-        self._shared: tuple[NoiseScale | None, ...] = (None,) * groups
-        self._whole: NoiseScale | None = None
+        self.by_group: tuple[NoiseScale | None, ...] = (None,) * groups
+        self.value: NoiseScale | None = None
         self._scale = 1.0  # of the latest step that was measured
         self._received: list[float] = []
         self._sent: tuple[SmoothedNoise, list[float]] | None = None
@@ -94,25 +99,12 @@ class NoiseTracker:
         self.adam_steps: list[list[float]] = [[0.0, 0.0, 1.0] for _ in range(optimizers)]
         self.counted_elsewhere: list[str] | None = None
         self.looks = True
-
-    def read_from(self, source: StatesSource) -> None:
-        """Read the optimizer's groups and states from ``source``, because the optimizer may not hold all of them."""
-        self._source = source
-
-    @property
-    def value(self) -> NoiseScale | None:
-        """Noise scale of the whole model; None before there is an estimate."""
-        return self._whole
+        self._left_out_at = -2  # steps committed when the list has changed
 
     @property
     def signal(self) -> NoiseSignal:
         """Strength of the gradient signal relative to its noise, as known to rank 0."""
         return self._smoothed.signal
-
-    @property
-    def by_group(self) -> tuple[NoiseScale | None, ...]:
-        """Noise scale of each parameter group, equal on all ranks; a new tuple whenever it changes."""
-        return self._shared
 
     def measures(self, step: int, gradients: int, *, halved: bool) -> bool:
         """True if this step's statistics are measured.
@@ -124,7 +116,8 @@ class NoiseTracker:
         """
         self._step = step
         self._pending = None
-        due = halved or step % (self._every or _EVERY) == 0 or (self._every is None and step < _DENSE_STEPS)
+        dense = self.again or (self._every is None and step < _DENSE_STEPS)
+        due = halved or dense or step % (self._every or _EVERY) == 0
         return due and gradients > 1 and self.looks_at(step)
 
     def looks_at(self, step: int) -> bool:
@@ -132,18 +125,19 @@ class NoiseTracker:
         self._step = step
         if self.adam_like is None:
             self.learn_kind()
-        return self._source is None or not self._source.outdated
+        return self.source is None or self.source.idle or not self.source.outdated
 
     def learn_kind(self) -> None:
         """Find out the optimizer's kind, once it has a state."""
-        if (self._source or self._optimizer).state:
-            self.adam_like = is_adam_like(self._optimizer) if self._source is None else self._source.adam_like
+        source = self.source
+        if self._optimizer.state if source is None or source.idle else source.state:
+            self.adam_like = is_adam_like(self._optimizer) if source is None else source.adam_like
 
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
         """Return the optimizer's current factors for the bucket's gradients; None if it is not Adam-like."""
         if not self.adam_like:
             return None
-        source: Any = self._source or self._optimizer
+        source: Any = self.source or self._optimizer
         if bucket.index not in self._preconditioners:
             self._preconditioners[bucket.index] = BucketPreconditioner()
         return self._preconditioners[bucket.index].at(self._step, lambda: bucket.preconditioner(source))
@@ -182,11 +176,6 @@ class NoiseTracker:
         if estimates is not None:
             self._pending = _Pending(estimates, step, replicas, preconditioned)
 
-    @property
-    def groups(self) -> int:
-        """Number of parameter groups."""
-        return self._groups
-
     def part(self) -> list[float]:
         """Return the latest estimates of this worker's part of the model, for :meth:`take_parts`."""
         pending = self._pending
@@ -211,8 +200,13 @@ class NoiseTracker:
     def leave_out(self, counted_elsewhere: list[str], *, looks: bool) -> None:
         """Exclude parameters that other workers of the unit count; ``looks`` if there may be more of them."""
         if counted_elsewhere != self.counted_elsewhere:
-            self.counted_elsewhere = counted_elsewhere
+            self.counted_elsewhere, self._left_out_at = counted_elsewhere, self._step
         self.looks = looks
+
+    @property
+    def again(self) -> bool:
+        """True if the previous step counted parameters of the unit twice, so that this step measures again."""
+        return self._left_out_at == self._step - 1
 
     def preconditions(self, buckets: Sequence[MeasuredGradient]) -> bool:
         """True if norms of these buckets are in the optimizer's units."""
@@ -231,12 +225,12 @@ class NoiseTracker:
         self._smoothed = self._smoothed.add(pending.estimates, pending.step.sample_scale, steps=elapsed)
         self._scale = pending.step.scale
         if pending.replicas == 1 and self._smoothed.updates:  # nobody to agree with
-            self._shared, self._whole = self._smoothed.groups(self._scale), self._smoothed.whole(self._scale)
+            self.by_group, self.value = self._smoothed.groups(self._scale), self._smoothed.whole(self._scale)
 
     def shared_values(self) -> list[float]:
         """Return rank 0's noise scale for the reduction: sqr and var of each group and of all, zeros while unknown."""
         if self._sent is None or self._sent[0] is not self._smoothed:
-            known = [*(self._smoothed.groups(self._scale) or (None,) * self._groups), self._smoothed.whole(self._scale)]
+            known = [*(self._smoothed.groups(self._scale) or (None,) * self.groups), self._smoothed.whole(self._scale)]
             values = [value for noise in known for value in ((noise.sqr, noise.var) if noise else (0.0, 0.0))]
             self._sent = self._smoothed, values
         return self._sent[1]
@@ -247,8 +241,8 @@ class NoiseTracker:
             return
         self._received = values
         pairs = zip(values[::2], values[1::2], strict=True)
-        *groups, self._whole = (NoiseScale(sqr=sqr, var=var) if var > 0 else None for sqr, var in pairs)
-        self._shared = tuple(groups)
+        *groups, self.value = (NoiseScale(sqr=sqr, var=var) if var > 0 else None for sqr, var in pairs)
+        self.by_group = tuple(groups)
 
     def advance(self, scale: float, noise: NoiseScale | None) -> None:
         """Count the scale-invariant progress of an applied step of a model with this noise scale."""
@@ -270,15 +264,15 @@ class NoiseTracker:
         """
         self._preconditioners = {}
         self._every = every
-        if groups != self._groups:
-            self._groups, self.shared_size = groups, 2 * groups + 2
+        if groups != self.groups:
+            self.groups, self.shared_size = groups, 2 * groups + 2
             self._smoothed, self._last_step = SmoothedNoise(), -1
-            self._shared, self._whole, self._sent = (None,) * groups, None, None
+            self.by_group, self.value, self._sent = (None,) * groups, None, None
         self.invalidate()
 
     def capture(self) -> Any:
         """Return the state for joiners and checkpoints."""
-        shared = [None if noise is None else [noise.sqr, noise.var] for noise in (*self._shared, self._whole)]
+        shared = [None if noise is None else [noise.sqr, noise.var] for noise in (*self.by_group, self.value)]
         return {
             "smoothed": self._smoothed.to_dict(),
             "preconditioned": self._preconditioned,
@@ -289,16 +283,18 @@ class NoiseTracker:
             "progress": self.progress,
             "counted_elsewhere": self.counted_elsewhere,
             "looks": self.looks,
+            "left_out_at": self._left_out_at,
         }
 
     def restore(self, tree: Any) -> None:
         """Restore a captured state; preconditioners start afresh."""
         self._smoothed, self._scale = SmoothedNoise.from_dict(tree["smoothed"]), tree["scale"]
-        *groups, self._whole = (None if v is None else NoiseScale(sqr=v[0], var=v[1]) for v in tree["shared"])
-        self._shared = tuple(groups)
+        *groups, self.value = (None if v is None else NoiseScale(sqr=v[0], var=v[1]) for v in tree["shared"])
+        self.by_group = tuple(groups)
         self._preconditioned = tree["preconditioned"]
         self.progress = tree["progress"]
         self.counted_elsewhere, self.looks = tree.get("counted_elsewhere"), tree.get("looks", True)
+        self._left_out_at = tree.get("left_out_at", -2)
         for mine, theirs in zip(self.held_factors, tree["held_factors"], strict=True):
             mine[:] = theirs
         for mine, theirs in zip(self.adam_steps, tree.get("adam_steps", ()), strict=False):

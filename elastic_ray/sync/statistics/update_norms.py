@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import read
+from elastic_ray.sync.device_numbers import local, read
 
 
 @torch.no_grad()
@@ -49,22 +49,22 @@ class _GroupStep:
     ) -> None:
         self._optimizer, self._options, self._params = optimizer, options, params
         self._rate = abs(float(options["lr"])) if whole and _tells(optimizer, options, params) else None
-        self._before = [p.detach().clone() for p in params] if self._rate is None else []
+        self._before = [local(p).detach().clone() for p in params] if self._rate is None else []
 
     def norm(self) -> float:
         """Return the norm of the group's change, after the step."""
         if self._rate is not None:
             return self._rate * _norm(self._steps())
         if self._before:
-            torch._foreach_sub_(self._before, list(self._params))
+            torch._foreach_sub_(self._before, [local(p) for p in self._params])
         return _norm(self._before)
 
     def _steps(self) -> list[torch.Tensor]:
         """Return the tensors that SGD has multiplied by the learning rate."""
         stepped = [p for p in self._params if p.grad is not None]
         if self._options["momentum"]:
-            return [self._optimizer.state[p]["momentum_buffer"] for p in stepped]
-        return [p.grad for p in stepped if p.grad is not None]
+            return [local(self._optimizer.state[p]["momentum_buffer"]) for p in stepped]
+        return [local(p.grad) for p in stepped]
 
 
 def _tells(optimizer: torch.optim.Optimizer, options: dict[str, Any], params: Sequence[torch.nn.Parameter]) -> bool:

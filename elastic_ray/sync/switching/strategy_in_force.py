@@ -18,16 +18,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from elastic_ray.batch.reports import CHOSEN
 from elastic_ray.state.layout import digest
-from elastic_ray.sync.builders import Auto, StrategyBuilder
+from elastic_ray.sync.builders import Auto, StrategyBuilder, resolve_strategy
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.candidates import consider, with_rows
 from elastic_ray.sync.choosing.choice import UNHEARD, Choice, Measured, advance, leave, most_candidates, watch_rows
 from elastic_ray.sync.choosing.explanation import StrategyTable, explain
-from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.plan import ModelProfile, SyncPlan, Topology, lower
 from elastic_ray.sync.spec import Strategy
 from placement.cluster.jobs import FoundStrategy
@@ -52,7 +49,7 @@ class StrategyTuner:
 
     def __init__(self, context: Run, auto: Auto, model: StrategyInForce, strategy: Strategy, number: int) -> None:
         self._context, self._auto, self._model, self._number = context, auto, model, number
-        self._choice = self._before = Choice(strategy=strategy, settled=True)  # alone there is nothing to synchronise
+        self.choice = self._before = Choice(strategy=strategy, settled=True)  # alone there is nothing to synchronise
         self._form = ""
         self._known: dict[str, Choice] = {}  # of other forms of the group
         self._told = ""
@@ -64,12 +61,7 @@ class StrategyTuner:
     @property
     def strategy(self) -> Strategy:
         """Strategy to use from the next step on."""
-        return self._choice.strategy
-
-    @property
-    def choice(self) -> Choice:
-        """Current state of the choice."""
-        return self._choice
+        return self.choice.strategy
 
     @property
     def agenda(self) -> str:
@@ -79,7 +71,7 @@ class StrategyTuner:
     @property
     def found(self) -> dict[str, FoundStrategy]:
         """Strategies that won a race, keyed by the form of the group, for other jobs of the same model."""
-        choices = {**self._known, self._form: self._choice}
+        choices = {**self._known, self._form: self.choice}
         return {
             f"{self._number} {form}": FoundStrategy(name=choice.strategy.name, step_s=measured[choice.strategy.name])
             for form, choice in choices.items()
@@ -88,7 +80,7 @@ class StrategyTuner:
 
     def tell(self, table: Callable[[], str]) -> None:
         """Notify the job's user of a choice, once it has taken effect; called on every rank."""
-        choice = self._choice
+        choice = self.choice
         if choice is self._looked_at or not choice.settled or self._model.plan.strategy != choice.strategy:
             return
         self._looked_at = choice
@@ -113,16 +105,16 @@ class StrategyTuner:
         if step is None or step is self._step:
             return
         self._step = step
-        if not self._choice.measures:
+        if not self.choice.measures:
             if ledger.state.progress.steps % _WATCH_EVERY == 0 and self._model.touched:
-                self._choice = watch_rows(self._choice, self._agree(0.0).rows)
+                self.choice = watch_rows(self.choice, self._agree(0.0).rows)
             return
-        if not self._context.may_choose(self._number):
+        if not self._context.registry.have_chosen(self._number):
             self._since_s = None
             return
-        if self._model.plan.strategy == self._choice.strategy:
+        if self._model.plan.strategy == self.choice.strategy:
             took_s = time.perf_counter() - self._since_s if self._since_s is not None else 0.0
-            self._choice = advance(self._choice, self._agree(took_s), self._auto.steps, self._consider)
+            self.choice = advance(self.choice, self._agree(took_s), self._auto.steps, self._consider)
         self._since_s = time.perf_counter()
 
     def _agree(self, step_s: float) -> Measured:
@@ -158,11 +150,11 @@ class StrategyTuner:
         form = self._form_of(self._model.topology)
         if form != self._form:
             if self._form:
-                self._known[self._form] = self._choice
-            came = leave(self._choice)
+                self._known[self._form] = self.choice
+            came = leave(self.choice)
             self._form = form
-            self._choice = self._known.pop(form, Choice(strategy=came, settled=not form))
-        self._before = self._choice
+            self.choice = self._known.pop(form, Choice(strategy=came, settled=not form))
+        self._before = self.choice
 
     def _form_of(self, topology: Topology) -> str:
         """Return the backend and which ranks share nodes, regardless of the nodes' names; "" for a rank alone."""
@@ -174,11 +166,11 @@ class StrategyTuner:
 
     def remember(self) -> None:
         """Store the choice at the start of a step, for rollback."""
-        self._before = self._choice
+        self._before = self.choice
 
     def roll_back(self) -> None:
         """Restore the choice from before the lost step, without its measurements."""
-        self._choice = self._before
+        self.choice = self._before
         self._since_s, self._step = None, None
 
     def capture(self) -> dict[str, Any]:
@@ -186,7 +178,7 @@ class StrategyTuner:
         return {
             "auto": dataclasses.asdict(self._auto),
             "form": self._form,
-            "choice": self._choice.to_state(),
+            "choice": self.choice.to_state(),
             "known": {key: choice.to_state() for key, choice in self._known.items()},
             "told": self._told,
         }
@@ -194,7 +186,7 @@ class StrategyTuner:
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore a captured state."""
         self._auto, self._form = Auto(**tree["auto"]), tree["form"]
-        self._choice = self._before = Choice.from_state(tree["choice"])
+        self.choice = self._before = Choice.from_state(tree["choice"])
         self._known = {key: Choice.from_state(choice) for key, choice in tree["known"].items()}
         self._told = tree["told"]
 
@@ -221,38 +213,36 @@ class StrategyInForce:
 
     def __init__(self, context: Run, model: GradientEngine, builder: StrategyBuilder, number: int) -> None:
         self._context, self._model, self._number = context, model, number
-        self._asked: _Asked | None = None
-        self._asked_before: _Asked | None = None  # when the step in progress began
+        self.asked: _Asked | None = None
         self.takes = 0  # how often buckets were laid out anew since the present group was entered; equal on all ranks
-        self._entering = True
-        self._wanted: Strategy | None = None  # by the tuner, or by the state of another rank
+        self.wanted: Strategy | None = None  # by the tuner, or by the state of another rank
         self._rows: Mapping[str, RowBucket] = {}
-        self._step_s: deque[float] = deque(maxlen=_KEPT_TIMES)
-        self._bucket_s: deque[Sequence[float]] = deque(maxlen=_KEPT_TIMES)
-        self._stepped: tuple[int, float] | None = None
+        self.step_s: deque[float] = deque(maxlen=_KEPT_TIMES)  # times between optimizer steps, for :meth:`explain`
+        self.bucket_s: deque[Sequence[float]] = deque(maxlen=_KEPT_TIMES)  # times of each bucket's reductions
         profile = model.profile
         self.plan = lower(builder.build(profile, Topology()), profile, Topology())
         self.digest = self.plan.digest
-        self._given = self.plan.strategy.to_json()
+        self._given = self.plan.strategy
         self.tuner = self._tuner_for(builder, self.plan.strategy)
         self._has_tuned = self.tuner is not None
         self._told = ""  # why two levels are one
-        self._key = _key(self.plan.strategy)
+        self.own_key = _key(self.plan.strategy)  # see :attr:`key`
 
     def _tuner_for(self, builder: StrategyBuilder, strategy: Strategy) -> StrategyTuner | None:
+        """Return what chooses a strategy for ``"auto"``, or None for any other."""
         if not isinstance(builder, Auto):
             return None
+        if self._context.unit is not None:
+            raise StrategyError(
+                "strategy 'auto' is not supported in a job of units (SchedulingConfig(unit=)): the positions of a unit "
+                "would choose apart from each other. Measure some by hand, and name the fastest"
+            )
         return StrategyTuner(self._context, builder, self, strategy, self._number)
 
     @property
     def profile(self) -> ModelProfile:
         """Profile of the model for a planner."""
         return self._model.profile
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model's gradients."""
-        return self._model.device
 
     @property
     def topology(self) -> Topology:
@@ -268,20 +258,20 @@ class StrategyInForce:
     @property
     def pending(self) -> bool:
         """True if another strategy or tuner is about to take effect."""
-        return self._asked is not None or self._wanted is not None
+        return self.asked is not None or self.wanted is not None
 
     @property
     def label(self) -> str:
         """Name of the current strategy, and of the one about to take effect."""
-        asked = self._asked.strategy if self._asked is not None else self._wanted
+        asked = self.asked.strategy if self.asked is not None else self.wanted
         present = self.plan.strategy.label
         return present if asked is None else f"{present}, then {asked.label}"
 
     @property
     def asked_digest(self) -> int:
         """Digest of the strategy about to take effect, and of whether a tuner chooses it; 0 if there is none."""
-        asked = self._asked
-        strategy = asked.strategy if asked is not None else self._wanted
+        asked = self.asked
+        strategy = asked.strategy if asked is not None else self.wanted
         if strategy is None:
             return 0
         return digest((strategy.to_json(), asked is not None, asked is not None and asked.tuner is not None))
@@ -298,9 +288,9 @@ class StrategyInForce:
         The prefix ``auto/`` marks a chosen strategy: the choice may differ in another group, and both count.
         """
         if self.tuner is None:
-            return self._key
+            return self.own_key
         in_force = self.tuner.choice.settled and self.tuner.strategy == self.plan.strategy
-        return f"{CHOSEN}{self._key}" if in_force else None
+        return f"{CHOSEN}{self.own_key}" if in_force else None
 
     def works(self, plan: SyncPlan) -> bool:
         """True if the model supports the plan."""
@@ -326,38 +316,38 @@ class StrategyInForce:
             return  # it is in force
         if tuner is not None:
             tuner.enter_group()
-        self._asked = _Asked(strategy, tuner)
+        self.asked = _Asked(strategy, tuner)
 
     def ask_topology(self, topology: str) -> None:
         """Request another topology for the current strategy, or for the strategy that was requested last."""
-        self.ask((self._asked.strategy if self._asked is not None else self.plan.strategy).with_topology(topology))
+        self.ask((self.asked.strategy if self.asked is not None else self.plan.strategy).with_topology(topology))
 
     def before_forward(self) -> None:
         """Adopt the strategy that the tuner proposes, between two steps or within one."""
         if self.tuner is not None:
             self.tuner.tell(lambda: str(self.explain()))
             wanted = self.tuner.strategy
-            self._wanted = wanted if wanted is not self.plan.strategy and wanted != self.plan.strategy else None
+            self.wanted = wanted if wanted is not self.plan.strategy and wanted != self.plan.strategy else None
 
-    def take(self, *, switch: bool = True) -> SyncPlan:
+    def take(self, *, switch: bool = True, entering: bool = False) -> SyncPlan:
         """Apply the requested plan, for which buckets are laid out.
 
         Args:
+            entering: Whether the present group has not begun its first step.
             switch: Whether another strategy may take effect now; if not, the request stays pending.
         """
         strategy = self.plan.strategy
         if switch:
-            asked, self._asked = self._asked, None
-            strategy, self._wanted = self._wanted or strategy, None
+            asked, self.asked = self.asked, None
+            strategy, self.wanted = self.wanted or strategy, None
             if asked is not None:
                 self.tuner, strategy = asked.tuner, asked.strategy
                 self._has_tuned = self._has_tuned or asked.tuner is not None
         self.plan = lower(strategy, self.profile, self.topology)
-        self.digest, self._key = self.plan.digest, _key(strategy)
-        self.takes += 0 if self._entering else 1
-        self._step_s.clear()
-        self._bucket_s.clear()
-        self._stepped = None
+        self.digest, self.own_key = self.plan.digest, _key(strategy)
+        self.takes += 0 if entering else 1
+        self.step_s.clear()
+        self.bucket_s.clear()
         self._tell_fallback()
         return self.plan
 
@@ -375,70 +365,47 @@ class StrategyInForce:
         params = self.profile.params if tables else ()
         self._rows = {params[self.plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}
 
-    def reduced(self, bucket_s: Sequence[float]) -> None:
-        """Record the reduction of a pass's gradients on all ranks.
-
-        Args:
-            bucket_s: Duration of each bucket's reduction [s].
-        """
-        self._bucket_s.append(tuple(bucket_s))
-        if self.tuner is not None:
-            self.tuner.reduced()
-
-    def stepped(self) -> None:
-        """Record the time of an optimizer step."""
-        now_s, steps = time.perf_counter(), self._context.states.progress.steps
-        if self._stepped is not None and steps == self._stepped[0] + 1:
-            self._step_s.append(now_s - self._stepped[1])
-        self._stepped = steps, now_s
-
     def enter_group(self) -> bool:
         """Enter a group, in which all ranks hold the same state; True if buckets need a new layout."""
-        self._stepped = None
-        self.takes, self._entering = 0, True
-        if self._asked is not None and self._asked.tuner is not None:
-            self._asked.tuner.enter_group()
+        self.takes = 0
+        if self.asked is not None and self.asked.tuner is not None:
+            self.asked.tuner.enter_group()
         if self.tuner is not None:
             self.tuner.enter_group()
             self.before_forward()
         return self.pending or lower(self.plan.strategy, self.profile, self.topology).digest != self.digest
 
-    def remember(self) -> None:
-        """Store the request at the start of a step, for rollback."""
-        self._asked_before, self._entering = self._asked, False
-        if self.tuner is not None:
-            self.tuner.remember()
-
-    def roll_back(self) -> None:
+    def roll_back(self, asked: _Asked | None) -> None:
         """Restore the request from before the lost step."""
-        self._stepped, self._asked = None, self._asked_before
+        self.asked = asked
         if self.tuner is not None:
             self.tuner.roll_back()
-            self._wanted = None
+            self.wanted = None
 
     def capture(self) -> dict[str, Any]:
         """Return the strategy if it differs from the initial one, and the tuner's state."""
-        asked = self._asked
-        strategy = (asked.strategy if asked is not None else self._wanted or self.plan.strategy).to_json()
+        asked = self.asked
+        strategy = asked.strategy if asked is not None else self.wanted or self.plan.strategy
         tuner = asked.tuner if asked is not None else self.tuner
         if strategy == self._given and tuner is None and not self._has_tuned:
             return {}
-        return {"given": self._given, "strategy": strategy, "tuner": tuner.capture() if tuner is not None else None}
+        texts = {"given": self._given.to_json(), "strategy": strategy.to_json()}
+        return {**texts, "tuner": tuner.capture() if tuner is not None else None}
 
     def restore(self, tree: Mapping[str, Any]) -> bool:
         """Restore a captured state; True if buckets need a new layout.
 
         A state is ignored if its run started with a different strategy.
         """
-        if tree.get("given", self._given) != self._given:
+        if "given" in tree and tree["given"] != self._given.to_json():
             return False
-        strategy = Strategy.from_json(tree["strategy"]) if "strategy" in tree else Strategy.from_json(self._given)
+        strategy = Strategy.from_json(tree["strategy"]) if "strategy" in tree else self._given
         if "tuner" in tree:
             self.tuner = self._restored(tree["tuner"], strategy)
             self._has_tuned = True
-        self._asked = None
-        self._wanted = strategy if strategy != self.plan.strategy else None
-        return self._wanted is not None
+        self.asked = None
+        self.wanted = strategy if strategy != self.plan.strategy else None
+        return self.wanted is not None
 
     def _restored(self, tree: Mapping[str, Any] | None, strategy: Strategy) -> StrategyTuner | None:
         if tree is None:
@@ -450,8 +417,8 @@ class StrategyInForce:
     def explain(self) -> StrategyTable:
         """Return a table of each parameter's synchronisation, with reasons."""
         times: dict[int, float] = {}
-        if self._bucket_s:
-            times = {index: statistics.median(each) for index, each in enumerate(zip(*self._bucket_s, strict=True))}
+        if self.bucket_s:
+            times = {index: statistics.median(each) for index, each in enumerate(zip(*self.bucket_s, strict=True))}
         choice = self.tuner.choice if self.tuner is not None else None
         rows = dict(choice.rows) if choice is not None else {}
         return explain(
@@ -459,7 +426,7 @@ class StrategyInForce:
             with_rows(self.profile, {**rows, **self.touched}),
             self.topology,
             choice=choice,
-            step_s=statistics.median(self._step_s) if self._step_s else None,
+            step_s=statistics.median(self.step_s) if self.step_s else None,
             bucket_s=times,
         )
 

@@ -46,7 +46,7 @@ class RowBucket:
         self.touched = 0
         self._carried: TouchedRows | None = None
         self._has_gradient = False
-        self._used: list[bool] = []
+        self.used: list[bool] = []
         self.written: tuple[weakref.ref[torch.Tensor], int] | None = None
         self._additions = 1  # of the pass to ``.grad``
         self._flat: torch.Tensor | None = None
@@ -56,7 +56,7 @@ class RowBucket:
         """Start a backward pass, ``first`` of a step; the table's gradient stays in its own memory."""
         self.complete, self._additions = True, 1
         if first:
-            self._used, self.written, self.is_sparse = [], None, None
+            self.used, self.written, self.is_sparse = [], None, None
             if not accumulates:
                 self._carried = None
         return math.inf
@@ -80,11 +80,6 @@ class RowBucket:
     def dtype(self) -> torch.dtype:
         """Dtype of the gradient."""
         return self.table.param.dtype
-
-    @property
-    def used(self) -> Sequence[bool]:
-        """Single flag: True if the table had a gradient in any micro-step of an accumulation."""
-        return self._used
 
     @property
     def has_gradient(self) -> Sequence[bool]:
@@ -171,7 +166,7 @@ class RowBucket:
 
     def note_used(self) -> None:
         """Record whether the table had a gradient, for the step's later micro-steps."""
-        self._used = [self._has_gradient or any(self._used)]
+        self.used = [self._has_gradient or any(self.used)]
 
     def take(self, rows: TouchedRows, *, sparse: bool | None) -> None:
         """Hold the sum over all ranks, to be written in the layout on which they have agreed."""

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from elastic_ray.batch.statistics import denominators, least_denominator, squared_norm
+from elastic_ray.sync.preconditioners import denominators, least_denominator, squared_norm
 
 # Of a table with more rows, so many stand for all where the size of a denominator is asked.
 _SAMPLED_ROWS = 4096
 
 
 class RowPreconditioner:
-    """Row-wise form of ``batch.statistics.preconditioner``, which does not change while the optimizer continues.
+    """Row-wise form of ``sync.preconditioners.preconditioner``, which does not change while the optimizer continues.
 
     Denominators are at least a thousandth of the root mean square of all denominators; for a large table, of every
     n-th row's.

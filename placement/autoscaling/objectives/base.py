@@ -8,14 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
-from placement.cluster.account import Account
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import Account, JobView
 from placement.cluster.node_types import NodeType
 from placement.goodput.model import GoodputModel
 from placement.goodput.remaining import remaining
-from placement.goodput.speeds import GoodputCache, model_of, table
+from placement.goodput.speeds import GoodputCache, Ints, model_of, table
 from placement.goodput.step_time import Floats
-from placement.goodput.table import Ints
 from placement.policies.goodput.tables import useful
 from placement.reasons import Reason
 
@@ -114,7 +112,6 @@ def offers(
     Args:
         types: Node types of which at least one node may exist.
         lasts_h: Mean time until a node is reclaimed, by type [h].
-        cache: Cache of earlier computations.
     """
     fitting = [kind for kind in types if kind.max_nodes and kind.slots(view)]
     on_demand = {kind.gpu_type: kind for kind in sorted(fitting, key=lambda each: -_usd(each, view)) if not kind.spot}
@@ -129,6 +126,11 @@ def offers(
         if offer is not None:
             found.append(offer)
     return tuple(sorted(found, key=_price))
+
+
+def option_on(options: tuple[NodeTypeOption, ...], gpu: str | None) -> NodeTypeOption:
+    """Return the cheapest option with this GPU type, or the cheapest of all if there is none."""
+    return next((offer for offer in options if offer.kind.gpu_type == gpu), options[0])
 
 
 def within_utilities(demand: Demand, now_s: float) -> Demand:

@@ -48,11 +48,11 @@ class BySize:
         gpus = {view.job: demand.gpus[view.job] or demand.offers[view.job][0].kind.gpu_type for view in views}
         return {
             job: WantedSize(
-                job=job, workers=self._allowed(demand, job, target.workers), gpu=gpus[job], reason=target.reason
+                job=job,
+                workers=min(target.workers, max(offer.limit for offer in demand.offers[job])),
+                gpu=gpus[job],
+                reason=target.reason,
             )
             for job, target in targets.items()
             if isinstance(target.reason, Reason)
         }
-
-    def _allowed(self, demand: Demand, job: str, workers: int) -> int:
-        return min(workers, max(offer.limit for offer in demand.offers[job]))

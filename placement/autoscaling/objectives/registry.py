@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from placement.autoscaling.objectives.base import Objective
-from placement.autoscaling.objectives.budget import Budget
 from placement.autoscaling.objectives.by_size import BySize
-from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
+from placement.autoscaling.objectives.cost_per_progress import Budget, CostPerProgress
 from placement.autoscaling.objectives.utility_band import UtilityBand
 from placement.policies.baselines.throughput_efficiency import ThroughputEfficiencyPolicy
 from placement.policies.baselines.utility_cost import UtilityCostPolicy
@@ -29,7 +28,6 @@ def make_objective(objective: str | Objective, budget_usd_per_h: float | None = 
     """Return the objective of this name, or the given objective.
 
     Args:
-        objective: Name of an objective, or an objective.
         budget_usd_per_h: For "budget": limit on the average cost of all nodes together [USD/h].
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from placement.autoscaling.objectives.base import Demand, NodeTypeOption, WantedSize
+from placement.autoscaling.objectives.base import Demand, NodeTypeOption, WantedSize, option_on
 from placement.goodput.step_time import Floats
 from placement.reasons import Cause, Reason, count
 
@@ -24,6 +24,7 @@ class UtilityBand:
     nearest to their middle. Goodput includes statistical efficiency, so jobs grow as larger batches become effective.
     """
 
+    name = "utility_band"
     low: float = 0.35  # utility below which the cluster shrinks
     high: float = 0.65  # utility above which it grows
 
@@ -31,15 +32,10 @@ class UtilityBand:
         if not 0 < self.low < self.high <= 1:
             raise ValueError(f"low and high must satisfy 0 < low < high <= 1, but got {self.low} and {self.high}")
 
-    @property
-    def name(self) -> str:
-        """Name of the objective."""
-        return "utility_band"
-
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
         """Return the wanted sizes; see ``Objective``."""
         jobs = {view.job: view for view in demand.jobs if demand.offers[view.job]}
-        chosen = {job: _chosen(demand.offers[job], demand.gpus[job]) for job in jobs}
+        chosen = {job: option_on(demand.offers[job], demand.gpus[job]) for job in jobs}
         speeds = {job: _speeds(offer, jobs[job].min_workers) for job, offer in chosen.items()}
         least = {
             job: len(speed) - 1 if jobs[job].held_at is not None else jobs[job].min_workers
@@ -66,11 +62,6 @@ class UtilityBand:
             )
             for job in jobs
         }
-
-
-def _chosen(options: tuple[NodeTypeOption, ...], gpu: str | None) -> NodeTypeOption:
-    """Return the cheapest option with the job's current GPU type, or the cheapest of all if it has none."""
-    return next((offer for offer in options if offer.kind.gpu_type == gpu), options[0])
 
 
 def _speeds(offer: NodeTypeOption, least: int) -> Floats:

@@ -9,8 +9,7 @@ from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import Target
-from placement.policies.shared.greedy_growth import decide_by_worth
+from placement.policies.shared.base import Target, decide_by_worth
 from placement.reasons import count
 
 
@@ -94,6 +93,8 @@ class BoaPolicy:
     a job's width as its gradient noise grows, are not implemented.
     """
 
+    name = "boa"
+
     # what all GPUs may cost on average [USD/h]; None for as many GPUs as the cluster has, or where the arrivals need
     # more at their cheapest, for so many
     budget_usd_per_h: float | None = None
@@ -104,11 +105,6 @@ class BoaPolicy:
         if self.budget_usd_per_h is not None:
             check_number("budget_usd_per_h", self.budget_usd_per_h, above=0)
         check_number("usd", self.usd, above=0)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "boa"
 
     def priced(self, prices: Mapping[str, float]) -> BoaPolicy:
         """Return the policy with the given GPU prices [USD/h]; of several GPU types, the cheapest counts."""

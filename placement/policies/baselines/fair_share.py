@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import Target
-from placement.policies.shared.greedy_growth import decide_by_worth
+from placement.policies.shared.base import Target, decide_by_worth
 from placement.reasons import count
 
 
@@ -20,10 +19,7 @@ class FairSharePolicy:
     A job that is at its maximum, or that another worker would not speed up, leaves its share to the other jobs.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "fair_share"
+    name = "fair_share"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Return a target per job; see ``Policy``."""

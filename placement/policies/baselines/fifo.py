@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView, requested_workers
 from placement.policies.shared.base import Target, admit, grow, held
-from placement.policies.shared.worst_fit import WorstFitPlacer
+from placement.policies.shared.stable_placement import WorstFitPlacer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +19,8 @@ class FifoPolicy:
     too. Other jobs keep their minimum while later jobs arrive, and earlier jobs grow first.
     """
 
+    name = "fifo"
     rigid: bool = dataclasses.field(default=True, init=False)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "fifo"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Return a target per job; see ``Policy``."""

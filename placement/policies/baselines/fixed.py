@@ -21,16 +21,12 @@ class FixedPolicy:
         workers: Wanted size of every job, within its own bounds; None means each job's ``max_workers``.
     """
 
+    name = "fixed"
     workers: int | None = None
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers must be 1 or more, or None for each job's maximum, but got {self.workers}")
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "fixed"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Return a target per job; see ``Policy``."""

@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, oracle_of, speeds
-from placement.policies.shared.base import Admission, Target, admit, held
-from placement.policies.shared.greedy_growth import climb
-from placement.policies.shared.worst_fit import WorstFitPlacer
+from placement.cluster.packing import FreeResources
+from placement.policies.shared.base import Admission, Target, admit, climb, held
+from placement.policies.shared.stable_placement import WorstFitPlacer
 from placement.reasons import Cause, Reason
 
 _NEVER_S = 1e12  # step time of a size at which the job makes no progress
@@ -30,12 +29,8 @@ class OptimusPolicy:
     ``JobView.weight`` multiplies the time that a worker saves.
     """
 
+    name = "optimus"
     rigid: bool = dataclasses.field(default=True, init=False)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "optimus"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Return a target per job; see ``Policy``."""

@@ -10,16 +10,17 @@ from numpy.typing import NDArray
 
 from placement.checks import check_number
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
-from placement.cluster.jobs import JobView, alike
-from placement.policies.shared.base import Admission, Target, admit, held
-from placement.policies.shared.greedy_growth import grow_in_turn
-from placement.policies.shared.shapes import Shape, shapes, speeds_of
+from placement.cluster.jobs import JobView, Shape, alike
+from placement.cluster.packing import FreeResources
+from placement.policies.goodput.dual_prices import Options, solve_exactly
+from placement.policies.shared.base import Admission, Target, admit, grow_in_turn, held
 from placement.policies.shared.stable_placement import (
     StablePlacer,
     growth_limit,
     present_place,
     restart_factor,
+    shapes,
+    speeds_of,
     use_idle,
 )
 
@@ -49,6 +50,7 @@ class PolluxPolicy:
         most_nodes: Maximum number of nodes per job.
     """
 
+    name = "pollux"
     power: float = -1.0
     fair_share: bool = True
     most_nodes: int = 16
@@ -57,11 +59,6 @@ class PolluxPolicy:
         if not (self.power < 1 and self.power != 0):
             raise ValueError(f"power must be below 1 and not 0, but got {self.power}")
         check_number("most_nodes", self.most_nodes, least=1)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "pollux"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Return a target per job; see ``Policy``."""
@@ -151,25 +148,18 @@ class SizeOptions:
 def knapsack(choices: Sequence[SizeOptions], slots: int) -> list[int]:
     """Return the index of each job's option such that the sum of worths is maximal; ties go to the first option.
 
-    f_j(g) = max over options o of worth_j(o) + f_{j-1}(g - size_j(o)); every job gets an option.
-
     Raises ValueError: even the smallest options do not fit together.
     """
-    if sum(min(choice.sizes) for choice in choices) > slots:
-        raise ValueError(f"slots must hold the smallest sizes of all {len(choices)} jobs, but got {slots}")
-    best = np.zeros(slots + 1)
-    picks: list[NDArray[np.int16]] = []
-    for choice in choices:
-        rows = np.full((len(choice.sizes), slots + 1), -np.inf)
-        for row, size, worth in zip(rows, choice.sizes, choice.worth, strict=True):
-            if size <= slots:
-                row[size:] = best[: slots + 1 - size] + worth
-        pick = rows.argmax(axis=0).astype(np.int16)
-        best = rows[pick, np.arange(slots + 1)]
-        picks.append(pick)
-    chosen: list[int] = []
-    left = int(np.argmax(best))
-    for choice, pick in zip(reversed(choices), reversed(picks), strict=True):
-        chosen.append(int(pick[left]))
-        left -= choice.sizes[chosen[-1]]
-    return chosen[::-1]
+    shape = len(choices), max(len(choice.sizes) for choice in choices)
+    values, sizes = np.full(shape, -np.inf), np.zeros(shape)
+    for j, choice in enumerate(choices):
+        values[j, : len(choice.sizes)], sizes[j, : len(choice.sizes)] = choice.worth, choice.sizes
+    options = Options(
+        values=values,
+        sizes=sizes,
+        pool_of=np.zeros(shape, dtype=np.int64),
+        capacities=np.array([float(slots)]),
+        base=np.array([np.argmin(choice.sizes) for choice in choices]),
+    )
+    picks: list[int] = solve_exactly(options).tolist()
+    return picks

@@ -10,16 +10,16 @@ import numpy as np
 
 from placement.checks import check_number
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
-from placement.cluster.jobs import JobView, alike
-from placement.policies.shared.base import Target, admit, held
-from placement.policies.shared.greedy_growth import grow_in_turn
-from placement.policies.shared.shapes import Floats, Shape, goodputs, speeds_of
+from placement.cluster.jobs import JobView, Shape, alike, shape_goodputs
+from placement.cluster.packing import FreeResources
+from placement.goodput.step_time import Floats
+from placement.policies.shared.base import Target, admit, grow_in_turn, held
 from placement.policies.shared.stable_placement import (
     StablePlacer,
     growth_limit,
     present_place,
     restart_factor,
+    speeds_of,
     use_idle,
 )
 
@@ -57,6 +57,8 @@ class SiaPolicy:
         gap: Relative gap at which the solver stops.
     """
 
+    name = "sia"
+    shares_knowledge = False  # its jobs know only their own measurements: the simulator gives them nothing else
     power: float = -0.5
     unallocated: float = 1.1
     most_nodes: int = 16
@@ -67,16 +69,6 @@ class SiaPolicy:
             raise ValueError(f"power must be below 0, but got {self.power}")
         for field in ("unallocated", "most_nodes", "gap"):
             check_number(field, getattr(self, field), above=0)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "sia"
-
-    @property
-    def shares_knowledge(self) -> bool:
-        """False: Sia's jobs know only their own measurements, so the simulator gives them nothing else."""
-        return False
 
     def load_solver(self) -> None:
         """Import SciPy before the first decision: it takes half a second of CPU, far longer on a busy machine."""
@@ -263,7 +255,10 @@ def estimates(view: JobView, wanted: Sequence[tuple[str, Shape]]) -> Floats:
     if not view.models:
         return _relative(speeds_of(view, tuple(shape for _, shape in wanted)))
     shapes = (_ONE, *(shape for _, shape in wanted))
-    tables = {gpu: goodputs(view, model, shapes, _range(view, gpu)) for gpu, model in view.models.items()}
+    tables = {
+        gpu: shape_goodputs(view, model, shapes, view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range))
+        for gpu, model in view.models.items()
+    }
     several = [gpu for gpu in tables if any(each.replicas > 1 for each in view.observations.get(gpu, ()))]
     sources = [gpu for gpu in several if tables[gpu][0] > 0]
     default = max(float(table[0]) for table in tables.values()) or 1.0
@@ -278,10 +273,6 @@ def estimates(view: JobView, wanted: Sequence[tuple[str, Shape]]) -> Floats:
         else:
             values[i] = one * workers
     return _relative(values)
-
-
-def _range(view: JobView, gpu: str) -> tuple[int, int] | None:
-    return view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range)
 
 
 def _relative(values: Floats) -> Floats:

@@ -10,8 +10,7 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.cluster.utility import SCALING_THRESHOLD, scaling_efficiency
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import Target
-from placement.policies.shared.greedy_growth import decide_by_worth
+from placement.policies.shared.base import Target, decide_by_worth
 from placement.reasons import count
 
 
@@ -32,6 +31,7 @@ class ThroughputEfficiencyPolicy:
         slow_factor: Slowdown from which a node is avoided; above 1.
     """
 
+    name = "throughput_efficiency"
     threshold: float = SCALING_THRESHOLD
     slow_factor: float = 1.5
     frugal: bool = dataclasses.field(default=True, init=False)
@@ -40,11 +40,6 @@ class ThroughputEfficiencyPolicy:
         if not 0 <= self.threshold < 1:
             raise ValueError(f"threshold must be at least 0 and below 1, but got {self.threshold}")
         check_number("slow_factor", self.slow_factor, above=1)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "throughput_efficiency"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Return a target per job; see ``Policy``."""

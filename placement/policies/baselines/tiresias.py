@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from placement.checks import check_number
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, requested_workers
+from placement.cluster.packing import FreeResources
 from placement.policies.shared.base import Target, admit, grow, held
-from placement.policies.shared.worst_fit import WorstFitPlacer
+from placement.policies.shared.stable_placement import WorstFitPlacer
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -28,17 +28,13 @@ class TiresiasPolicy:
         threshold_s: Service after which a job enters the second queue [GPU-seconds].
     """
 
+    name = "tiresias"
     threshold_s: float = 57_600.0
     rigid: bool = dataclasses.field(default=True, init=False)
     _entered: dict[str, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_number("threshold_s", self.threshold_s, above=0, unit="GPU-seconds")
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "tiresias"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Return a target per job; see ``Policy``."""

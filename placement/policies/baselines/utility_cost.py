@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from placement.checks import check_number
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.packing import FreeResources
 from placement.goodput.remaining import seconds_to_end
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import Target
-from placement.policies.shared.greedy_growth import decide_by_worth
+from placement.policies.shared.base import Target, decide_by_worth
 from placement.reasons import count
 
 
@@ -39,6 +38,7 @@ class UtilityCostPolicy:
         slow_factor: Slowdown from which a node is avoided; above 1.
     """
 
+    name = "utility_cost"
     value: float = 4.0
     price: float = 1.0
     prices: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -51,11 +51,6 @@ class UtilityCostPolicy:
         for gpu, price in self.prices.items():
             check_number(f"prices[{gpu!r}]", price, least=0, unit="USD")
         check_number("slow_factor", self.slow_factor, above=1)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "utility_cost"
 
     def priced(self, prices: Mapping[str, float]) -> UtilityCostPolicy:
         """Return the policy with these prices per worker and hour [USD] by GPU type, unless it has its own."""

@@ -75,7 +75,6 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
     No remaining capacity could be used to increase the sum. Ties go to the first option. Deterministic.
 
     Args:
-        options: The options to choose from.
         near: Initial prices from a similar case, (K,); None starts at 0.
         polished: True to improve a small case further if its sum is too far below the bound.
     """
@@ -84,7 +83,8 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
             picks=np.zeros(len(options.base), dtype=np.int64), multipliers=np.zeros(len(options.capacities))
         )
     multipliers = find_multipliers(options, near)
-    picks = _realise(options, _best_responses(options, multipliers))
+    wanted: Ints = np.argmax(options.values - multipliers[options.pool_of] * options.sizes, axis=1)
+    picks = _realise(options, wanted)
     picks = fill(options, picks)
     if polished and bound(options, multipliers) - options.worth(picks) > GAP * _spread(options):
         whole = bool((options.sizes == np.rint(options.sizes)).all())
@@ -92,7 +92,7 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
             whole
             and float(np.prod(options.capacities + 1)) * options.values.size <= _EXACT[len(options.capacities) > 1]
         ):
-            picks = max((picks, _exact(options)), key=options.worth)
+            picks = max((picks, solve_exactly(options)), key=options.worth)
         elif len(options.capacities) > 1 and len(picks) <= _PAIRED:
             picks = fill(options, _exchange(options, picks))
     return Solution(picks=picks, multipliers=multipliers)
@@ -107,12 +107,6 @@ def bound(options: Options, multipliers: Floats) -> float:
 def _spread(options: Options) -> float:
     """Return the largest possible gain of the decision: each job's best option minus its base option, summed."""
     return float(options.values.max(axis=1).sum() - options.worth(options.base))
-
-
-def _best_responses(options: Options, multipliers: Floats) -> Ints:
-    """Return the best option of each job at these prices."""
-    answers: Ints = np.argmax(options.values - multipliers[options.pool_of] * options.sizes, axis=1)
-    return answers
 
 
 def find_multipliers(options: Options, near: Floats | None = None) -> Floats:
@@ -282,7 +276,7 @@ def _exchange(options: Options, picks: Ints) -> Ints:
     return picks
 
 
-def _exact(options: Options) -> Ints:
+def solve_exactly(options: Options) -> Ints:
     """Maximise f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), with g one count per GPU type."""
     shape = tuple((np.floor(options.capacities + _TINY).astype(np.int64) + 1).tolist())
     best = np.zeros(shape)

@@ -9,13 +9,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster.free_resources import FreeResources
-from placement.cluster.packing import pack
-from placement.goodput.table import Ints
+from placement.cluster.packing import FreeResources, pack
+from placement.goodput.speeds import Ints
 from placement.policies.goodput.dual_prices import Options, fill, solve
 from placement.policies.goodput.node_assignment import assign_nodes, grow_in_place
-from placement.policies.goodput.speed_value import SpeedValue, worth_of
-from placement.policies.goodput.tables import UNPLACED, OptionTable, Placement
+from placement.policies.goodput.tables import UNPLACED, OptionTable, Placement, SpeedValue, worth_of
 from placement.policies.shared.base import no_room
 from placement.reasons import Reason
 
@@ -91,58 +89,26 @@ def improve(
         for j, here in enumerate(present)
     ]
     valid = [ok and obeys for ok, obeys in zip(valid, obeyed, strict=True)]
-    alternatives = _alternatives(instance, utility, present, valid, floors)
+    search = _Search(instance=instance, utility=utility, present=present, valid=valid, may_wait=may_wait, floors=floors)
+    alternatives = search.alternatives()
     candidates = [alternatives.placements_of(picks) for picks in _anew(alternatives)]
-    stay = _staying(alternatives, valid, may_wait)
+    stay = search.staying(alternatives)
     if stay is not None:
         candidates.append(alternatives.placements_of(fill(alternatives.options, stay)))
-    better = _best(instance, utility, present, candidates, valid, may_wait)
+    better = search.best(candidates)
     # With several types it saved GPU-hours, but jobs took longer on the one trace that it was tried on.
     one_type = len(instance.pools) == 1
     if better is None and stay is not None and one_type and _some_idle(alternatives.options, stay):
-        utility = utility.where_gpus_idle()
-        alternatives = _alternatives(instance, utility, present, valid, floors)
+        search = dataclasses.replace(search, utility=utility.where_gpus_idle())
+        alternatives = search.alternatives()
         picks = fill(alternatives.options, stay)
-        filled = [alternatives.placements_of(picks, moving=moving) for moving in (True, False)]
-        better = _best(instance, utility, present, filled, valid, may_wait)
+        better = search.best([alternatives.placements_of(picks, moving=moving) for moving in (True, False)])
     return better, waiting
-
-
-def _staying(alternatives: _Alternatives, valid: Sequence[bool], may_wait: Sequence[bool]) -> Ints | None:
-    """Return each admitted job's option of staying; None if no job runs, or if a job cannot stay or must start."""
-    present, floors = alternatives.present, alternatives.floors
-    runs = {j for j, here in enumerate(present) if here.place}
-    if not runs or not all(valid[j] and j in floors for j in runs):
-        return None
-    if not all(may_wait[j] for j in floors if j not in runs):
-        return None
-    last = len(alternatives.instance.sizes) + 1
-    stay: Ints = np.where([j in runs for j in alternatives.jobs], last, alternatives.options.base)
-    return stay
 
 
 def _some_idle(options: Options, picks: Ints) -> bool:
     """True if these options leave capacity of any GPU type unused."""
     return bool((options.capacities - options.used(picks) > _ROUNDING).any())
-
-
-def _best(
-    instance: OptionTable,
-    utility: SpeedValue,
-    present: Sequence[Placement],
-    candidates: Sequence[list[Placement]],
-    valid: Sequence[bool],
-    may_wait: Sequence[bool],
-) -> list[Placement] | None:
-    """Return the candidate with the highest worth, or None if staying is worth at least as much."""
-    now = worth_of(instance, utility, present, present, valid, may_wait)
-    everyone = [True] * len(present)
-    ranked = [
-        (worth_of(instance, utility, present, placements, everyone, may_wait), placements) for placements in candidates
-    ]
-    worth, best = max(ranked, key=lambda item: item[0])
-    better = worth[0] > now[0] or (worth[0] == now[0] and worth[1] > now[1] + _ROUNDING)
-    return best if better else None
 
 
 def _may_wait(instance: OptionTable, utility: SpeedValue, present: Sequence[Placement]) -> list[bool]:
@@ -164,7 +130,6 @@ class _Alternatives:
 
     instance: OptionTable
     present: Sequence[Placement]
-    floors: Mapping[int, tuple[int, int]]
     jobs: list[int]
     options: Options
     workers: Ints
@@ -174,7 +139,6 @@ class _Alternatives:
         """Return the placements of all jobs for these options; jobs that are not admitted get none.
 
         Args:
-            picks: The option of each admitted job.
             moving: True if jobs may be moved to make room for others. If False, jobs grow into scattered room, provided
                 that the workers of all jobs are alike.
         """
@@ -195,46 +159,74 @@ class _Alternatives:
         return placements
 
 
-def _alternatives(
-    instance: OptionTable,
-    utility: SpeedValue,
-    present: Sequence[Placement],
-    valid: Sequence[bool],
-    floors: Mapping[int, tuple[int, int]],
-) -> _Alternatives:
-    """Return the options of the admitted jobs with the value of each."""
-    jobs = sorted(floors)
-    rows = np.array(jobs, dtype=np.int64)
-    here = np.array([present[j].workers for j in jobs], dtype=np.int64)
-    pool = np.array([present[j].pool for j in jobs], dtype=np.int64)
-    floor_pool, floor = np.array([floors[j] for j in jobs], dtype=np.int64).reshape(len(jobs), 2).T
-    stays = np.array([valid[j] and bool(present[j].place) for j in jobs], dtype=np.bool_)
-    held = np.array([instance.views[j].held_at is not None for j in jobs], dtype=np.bool_)
-    possible = instance.possible[rows] & ~held[:, np.newaxis]
-    if not instance.alike:
-        possible &= instance.pool_of == floor_pool[:, np.newaxis]  # room on real nodes was promised in that pool
-    width = (len(jobs), len(instance.sizes))
-    workers = _columns(np.broadcast_to(instance.sizes, width), floor, np.maximum(here, 1))
-    pool_of = _columns(np.broadcast_to(instance.pool_of, width), floor_pool, np.maximum(pool, 0))
-    floor_speed = _floor_speed(instance, rows, floor, floor_pool)
-    speed = _columns(instance.speed[rows], floor_speed, instance.speed_at(present)[rows])
-    allowed = _columns(possible, np.ones(len(jobs), np.bool_), stays & (~held | (here == floor)))
-    same = np.zeros_like(allowed)
-    same[:, -1] = True
-    fewer = (here[:, np.newaxis] > 0) & (workers <= here[:, np.newaxis])
-    same[here == 0] = True  # a start costs the same now and later
-    values = np.where(allowed, utility.of(rows).values(speed, fewer, same), -np.inf)
-    sizes = workers * np.take_along_axis(instance.unit[rows], pool_of, axis=1)
-    base = np.full(len(jobs), len(instance.sizes), dtype=np.int64)
-    # Shares of different resources may add up to more than 1; the floors do fit, since they were put on nodes.
-    promised = np.bincount(floor_pool, weights=sizes[:, -2], minlength=len(instance.capacities))
-    options = Options(
-        values=values, sizes=sizes, pool_of=pool_of, capacities=np.maximum(instance.capacities, promised), base=base
-    )
-    regular = np.concatenate([instance.regular, [True, True]])
-    return _Alternatives(
-        instance=instance, present=present, floors=floors, jobs=jobs, options=options, workers=workers, regular=regular
-    )
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """Jobs with their current placements, and what each may have."""
+
+    instance: OptionTable
+    utility: SpeedValue
+    present: Sequence[Placement]
+    valid: Sequence[bool]  # whether the job may stay unchanged
+    may_wait: Sequence[bool]  # whether the job may get nothing even though its minimum fits
+    floors: Mapping[int, tuple[int, int]]  # pool and workers of each admitted job
+
+    def best(self, candidates: Sequence[list[Placement]]) -> list[Placement] | None:
+        """Return the candidate with the highest worth, or None if staying is worth at least as much."""
+
+        def worth(placements: Sequence[Placement], valid: Sequence[bool]) -> tuple[float, float]:
+            return worth_of(self.instance, self.utility, self.present, placements, valid, self.may_wait)
+
+        now, everyone = worth(self.present, self.valid), [True] * len(self.present)
+        best, placements = max(((worth(each, everyone), each) for each in candidates), key=lambda item: item[0])
+        better = best[0] > now[0] or (best[0] == now[0] and best[1] > now[1] + _ROUNDING)
+        return placements if better else None
+
+    def staying(self, alternatives: _Alternatives) -> Ints | None:
+        """Return each admitted job's option of staying; None if no job runs, or if a job cannot stay or must start."""
+        runs = {j for j, here in enumerate(self.present) if here.place}
+        if not runs or not all(self.valid[j] and j in self.floors for j in runs):
+            return None
+        if not all(self.may_wait[j] for j in self.floors if j not in runs):
+            return None
+        last = len(self.instance.sizes) + 1
+        stay: Ints = np.where([j in runs for j in alternatives.jobs], last, alternatives.options.base)
+        return stay
+
+    def alternatives(self) -> _Alternatives:
+        """Return the options of the admitted jobs with the value of each."""
+        instance, present, floors = self.instance, self.present, self.floors
+        jobs = sorted(floors)
+        rows = np.array(jobs, dtype=np.int64)
+        here = np.array([present[j].workers for j in jobs], dtype=np.int64)
+        pool = np.array([present[j].pool for j in jobs], dtype=np.int64)
+        floor_pool, floor = np.array([floors[j] for j in jobs], dtype=np.int64).reshape(len(jobs), 2).T
+        stays = np.array([self.valid[j] and bool(present[j].place) for j in jobs], dtype=np.bool_)
+        held = np.array([instance.views[j].held_at is not None for j in jobs], dtype=np.bool_)
+        possible = instance.possible[rows] & ~held[:, np.newaxis]
+        if not instance.alike:
+            possible &= instance.pool_of == floor_pool[:, np.newaxis]  # room on real nodes was promised in that pool
+        width = (len(jobs), len(instance.sizes))
+        workers = _columns(np.broadcast_to(instance.sizes, width), floor, np.maximum(here, 1))
+        pool_of = _columns(np.broadcast_to(instance.pool_of, width), floor_pool, np.maximum(pool, 0))
+        floor_speed = _floor_speed(instance, rows, floor, floor_pool)
+        speed = _columns(instance.speed[rows], floor_speed, instance.speed_at(present)[rows])
+        allowed = _columns(possible, np.ones(len(jobs), np.bool_), stays & (~held | (here == floor)))
+        same = np.zeros_like(allowed)
+        same[:, -1] = True
+        fewer = (here[:, np.newaxis] > 0) & (workers <= here[:, np.newaxis])
+        same[here == 0] = True  # a start costs the same now and later
+        values = np.where(allowed, self.utility.of(rows).values(speed, fewer, same), -np.inf)
+        sizes = workers * np.take_along_axis(instance.unit[rows], pool_of, axis=1)
+        base = np.full(len(jobs), len(instance.sizes), dtype=np.int64)
+        # Shares of different resources may add up to more than 1; the floors do fit, since they were put on nodes.
+        promised = np.bincount(floor_pool, weights=sizes[:, -2], minlength=len(instance.capacities))
+        options = Options(
+            values=values, sizes=sizes, pool_of=pool_of, capacities=np.maximum(instance.capacities, promised), base=base
+        )
+        regular = np.concatenate([instance.regular, [True, True]])
+        return _Alternatives(
+            instance=instance, present=present, jobs=jobs, options=options, workers=workers, regular=regular
+        )
 
 
 def _columns(options: NDArray[_T], floor: NDArray[_T], stay: NDArray[_T]) -> NDArray[_T]:

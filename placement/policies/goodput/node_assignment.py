@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster.occupancy import FreeSlots, Occupancy, best_fit, worst_fit
+from placement.cluster.packing import FreeSlots, Occupancy, best_fit, worst_fit
 
 WorkersByIndex = Mapping[int, int]
 """Workers by node index."""
@@ -25,7 +25,6 @@ def assign_nodes(
     of two or whole nodes.
 
     Args:
-        slots: Workers that each node can hold.
         sizes: Workers of each job; their sum must not exceed the sum of the slots.
         present: Current workers of each job by node index; empty if it has none.
 
@@ -57,7 +56,6 @@ def grow_in_place(
     """Assign nodes to each job's workers without moving current workers; a job grows on its own nodes first.
 
     Args:
-        slots: Workers that each node can hold.
         sizes: Workers of each job; a job whose size is below its current workers keeps its current workers.
         present: Current workers of each job by node index; together they fit the slots.
 

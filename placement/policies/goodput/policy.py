@@ -11,15 +11,14 @@ import numpy as np
 
 from placement.checks import check_number
 from placement.cluster.cluster import Allocation, Cluster, without
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.packing import FreeResources
 from placement.goodput.mixed import MixedBatch, MixedGroup, TypePart
 from placement.goodput.model import NoiseScale
 from placement.goodput.remaining import overdue, rank_weights, seconds_left
 from placement.goodput.speeds import GoodputCache, model_of, table
 from placement.policies.goodput.local_search import improve, present_placements
-from placement.policies.goodput.speed_value import SpeedValue
-from placement.policies.goodput.tables import OptionTable, Placement, build, useful
+from placement.policies.goodput.tables import OptionTable, Placement, SpeedValue, build, useful
 from placement.policies.shared.base import Target, held
 from placement.reasons import Cause, Reason, count
 from placement.text import ago, short_name
@@ -88,6 +87,7 @@ class GoodputPolicy:
         lengths: True to use declared lengths.
     """
 
+    name = "goodput"
     horizon_s: float = 300.0
     crowd: float = 0.25
     hysteresis: float = 0.05
@@ -109,11 +109,6 @@ class GoodputPolicy:
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"{field} must be between 0 and 1, but got {getattr(self, field)}")
         check_number("late", self.late, least=1)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "goodput"
 
     @property
     def prices(self) -> Mapping[str, float]:
@@ -308,7 +303,6 @@ class MixedTypes:
         """Add workers on other GPU types, in order of arrival, if the model of mixed groups predicts a gain.
 
         Args:
-            jobs: All jobs of the decision.
             targets: The policy's targets with one GPU type per job, including nodes.
         """
         placed: Allocation = {job: target.nodes for job, target in targets.items() if target.nodes}
@@ -353,7 +347,8 @@ class MixedTypes:
                 best, best_value, best_rate = foreign, value, rate
         if not best:
             return {}, "", ""
-        types = ", ".join(f"{count(sum(p.values()))} on {g or 'GPUs without a type'}" for g, p in self._named(best))
+        parts = sorted(self._parts(best).items())
+        types = ", ".join(f"{count(sum(p.values()))} on {g or 'GPUs without a type'}" for g, p in parts)
         return best, types, f"{alone:.4g} -> {best_rate:.4g} samples/s"
 
     def _choices(
@@ -418,9 +413,6 @@ class MixedTypes:
             if node_id in nodes:
                 parts.setdefault(nodes[node_id].gpu_type, {})[node_id] = workers
         return parts
-
-    def _named(self, place: Mapping[str, int]) -> list[tuple[str, _Places]]:
-        return sorted(self._parts(place).items())
 
 
 def _first(node_ids: Sequence[str], free: Mapping[str, int], workers: int) -> _Places:

@@ -1,4 +1,4 @@
-"""Stable placement of interchangeable workers: whole nodes first, moving as few running jobs as possible."""
+"""Shapes that jobs of interchangeable workers may have, and stable placement: whole nodes first, few jobs move."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster.jobs import JobView
-from placement.cluster.occupancy import FreeSlots, Occupancy
-from placement.policies.shared.shapes import speeds_of
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView, Shape, shape_goodputs
+from placement.cluster.packing import FreeResources, FreeSlots, Occupancy, worst_fit
+from placement.goodput.step_time import Floats
 
 
 class StablePlacer:
     """Slots of the nodes while jobs are placed on them; jobs are identified by their index in ``place``.
 
     Args:
-        slots: Workers that each node can hold.
         kinds: A number for the kind of each node; a job stays within one kind. By default all nodes are of one kind.
     """
 
@@ -39,9 +39,6 @@ class StablePlacer:
         possible, preferably without other multi-node jobs; it gets fewer workers than its size if room is short.
 
         Args:
-            sizes: Workers of each job.
-            present: Current workers of each job, by node index.
-            least: Minimum number of workers of each job.
             kinds: Kind of node that each job needs; by default 0 for all jobs.
         """
         wanted = [0] * len(sizes) if kinds is None else list(kinds)
@@ -179,3 +176,77 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
             return {}
         place[at] = workers
     return place
+
+
+def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
+    """Return all sizes up to one full node and whole multiples of it beyond, each on as few nodes as possible.
+
+    Args:
+        view: The job; its minimum is always among the sizes.
+    """
+    roomy = np.cumsum(sorted(slots, reverse=True))
+    if not len(roomy) or roomy[-1] < view.min_workers:
+        return ()
+    node, most = max(slots), min(most, int(roomy[-1]))
+    sizes = {*range(1, node + 1), *range(2 * node, most + 1, node), view.min_workers}
+    return tuple(
+        (int(np.searchsorted(roomy, size)) + 1, size) for size in sorted(sizes) if view.min_workers <= size <= most
+    )
+
+
+def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
+    """Return the goodput of each shape at its best batch, relative to the job's minimum size on one node.
+
+    If the minimum size cannot run, speeds are relative to the lowest goodput among the shapes. A shape in which
+    no batch fits has speed 0. Without a goodput model, the speed is the number of workers.
+    """
+    if view.goodput is None:
+        return np.array([workers for _, workers in wanted], dtype=np.float64)
+    values = shape_goodputs(view, view.goodput, ((1, view.min_workers), *wanted), view.atomic_bsz_range)
+    positive = values[values > 0]
+    base = values[0] if values[0] > 0 else (positive.min() if positive.size else 1.0)
+    return np.asarray(values[1:] / base)
+
+
+class WorstFitPlacer:
+    """Places jobs one after the other; running jobs may keep their nodes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.free = FreeResources(cluster)
+        types = {node.node_id: node.gpu_type for node in cluster.nodes}
+        self._types = [types[node_id] for node_id in self.free.node_ids]
+
+    def keep(self, view: JobView) -> Mapping[str, int] | None:
+        """Reserve the job's current place and return it; if part of it is not free, reserve nothing and return None."""
+        fits = self.free.slots(view)
+        place = {self.free.index(node_id): workers for node_id, workers in view.allocation.items()}
+        if any(index is None or fits[index] < workers for index, workers in place.items()):
+            return None
+        for index, workers in place.items():
+            assert index is not None
+            self.free.take(view, index, workers)
+        return dict(view.allocation)
+
+    def spread(self, view: JobView, workers: int) -> Mapping[str, int] | None:
+        """Reserve room for the workers, always on the node with the most room, within the GPU type with the most room.
+
+        If no type has enough room, reserve nothing and return None. Ties between nodes go to the first id.
+        """
+        fits = self.free.slots(view)
+        sums = {gpu: int(fits[self._of(gpu)].sum()) for gpu in dict.fromkeys(self._types)}
+        roomiest = max(sums, key=lambda gpu: sums[gpu], default="")
+        if not sums or sums[roomiest] < workers:
+            return None
+        nodes: dict[str, int] = {}
+        while workers > 0:
+            here = np.where(self._of(roomiest), self.free.slots(view), 0)
+            index = worst_fit(here)
+            assert index is not None, "the sum of the slots has just been seen to suffice"
+            more = min(workers, int(here[index]))
+            self.free.take(view, index, more)
+            nodes[self.free.node_ids[index]] = nodes.get(self.free.node_ids[index], 0) + more
+            workers -= more
+        return nodes
+
+    def _of(self, gpu: str) -> NDArray[np.bool_]:
+        return np.array([each == gpu for each in self._types], dtype=np.bool_)

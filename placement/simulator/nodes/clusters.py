@@ -25,7 +25,7 @@ def parse_cluster(text: str) -> Cluster:
             raise InputError(f"cluster must look like {_EXAMPLES}, but got {part.strip()!r} in {text!r}")
         gpu, count, gpus = match["gpu"], int(match["nodes"]), int(match["gpus"])
         if gpu in seen:
-            raise InputError(f"cluster must name every GPU type once, but {gpu!r} occurs twice in {text!r}")
+            raise InputError(f"cluster must name each GPU type once, but {gpu!r} occurs twice in {text!r}")
         if count < 1 or gpus < 1:
             raise InputError(f"cluster must have 1 node and 1 GPU per node or more, but got {part.strip()!r}")
         seen.add(gpu)

@@ -13,8 +13,7 @@ from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Cluste
 from placement.cluster.node_types import NodeType
 from placement.cluster.price_table import PriceTable
 from placement.errors import InputError
-from placement.simulator.nodes.disturbances import Disturbances
-from placement.simulator.nodes.spot import Span, SpotTrace
+from placement.simulator.nodes.disturbances import Disturbances, Span, SpotTrace
 from placement.simulator.world.rules import Rules
 
 _HORIZON_S = 60 * 86400.0
@@ -88,9 +87,9 @@ class Machine:
 class Provider:
     """Simulated cloud with machines for rent.
 
-    A spot machine needs a place of the recorded market (``placement.simulator.nodes.spot``) that the record shows as
-    taken at that time and that no machine here uses; it is reclaimed when the record loses the place. Without a free
-    place, nothing is rented and the caller must ask again.
+    A spot machine needs a place of the recorded market (``SpotTrace``) that the record shows as taken at that time and
+    that no machine here uses; it is reclaimed when the record loses the place. Without a free place, nothing is rented
+    and the caller must ask again.
 
     Args:
         spot: Recorded markets keyed by GPU type; the empty type stands for all.

@@ -78,11 +78,8 @@ def outlook(
     seen. Resizes are free. Jobs without a declared length or a model keep their workers to the end.
 
     Args:
-        policy: Policy that divides the nodes.
-        now_s: Current time [s since the epoch].
         stay: True if the jobs already run on these nodes, so that the result describes their current workers; False
             if they all start from scratch.
-        constraints: The cluster's rules, including tenants.
 
     Returns one outlook per job, in the order of the views.
     Raises InputError: the policy is unknown or breaks a rule.

@@ -14,8 +14,7 @@ from placement.errors import InputError
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import NoiseScale
 from placement.goodput.step_time import ThroughputModel
-from placement.simulator.workloads.profiles import Application
-from placement.simulator.workloads.tables import Counts
+from placement.simulator.workloads.profiles import Application, Counts
 from placement.simulator.workloads.traces import TraceJob
 
 _STILL = NoiseScale(sqr=1.0, var=0.0)  # of a batch that stays as it is the noise does not matter

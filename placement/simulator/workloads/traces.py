@@ -1,15 +1,17 @@
-"""Traces: arrival times of jobs and the resources that their users requested."""
+"""Traces: arrival times of jobs, the resources that their users requested, and true and declared lengths."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-from collections.abc import Collection, Sequence
+import math
+import random
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from placement.checks import check_number
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.errors import InputError
+from placement.simulator.workloads.profiles import Application, read_rows
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 """Columns that a trace file must have; others are ignored."""
@@ -51,17 +53,7 @@ def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJo
 
     Raises InputError: the file is missing or empty, lacks a column, or has an invalid line, which the message names.
     """
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
-            if missing:
-                raise InputError(
-                    f"trace {path} must have the columns {', '.join(COLUMNS)}, but {', '.join(missing)} is missing"
-                )
-            jobs = [_job(row, f"{path}, line {reader.line_num}") for row in reader]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"trace {path} cannot be read: {error}") from error
+    jobs = [_job(row, f"{path}, line {line}") for line, row in read_rows(path, COLUMNS, "trace")]
     return in_order(jobs, applications, str(path))
 
 
@@ -100,3 +92,39 @@ def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str
                 f"{where}: application of job {job.name!r} must have a profile ({known}), but got {job.application!r}"
             )
     return tuple(sorted(jobs, key=lambda job: job.time_s))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """True and declared job lengths of a trace; by default all jobs of an application are equally long."""
+
+    # whether jobs declare how many epochs they run. (The oracle of jobs that run as requested, which Optimus was
+    # published with, is not touched.)
+    declared: bool = True
+    error: float = 0.0  # standard deviation of the logarithm of declared over true epochs, drawn once a job
+    spread: float = 0.0  # standard deviation of the logarithm of true over profiled epochs, drawn once a job
+    # true epochs by job, where they are known; ``spread`` does not touch these
+    epochs: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for field in ("error", "spread"):
+            check_number(f"{field} of lengths", getattr(self, field), least=0, finite=True, error=InputError)
+        for job, epochs in self.epochs.items():
+            check_number(f"epochs of job {job!r}", epochs, least=1, error=InputError)
+
+    def application(self, application: Application, job: str, seed: int) -> Application:
+        """Return the job's application, stretched or shortened to the job's true number of epochs."""
+        if job in self.epochs:
+            return application.stretched(self.epochs[job])
+        if not self.spread:
+            return application
+        factor = math.exp(random.Random(f"{seed}/length/{job}").gauss(0.0, self.spread))
+        return application.stretched(max(1, round(application.epochs * factor)))
+
+    def declaration(self, epochs: int, job: str, seed: int) -> float | None:
+        """Return the number of epochs that the job declares; None if it declares none."""
+        if not self.declared:
+            return None
+        if not self.error:
+            return float(epochs)
+        return epochs * math.exp(random.Random(f"{seed}/declared/{job}").gauss(0.0, self.error))

@@ -73,16 +73,12 @@ class SimulatedJob:
     """State of one job.
 
     Args:
-        trace: The user's request.
-        application: The true profile.
-        rules: Cost of changes and slow-down.
         requested: True if it runs with the trace's batch and count (rigid) instead of adapting the batch.
         gpus_per_node: GPUs per node by GPU type, for the oracle's packed placements.
         sigma: Standard deviation of the logarithm of measured step times; 0 measures exactly.
         declared: Number of epochs that it declares; None if it declares none.
         statistical: True if it knows its statistical efficiency; otherwise it chooses batches, and rates sizes, by
             samples per second alone.
-        spot: How it uses spot nodes.
         mixed_gpu_types: True if it may run on several GPU types at once.
         sizes: Worker counts that it can train with, unless its batch allows none of them.
         foresight: True if it announces the later batches of its ramp.

@@ -10,15 +10,13 @@ import numpy as np
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, TimePassed
-from placement.allocator.instructions import Allocate, Instruction
+from placement.allocator.events import Allocate, Event, Instruction, JobEnded, JobHeartbeat, NodesChanged, TimePassed
 from placement.cluster.cluster import Cluster, without
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.packing import FreeResources
 from placement.goodput.remaining import discount, seconds_left
-from placement.goodput.speeds import GoodputCache, table
+from placement.goodput.speeds import GoodputCache, Ints, table
 from placement.goodput.step_time import Floats
-from placement.goodput.table import Ints
 from placement.knowledge.knowledge import Knowledge
 from placement.policies.shared.base import Policy
 from placement.simulator.world.job import SimulatedJob
@@ -48,9 +46,7 @@ class World:
     """State that a driver moves through time: the allocator core and the simulated jobs.
 
     Args:
-        jobs: All jobs of the trace.
         cluster: The nodes at the start.
-        policy: Policy of the allocator core.
         knowledge: Measurements shared by jobs of one application; None if each job only knows its own.
     """
 
@@ -140,12 +136,9 @@ class World:
             return  # at this very moment; its end is the next event
         self.touched.add(job.name)
         self.placed.append(Placed(time_s=now_s, job=job.name, nodes=nodes))
-        job.place(self._location(job, nodes) if nodes else None)
-
-    def _location(self, job: SimulatedJob, nodes: dict[str, int]) -> Location:
-        """Return the location of these workers. Without mixed GPU types, the first type by name counts for all."""
-        types = {node_id: self._gpu[node_id] for node_id in nodes}
-        return Location(nodes=nodes, gpu=min(types.values()), types=types if job.mixed_gpu_types else {})
+        types = {node_id: self._gpu[node_id] for node_id in nodes}  # of which the first by name counts for all
+        mixed = types if job.mixed_gpu_types else {}
+        job.place(Location(nodes=nodes, gpu=min(types.values()), types=mixed) if nodes else None)
 
 
 class IdleWatch:

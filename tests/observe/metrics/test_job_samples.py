@@ -15,11 +15,8 @@ from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.config import ElasticConfig
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus
 from elastic_ray.observe.metrics.job_metrics import (
-    EFFICIENCY,
-    ETA,
     FAILURES,
-    GLOBAL_BATCH,
-    GOODPUT,
+    GAUGES,
     GPU_MEMORY,
     INSTRUMENTS,
     LOST_STEPS,
@@ -27,9 +24,8 @@ from elastic_ray.observe.metrics.job_metrics import (
     PAUSE,
     PERIOD_S,
     RESIZES,
-    SAMPLES_PER_SECOND,
+    SPEED_GAUGES,
     TIME,
-    WORKERS,
     JobLabels,
     JobMetrics,
     event_samples,
@@ -40,6 +36,7 @@ from placement.instruments import Instrument, Sample, counter, gauge, histogram,
 from tests.job.specs import spec
 from tests.observe.metrics.panels import metrics_of, queries
 
+WORKERS = GAUGES["workers"]
 LABELS = JobLabels(job="bert", tenant="vision", model="Net")
 FLOATS = st.none() | st.floats()
 
@@ -93,6 +90,9 @@ def test_a_running_job_says_all_that_it_knows() -> None:
         phase=JobPhase.RUNNING,
         workers=2,
         target_workers=3,
+        step=7,
+        batch_size=64,
+        learning_rate_factor=1.5,
         throughput=640.0,
         tokens_per_s=40_960.0,
         tokens_left=1_000_000,
@@ -107,7 +107,7 @@ def test_a_running_job_says_all_that_it_knows() -> None:
         memory_bound=32,
         mfu=0.4,
     )
-    speed = Speed(latest=report(learning_rate_factor=1.5), noise_scale=512.0)
+    speed = Speed(latest=report(), noise_scale=512.0)
     found = by_name(gauge_samples(status, speed, LABELS))
     gauges = {each.name for each in INSTRUMENTS if each.kind.value == "gauge"} - {TIME.name, GPU_MEMORY.name}
     assert gauges <= found.keys()
@@ -123,7 +123,7 @@ def test_an_ended_job_has_no_workers_and_no_speed() -> None:
     )
     found = by_name(gauge_samples(ended, Speed(latest=report(), noise_scale=5.0), LABELS))
     assert found["elastic_job_workers"] == 0 and found["elastic_job_progress_ratio"] == 1
-    gone = {GOODPUT, SAMPLES_PER_SECOND, ETA, NOISE_SCALE, EFFICIENCY, GLOBAL_BATCH}
+    gone = {NOISE_SCALE, *SPEED_GAUGES.values()}
     assert not {each.name for each in gone} & found.keys()
 
 
@@ -134,8 +134,8 @@ def test_an_ended_job_has_no_workers_and_no_speed() -> None:
     FLOATS,
 )
 def test_no_sample_is_nan_or_infinite(values: dict[str, Any], other: float | None) -> None:
-    status = JobStatus(job="bert", phase=JobPhase.RUNNING, workers=1, **values)
-    speed = Speed(latest=report(learning_rate_factor=other), noise_scale=other)
+    status = JobStatus(job="bert", phase=JobPhase.RUNNING, workers=1, learning_rate_factor=other, **values)
+    speed = Speed(latest=report(), noise_scale=other)
     assert all(math.isfinite(each.value) for each in gauge_samples(status, speed, LABELS))
 
 

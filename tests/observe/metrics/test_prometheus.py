@@ -16,7 +16,7 @@ import elastic_ray as er
 from elastic_ray.events import EventKind
 from placement.allocator.actor import get_or_create_allocator
 from placement.allocator.config import AllocatorConfig
-from placement.autoscaling.config import Autoscaling
+from placement.autoscaling.autoscaler import Autoscaling
 from placement.cluster.cluster import MARKET_LABEL, SPOT
 from placement.cluster.node_types import NodeType
 from tests.job.jobs import kinds, start, wait_until

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from placement.cluster.memory_need import MemoryNeed
-from placement.cluster.sizes import AllowedSizes
+from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.simulator import simulate
 from tests.placement.simulator.worlds import profiles, trace
 

@@ -15,9 +15,8 @@ from placement.cluster.price_table import PriceTable
 from placement.simulator import InputError, Report, simulate
 from placement.simulator.cli import main
 from placement.simulator.nodes.clusters import parse_cluster
-from placement.simulator.nodes.disturbances import Disturbances
+from placement.simulator.nodes.disturbances import Disturbances, SpotTrace
 from placement.simulator.nodes.provider import AutoscaledCluster, Provider
-from placement.simulator.nodes.spot import SpotTrace
 from placement.simulator.workloads.traces import TraceJob
 from tests.placement.simulator.worlds import profiles, trace
 

@@ -14,11 +14,11 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.cluster.price_table import PriceTable, read_prices
 from placement.policies import GoodputPolicy, Target, registry
-from placement.simulator import InputError, Report, batch, simulate
+from placement.simulator import InputError, Report, simulate
 from placement.simulator.cli import main
-from placement.simulator.workloads.lengths import Lengths
+from placement.simulator.engine import Task
 from placement.simulator.workloads.profiles import load_profiles
-from placement.simulator.workloads.traces import TraceJob
+from placement.simulator.workloads.traces import Lengths, TraceJob
 from tests.placement.simulator.worlds import profiles, trace
 
 JOBS = [(f"j{i}", 40.0 * i, "toy" if i % 2 else "other", 1 + i % 3, 128) for i in range(6)]
@@ -200,7 +200,7 @@ def test_sia_gets_no_shared_knowledge(folder: Path, tmp_path: Path) -> None:
         ("--profiles nowhere", "profiles must be a folder"),
         ("--trace nowhere.csv", "trace nowhere.csv cannot be read"),
         ("--plot out.doc", "plot must be a file of kind .*png.*, but got out.doc"),
-        ("--json nowhere/out.json", "nowhere/out.json must be in a folder that is there"),
+        ("--json nowhere/out.json", "nowhere/out.json must be in an existing folder"),
     ],
 )
 def test_a_bad_option_is_one_line_and_leaves_nothing(
@@ -235,7 +235,7 @@ def test_one_bad_trace_stops_all(
     jobs: list[tuple[str, float, str, int, int]],
     message: str,
 ) -> None:
-    monkeypatch.setattr(batch, "run", lambda task: pytest.fail(f"{task.trace} was simulated"))
+    monkeypatch.setattr(Task, "run", lambda task: pytest.fail(f"{task.trace} was simulated"))
     out, bad = tmp_path / "out.json", trace(tmp_path / "bad.csv", jobs)
     # The good trace comes first: it must not be simulated either.
     files = ["--trace", str(folder / "six.csv"), str(bad), "--profiles", str(folder / "profiles")]
@@ -313,7 +313,7 @@ def test_the_demo_needs_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     tiresias, goodput = json.loads(written.read_text())
     assert goodput["jobs"] == 16 and goodput["avg_jct_s"] < 0.7 * tiresias["avg_jct_s"]
     assert main(["--demo", "--trace", "jobs.csv"]) == 2
-    assert "leave --trace and --profiles out" in capsys.readouterr().err
+    assert "leave out either --trace and --profiles" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--cluster", "t4:1x4"])
     assert "required: --trace, --profiles; or --demo" in capsys.readouterr().err

@@ -15,9 +15,8 @@ from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
 from placement.allocator.recording import Life, read_recording, replay
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
-from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.progress import Progress
-from placement.cluster.sizes import ANY_SIZE, AllowedSizes
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes, MemoryNeed
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
 from placement.goodput.model import NoiseScale
@@ -26,10 +25,9 @@ from placement.policies import make_policy
 from placement.simulator import SimulationReport, simulate
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.results.outlook import outlook
-from placement.simulator.workloads.lengths import Lengths
 from placement.simulator.workloads.profiles import Application, load_profiles
 from placement.simulator.workloads.recorded import FittedTimes, recorded_workload
-from placement.simulator.workloads.traces import TraceJob
+from placement.simulator.workloads.traces import Lengths, TraceJob
 from placement.simulator.world.rules import LIVE_PACE, LiveRules, Location, Pace
 from tests.placement.simulator.worlds import profiles
 from tests.placement.telling import tell

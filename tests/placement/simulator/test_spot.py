@@ -12,8 +12,7 @@ import pytest
 from placement.policies import FixedPolicy
 from placement.simulator import InputError, Report, simulate
 from placement.simulator.nodes.clusters import parse_cluster
-from placement.simulator.nodes.disturbances import Disturbances
-from placement.simulator.nodes.spot import SpotTrace, read_spot
+from placement.simulator.nodes.disturbances import Disturbances, SpotTrace, read_spot
 from placement.simulator.results.plot import bars
 from tests.placement.simulator.worlds import data, profiles, trace
 
@@ -144,7 +143,7 @@ def test_what_happens_at_once_is_decided_about_once(tmp_path: Path, play) -> Non
         ("a.csv", "0,add,a\nsoon,remove,a\n", "line 2 must be 'milliseconds"),
         ("a.csv", "0,add,a\n5,stop,a\n", "line 2 must be 'milliseconds"),
         ("a.csv", "0,add,a\n5,add,a\n", "line 2: 'a' is added, but is already there"),
-        ("a.csv", "0,add,a\n5,remove,b\n", "line 2: 'b' is removed, but is not there"),
+        ("a.csv", "0,add,a\n5,remove,b\n", "line 2: 'b' is removed, but does not exist"),
         ("a.csv", "9,add,a\n5,add,b\n", "line 2: times must not fall"),
         ("a.csv", "0,add,a\n", "must span some time"),
         ("a.txt", "", "must be a .json file of counts or a .csv file of events"),

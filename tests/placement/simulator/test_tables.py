@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.simulator.workloads.profiles import Application, load_profiles
-from placement.simulator.workloads.tables import canonical
+from placement.simulator.workloads.profiles import Application, canonical, load_profiles
 from tests.placement.simulator.worlds import profiles, step_s
 
 

@@ -265,7 +265,7 @@ def test_what_cannot_be_served_is_refused_when_wrapping() -> None:
         wrap(ShardedEmbedding(9, 2)).no_sync()
     table = ShardedEmbedding(9, 2)
     wrap(table)
-    with pytest.raises(ValueError, match="belongs to one model"):
+    with pytest.raises(ValueError, match="must belong to one model"):
         er.AdaptiveDataParallel(
             (model := nn.Sequential(table, nn.Linear(2, 1))), torch.optim.SGD(model.parameters(), lr=0.1)
         )

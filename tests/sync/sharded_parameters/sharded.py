@@ -156,7 +156,7 @@ class Run:
         """That this worker has memory of for optimizer state."""
         states = list(self.optimizer.state.values())
         if self.case.sharded:
-            shards = self.wrapped._steps[0].tiles._holder._held.shards
+            shards = self.wrapped._steps[0].tiles.shards._holder._held.shards
             states += [state for shard in shards.values() for state in shard.states.values()]
         kept = [v for state in states for v in state.values() if torch.is_tensor(v) and v.dim()]
         storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() // v.element_size() for v in kept}

@@ -76,7 +76,7 @@ def _sharded_twice() -> nn.Module:
             "one torch.nn.Module, but got a list of 2: shard each",
         ),
         *(
-            (lambda register=register: _hooked(register), {}, ValueError, r"Linear\.weight has a hook .* not be called")
+            (lambda register=register: _hooked(register), {}, ValueError, r"Linear\.weight has a hook .* never be")
             for register in ("register_hook", "register_post_accumulate_grad_hook")
         ),
         (Net, {"mesh": None}, TypeError, "has no mesh=.*the group is the job's"),
@@ -144,7 +144,7 @@ def _good(optimizer: Any = torch.optim.SGD) -> tuple[Any, Any]:
     [
         (_before, {}, ValueError, r"before the model was sharded.*make it after fully_shard\(model\)"),
         (_in_part, {}, StrategyError, r"first\.weight.* are not: call elastic_ray\.fully_shard\(model\)"),
-        (_by_torch, {}, StrategyError, "by torch's fully_shard or in a run before"),
+        (_by_torch, {}, StrategyError, "by torch's fully_shard or in an earlier run"),
         (_two_sizes, {}, ValueError, "shard_size must be the same for all modules.* is 2 for 0 and 3 for 1"),
         (_good, {"strategy": "zero1"}, StrategyError, "strategy must be left out.*'zero1'"),
         (lambda: _with(_tie), {}, StrategyError, r"blocks\.1\.up\.weight is not the parameter .* before fully_shard"),

@@ -158,12 +158,12 @@ def _two_passes(meta: bool, behind: Look, *, first: Look = lambda model, optimiz
             for number, loader in enumerate(loaders):
                 for x, y in loader:
                     if er.get_context().get_global_step() == 0:
-                        first(model, wrapped._steps[0].tiles, er.get_context().get_world_rank())
+                        first(model, wrapped._steps[0].tiles.shards, er.get_context().get_world_rank())
                     optimizer.zero_grad()
                     nn.functional.cross_entropy(wrapped(x), y).backward()
                     optimizer.step()
                 if number == 0:
-                    found = behind(model, wrapped._steps[0].tiles, er.get_context().get_world_rank())
+                    found = behind(model, wrapped._steps[0].tiles.shards, er.get_context().get_world_rank())
         return found
 
     return train

@@ -26,7 +26,7 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
     rows_of,
     to_code,
 )
-from placement.cluster.memory_need import MemoryNeed
+from placement.cluster.sizes import MemoryNeed
 
 ROWS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 

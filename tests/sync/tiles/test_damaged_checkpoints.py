@@ -119,8 +119,8 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "too many dimensions": (lambda told: set_tensor(told, shape=(1,) * 70), "a shape was expected"),
     "a tensor that is not there": (lambda told: told["tree"].pop("optimizer"), "other tensors than its list"),
     "no tree": (lambda told: told.update(tree=[]), "no tree of states"),
-    "another version": (lambda told: told.update(version=9), "no account of version 1"),
-    "nothing": (lambda told: told.clear(), "no account of version 1"),
+    "another version": (lambda told: told.update(version=9), "not a record of version 1"),
+    "nothing": (lambda told: told.clear(), "not a record of version 1"),
     "no files": (lambda told: told.pop("files"), "not complete"),
     "fewer files": (lambda told: told["files"].pop(), "beyond the end of the part of rank 2"),
     "another step": (lambda told: told.update(steps=8), "of step 8 and 3 ranks, but its note says step 7"),
@@ -148,10 +148,10 @@ def flip(path: Path) -> None:
     ("name", "damage", "why"),
     [
         ("__1_0.distcp", cut, "bytes, but"),
-        ("__2_0.distcp", flip, "another checksum"),
+        ("__2_0.distcp", flip, "checksum of what was written"),
         ("__0_0.distcp", Path.unlink, "cannot be read"),
-        ("manifest.bin", cut, "another checksum"),
-        ("manifest.bin", flip, "another checksum"),
+        ("manifest.bin", cut, "checksum of what was written"),
+        ("manifest.bin", flip, "checksum of what was written"),
         ("manifest.bin", Path.unlink, "cannot be read"),
     ],
 )
@@ -215,7 +215,7 @@ def test_parts_that_are_not_there_are_named(storage: RunStorage) -> None:
     with pytest.raises(ManifestError, match="of one step"):
         complete([parts[0], dataclasses.replace(parts[1], steps=8)])
     (Path(directory) / "__1_0.distcp").write_bytes(b"other")
-    with pytest.raises(ManifestError, match=r"part_1.bin speaks of rank 1, step 7 and .* has 5 bytes"):
+    with pytest.raises(ManifestError, match=r"part_1.bin names rank 1, step 7 and .* has 5 bytes"):
         await_parts(storage, directory, parts[0], 2, timeout_s=9, go_on=lambda: True)
     assert state_files(storage) == ()
 

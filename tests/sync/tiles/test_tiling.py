@@ -165,7 +165,7 @@ def test_gradients_are_reduced_as_without_tiles(builder: ZeRO1) -> None:
 
 def test_one_model_has_one_way_of_tiles() -> None:
     rules = (Rule(pattern="*.a", sync=Owner(unit="tile", copies=1)),)
-    with pytest.raises(StrategyError, match="as many copies and be cut in one way, but got copies=1, cut='equal' and"):
+    with pytest.raises(StrategyError, match="the same cut, but got copies=1, cut='equal' and"):
         lower(Strategy(rules=rules, default=Owner(unit="tile")), PROFILE, Topology())
     plan = lower(Strategy(rules=rules), PROFILE, Topology(nodes=("n",) * 3))
     assert plan.tiles is not None and plan.tiles.params == (0, 2, 4, 6)

@@ -33,10 +33,8 @@ def compare(
     """Return the outlook of each job on the current nodes, and on the given nodes under the given policy.
 
     Args:
-        look: The allocator's state; None if there is no allocator.
         nodes: Cluster such as ``T4:4x8``; empty for the current nodes.
         policy: Name of a registered policy; empty for the cluster's current policy.
-        now_s: Current time [s since the epoch].
 
     Raises InputError: the nodes or the policy are invalid, or the number of running jobs is zero or too large.
     """
@@ -68,17 +66,18 @@ _REST = 3.0  # times the allocator's answer took
 _LONGEST_S = 5.0
 _EXPLAINED_S = 3.0
 _MOST_ASKED = 64  # controllers in one look: of a thousand each has its turn every eight seconds
+_DONE = {
+    "resize": "held at {workers} workers",
+    "release": "its size is the allocator's again",
+    "pause": "it is saved after the step in progress and gives its slots back",
+    "resume": "it continues as soon as there are slots for it",
+    "stop": "it stops after the step in progress",
+}
 _BOOKKEEPING = ("node:", "bundle", "object_store_memory", "accelerator_type:")
 
 
 class LiveCluster:
-    """Data source for the cluster that this process has joined.
-
-    Args:
-        name: The cluster's address, for display.
-        actions: If True, jobs may be changed from the page.
-        period_s: Minimum time between two polls [s].
-    """
+    """Data source for the cluster that this process has joined."""
 
     def __init__(self, name: str, *, actions: bool, period_s: float = 0.5) -> None:
         self._page = ClusterPage(name, actions=actions)
@@ -176,7 +175,8 @@ class LiveCluster:
         self._jobs[actor] = job
         told = _ready(spec) if spec is not None else None
         if isinstance(told, JobSpec):
-            self._facts[job] = _facts(told)
+            limits = told.min_workers, told.max_workers
+            self._facts[job] = JobFacts(min_workers=limits[0], max_workers=limits[1], storage=told.storage_path)
         new: tuple[JobEvent, ...] = _ready(events) or ()
         self._told[job] = self._told.get(job, 0) + len(new)
         return JobLook(job=job, status=answer, facts=self._facts.get(job), events=tuple(new))
@@ -225,22 +225,11 @@ class LiveCluster:
         """Resize, release, pause, resume or stop a job; see :meth:`Source.act`."""
         controller = self._controller(job)
         if controller is None:
-            raise ActionRefusedError(f"there is no job {job!r}; one that has ended is forgotten")
+            raise ActionRefusedError(f"there is no job {job!r}; ended jobs are not kept")
+        given = {"resize": (workers,), "pause": ("paused from the page",)}.get(action, ())
         try:
-            if action == "resize":
-                ray.get(controller.resize.remote(workers), timeout=_ACTION_S)
-                return f"held at {workers} workers"
-            if action == "release":
-                ray.get(controller.release.remote(), timeout=_ACTION_S)
-                return "its size is the allocator's again"
-            if action == "pause":
-                ray.get(controller.pause.remote("paused from the page"), timeout=_ACTION_S)
-                return "it is saved after the step in progress and gives its slots back"
-            if action == "resume":
-                ray.get(controller.resume.remote(), timeout=_ACTION_S)
-                return "it continues as soon as there are slots for it"
-            ray.get(controller.stop.remote(), timeout=_ACTION_S)
-            return "it stops after the step in progress"
+            ray.get(getattr(controller, action).remote(*given), timeout=_ACTION_S)
+            return _DONE[action].format(workers=workers)
         except GetTimeoutError:
             raise ActionRefusedError(f"the controller has not answered within {_ACTION_S:g} s") from None
         except RayTaskError as error:
@@ -265,11 +254,6 @@ def _nodes() -> tuple[NodeLook, ...]:
         for node in ray.nodes()  # type: ignore[no-untyped-call]
         if node["Alive"]
     )
-
-
-def _facts(spec: JobSpec) -> JobFacts:
-    """Return the page's facts from a job's specification."""
-    return JobFacts(min_workers=spec.min_workers, max_workers=spec.max_workers, storage=spec.storage_path)
 
 
 def _ready(ref: Any) -> Any | None:

@@ -61,7 +61,7 @@ def _record(file: str, number: str) -> Mapping[str, Any]:
         raise InputError(f"simulation {file} has records #1 to #{len(records)}, but got #{number}")
     record: Mapping[str, Any] = records[int(number) - 1]
     if "placed" not in record:
-        raise InputError(f"simulation {file} does not say who was where: write it anew with `simulate --json`")
+        raise InputError(f"simulation {file} lacks the placements: write it again with `simulate --json`")
     return record
 
 
@@ -153,5 +153,5 @@ def _detail(job: PageJob, own: Mapping[str, Any], events: Sequence[Sequence[Any]
 def _bounded(cluster: str) -> str:
     """Return ``cluster`` unchanged. Raises ValueError: the text or a number in it is too large to show."""
     if len(cluster) > 1000 or any(len(digits) > 4 for digits in re.findall(r"\d+", cluster.replace("T4", ""))):
-        raise ValueError("a cluster of 10 000 nodes or more, or devices of a node, cannot be shown")
+        raise ValueError("a cluster of 10 000 nodes or more, or with that many devices on a node, cannot be shown")
     return cluster

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_ray.batch.noise_scale import estimate, estimate_groups
-from elastic_ray.batch.statistics import (
+from elastic_ray.sync.preconditioners import (
     LEAST_PART,
     BucketPreconditioner,
     is_adam_like,
     preconditioner,
     squared_norm,
 )
+from elastic_ray.sync.statistics.noise import NoiseTracker
+from elastic_ray.sync.statistics.noise_scale import estimate, estimate_groups
 
 torch.set_num_threads(1)
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -123,7 +126,7 @@ def test_preconditioner_is_the_same_made_in_small_pieces(name: str, monkeypatch:
     model, optimizer = trained(name, 10)
     params = list(model.parameters())
     whole = preconditioner(optimizer, params)
-    monkeypatch.setattr("elastic_ray.batch.statistics.LEAST_AT_ONCE", 7)
+    monkeypatch.setattr("elastic_ray.sync.preconditioners.LEAST_AT_ONCE", 7)
     pieces = preconditioner(optimizer, params)
     assert whole is not None
     assert pieces is not None
@@ -225,3 +228,26 @@ def test_an_overflowed_gradient_leaves_no_estimate(bad: float) -> None:
 def test_an_interval_is_a_step_or_more() -> None:
     with pytest.raises(ValueError, match="interval must be 1 or more"):
         BucketPreconditioner(interval=0)
+
+
+@dataclasses.dataclass
+class Source:
+    """Several optimizers, all of whose state is at hand and one of which is of Adam's kind."""
+
+    idle: bool = True
+    adam_like: bool = True
+    outdated: bool = False
+    state: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+
+
+def test_kind_of_several_optimizers_is_that_of_any() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    first = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    tracker = NoiseTracker(first, 1)
+    tracker.source = Source()
+    tracker.learn_kind()
+    assert tracker.adam_like is None, "nothing has stepped"
+    first.step()
+    tracker.learn_kind()
+    assert tracker.adam_like is True

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.batch.noise_scale import (
+from elastic_ray.sync.statistics.noise_scale import (
     LEAST_FRESH,
     TINY,
     SmoothedNoise,

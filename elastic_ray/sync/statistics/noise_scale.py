@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_ray.batch.reports import NoiseSignal
 from placement.goodput.model import NoiseScale
 
 TINY = 1e-30
@@ -100,16 +101,6 @@ def estimate_groups(
         for a, b in zip(mean_sq_norms, sq_norms_of_mean, strict=True)
     )
     return tuple(NoiseScale(sqr=each.sqr + each.var * share_of_all, var=each.var) for each in found)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseSignal:
-    """Strength of a model's gradient signal, and the number of estimates behind it."""
-
-    present: bool  # the smoothed squared norm of the mean gradient stands out of its own standard error
-    # present E ||g||^2 at the initial batch; its unit is the gradient's, or the optimizer's where it is of Adam's kind
-    size: float
-    updates: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

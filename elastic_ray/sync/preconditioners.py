@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ray.batch.device_numbers import as_real, local, real_count, with_steps_read
+from elastic_ray.sync.device_numbers import as_real, local, real_count, with_steps_read
 
 WARM_STEPS = 5
 """Steps before a second moment is worth dividing by; until then it counts as 1 (AdaptDL)."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from elastic_ray.batch.device_numbers import Number, added, read, read_with, with_steps_read
-from elastic_ray.batch.statistics import preconditioner
+from elastic_ray.sync.device_numbers import Number, added, read, read_with, with_steps_read
+from elastic_ray.sync.preconditioners import preconditioner
 from tests.batch.waits import Waits
 
 
