@@ -97,6 +97,14 @@ class Participant:
         return False
 
     @property
+    def pulls(self) -> bool:
+        """True if ranks pull each other's models."""
+        return False
+
+    def enter_exchange(self, communicator: Communicator) -> None:
+        """Exchange the model with the ranks of a group; raises CommunicationFailedError if the group breaks."""
+
+    @property
     def may_train(self) -> bool:
         """True if a step that starts now may train the model."""
         return False

@@ -322,6 +322,18 @@ class Registry:
         return self.round_period > 1 and all(each.gives_back for each in self.gradients)
 
     @property
+    def pulling(self) -> int:
+        """Digest of the models that ranks pull from each other; 0 for none."""
+        found = [number for number, each in enumerate(self._gradients) if each.pulls]
+        return digest(found) if found else 0
+
+    def enter_exchanges(self, communicator: Communicator) -> None:
+        """Exchange models with the ranks of a group; raises CommunicationFailedError if the group breaks."""
+        for each in self._gradients:
+            if each.pulls:
+                each.enter_exchange(communicator)
+
+    @property
     def may_train(self) -> bool:
         """True if a step that starts now may train a model."""
         return any(each.may_train for each in self.gradients)

@@ -254,11 +254,13 @@ class GroupChanges:
             run.consensus.agree_on(Announced(Intent.BUFFERS, 0, registry.buffer_layout))
             # One rank may be about to evaluate its model, and a joiner's be in another mode, but all cut steps alike.
             gives_back = bool(registry.drifting) and run.unit is None and registry.gives_back
-            rows = communicator.gather_ints([registry.least_share, int(gives_back)])
-            registry.least_share = max(registry.least_share, *(least for least, _ in rows))
+            rows = communicator.gather_ints([registry.least_share, int(gives_back), registry.pulling])
+            registry.least_share = max(registry.least_share, *(row[0] for row in rows))
             run.shares.enter(
-                communicator, wanted=all(gives for _, gives in rows), called_off=lambda: self._membership.voided
+                communicator, wanted=all(row[1] for row in rows), called_off=lambda: self._membership.voided
             )
+            if len({row[2] for row in rows}) == 1:  # else their first vote says how they differ
+                registry.enter_exchanges(communicator)
         else:
             run.shares.close()
         registry.sync_buffers(communicator)

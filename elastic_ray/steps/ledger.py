@@ -73,7 +73,7 @@ class LostStep:
     before: tuple[int, int]
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _LeftSteps:
     """Steps whose remaining code this rank runs alone, because the other ranks are not in them."""
 
@@ -407,7 +407,10 @@ class StepLedger:
         self.trains_in_rounds = False
         self._failure, self._around = None, (None, 0)
         if self._left is not None:
-            self._failure, self._left.progress = _LEFT, copy.deepcopy(self.state.progress)
+            self._failure, self._left = (
+                _LEFT,
+                dataclasses.replace(self._left, progress=copy.deepcopy(self.state.progress)),
+            )
             self.state.snapshot()
         self._follow()
 
@@ -430,7 +433,7 @@ class StepLedger:
         elif not depth and self._left is None:
             self.state.roll_back()
         self._forget_nested(step)
-        self._left = _LeftSteps(depth, step.loader_pass.position)
+        self._left = _LeftSteps(depth=depth, position=step.loader_pass.position)
 
     def end_left(self, step: LoaderStep) -> bool:
         """Return to the others at the end of a step that was left; True if they have committed it meanwhile."""

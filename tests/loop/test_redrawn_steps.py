@@ -13,6 +13,7 @@ import elastic_ray as er
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Intent
 from elastic_ray.loop.api import current_session
+from elastic_ray.sync import LocalSGD
 from tests.loop.changing import Change, Kill, run_job
 
 SAMPLES, BATCH, WORKERS = 40, 4, (1, 2, 3)
@@ -87,7 +88,7 @@ def test_no_update_of_a_lost_step_stays(strategy: str, moment: str) -> None:
         torch.testing.assert_close(each, torch.stack(first).mean(0))
 
 
-def summed(strategy: str, within: Callable[[], None] = lambda: None) -> float:
+def summed(strategy: Any, within: Callable[[], None] = lambda: None) -> float:
     """Train with gradients of 1 and evaluate within some steps; return how many updates the weight shows."""
     model = torch.nn.Linear(1, 1, bias=False).double()
     torch.nn.init.zeros_(model.weight)
@@ -109,15 +110,15 @@ def summed(strategy: str, within: Callable[[], None] = lambda: None) -> float:
     return -model.weight.item()
 
 
-@pytest.mark.parametrize("strategy", ["sma", "pair"])
+@pytest.mark.parametrize("strategy", ["sma", LocalSGD(period=1)])
 @pytest.mark.parametrize("worker", [1, 2])
-def test_a_loss_in_an_evaluation_leaves_the_step(strategy: str, worker: int) -> None:
+def test_a_loss_in_an_evaluation_leaves_the_step(strategy: Any, worker: int) -> None:
     outcome = run_job(lambda: summed(strategy), [Kill(3, worker, "edge", last=True)], first=WORKERS)
     assert list(outcome.results.values()) == [SAMPLES / BATCH] * 2
 
 
-@pytest.mark.parametrize(("strategy", "loses"), [("sma", None), ("pair", 1), ("all_reduce", None)])
-def test_who_misses_an_evaluations_end_draws_the_step_too(strategy: str, loses: int | None) -> None:
+@pytest.mark.parametrize(("strategy", "loses"), [("sma", None), (LocalSGD(period=1), 1), ("all_reduce", None)])
+def test_who_misses_an_evaluations_end_draws_the_step_too(strategy: Any, loses: int | None) -> None:
     """The others are at the end of the step around it; with ``loses``, that worker dies meanwhile."""
     missing: list[str] = []
 

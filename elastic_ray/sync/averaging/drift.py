@@ -144,9 +144,19 @@ class Drift:
             self._context.moment("average")
             self._averager.run(self._replica, steps)
             if isinstance(self._averager, PairAverager):
-                self._replica.enter_exchange(always=False)
+                if not self._replica.exchange.stands:
+                    self.enter_exchange(self._context.group.communicator)
                 return  # no rank's model holds the others' steps
             self._marker = max(self._marker, steps * _OF_A_STEP + self._number % _CONSENSUS + 1)
+
+    @property
+    def pulls(self) -> bool:
+        """True if ranks pull each other's models."""
+        return isinstance(self._averager, PairAverager)
+
+    def enter_exchange(self, communicator: Communicator) -> None:
+        """Exchange models with the ranks of a group; all ranks call this. Raises CommunicationFailedError: it broke."""
+        self._replica.enter_exchange(communicator)
 
     def collapse(self) -> None:
         """Set all ranks to the consensus; all ranks call it after the same committed step.
@@ -194,10 +204,7 @@ class Drift:
     def entered(self) -> None:
         """Record that a group was entered in which all ranks are identical."""
         self._replica.drop()
-        if isinstance(self._averager, PairAverager):
-            self._replica.enter_exchange(always=True)
-        else:
-            self._replica.exchange.close()
+        self._replica.exchange.close()
         self._changed, self._settled_at = False, self._context.states.progress.steps
 
     def capture(self) -> dict[str, Any]:
@@ -345,18 +352,11 @@ class Replica:
                 each.flat.div_(group.world_size)
         return _in_order(self._flats)
 
-    def enter_exchange(self, *, always: bool) -> None:
-        """Exchange models with the ranks of the present group, unless they do; all ranks call this.
-
-        Args:
-            always: The group is new.
-
-        Raises CommunicationFailedError: the group broke.
-        """
-        if always or not self.exchange.stands:
-            membership = self._context.membership
-            self._incoming = []  # a pull of the former group may still write there
-            self.exchange.enter(self._communicator, called_off=lambda: membership.voided)
+    def enter_exchange(self, communicator: Communicator) -> None:
+        """Exchange models with the ranks of a group; all ranks call this. Raises CommunicationFailedError: it broke."""
+        membership = self._context.membership
+        self._incoming = []  # a pull of the former group may still write there
+        self.exchange.enter(communicator, called_off=lambda: membership.voided)
 
     def publish(self) -> None:
         """Publish the present parameters, and ask a random rank for its own."""

@@ -362,6 +362,15 @@ class GradientEngine(Participant):
         return self._drift.average is not None and self._drift.average.give_back
 
     @property
+    def pulls(self) -> bool:
+        """True if ranks pull each other's models."""
+        return self._drift.pulls
+
+    def enter_exchange(self, communicator: Communicator) -> None:
+        """Exchange the model with the ranks of a group; raises CommunicationFailedError if the group breaks."""
+        self._drift.enter_exchange(communicator)
+
+    @property
     def may_train(self) -> bool:
         """True if the model is in training mode and gradients are enabled."""
         return self._module.training and torch.is_grad_enabled()
