@@ -132,6 +132,7 @@ def test_what_a_pause_takes_counts_more_than_rank() -> None:
         weight=np.array([0.1, 0.8]),
         left_s=np.array([1e6, 1e6]),
         cost_s=np.array([300.0, 300.0]),
+        stop_s=np.zeros(2),
         power=1.0,
         horizon_s=np.array([300.0, 300.0]),
         hysteresis=0.0,

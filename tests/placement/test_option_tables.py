@@ -134,7 +134,7 @@ def test_kinds_of_workers_take_their_dominant_share() -> None:
 
 def value(**facts: Any) -> SpeedValue:
     """What speed is worth to one job of weight 0.4: a change costs 10 s of 100, shrinking a quarter."""
-    given = {"weight": [0.4], "left_s": [np.nan], "cost_s": [10.0], "horizon_s": [90.0]}
+    given = {"weight": [0.4], "left_s": [np.nan], "cost_s": [10.0], "stop_s": [30.0], "horizon_s": [90.0]}
     arrays = {name: np.array(facts.pop(name, default)) for name, default in given.items()}
     return SpeedValue(**arrays, **{"power": 0.5, "hysteresis": 0.25, "charge": 0.5, "crowded": False, **facts})
 
@@ -160,9 +160,19 @@ def test_changes_are_charged_for_pauses_and_shrinking() -> None:
     assert worth(value(power=0.0, weight=[1.0]), 4.0, same=True) == pytest.approx(math.log(4.0))
 
 
+def test_a_stop_costs_the_later_start() -> None:
+    crowded, nothing = value(crowded=True), phi(1e-9)
+    assert worth(crowded, 0.0, fewer=True) == pytest.approx(0.4 * (nothing + phi(90 / 120 / 1.25)))
+    assert worth(crowded, 0.0) == pytest.approx(0.4 * nothing), "one that waits loses nothing by waiting"
+    assert worth(crowded, 0.0, fewer=True, same=True) == pytest.approx(0.4 * nothing)
+    undone = value(crowded=True, arrivals_per_s=1.0)
+    assert worth(undone, 0.0, fewer=True) == pytest.approx(0.4 * (nothing + phi(90 / 150 / 1.25)))
+    assert worth(crowded, 4.0, fewer=True) == worth(value(), 4.0, fewer=True), "a job that shrinks goes on"
+
+
 def test_worth_counts_jobs_that_run_or_may_wait() -> None:
     options = table(view("a"), view("b"), nodes=cluster(4, 4))
-    both = value(weight=[0.4, 0.7], left_s=[np.nan] * 2, cost_s=[10.0] * 2, horizon_s=[90.0] * 2)
+    both = value(weight=[0.4, 0.7], left_s=[np.nan] * 2, cost_s=[10.0] * 2, stop_s=[30.0] * 2, horizon_s=[90.0] * 2)
     here = [Placement(pool=0, place={0: 2}), Placement()]
     two = phi(float(options.speed[0, 1]))
     assert worth_of(options, both, here, here, [True] * 2, [False] * 2) == (-0.7, pytest.approx(0.4 * two))

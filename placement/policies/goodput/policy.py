@@ -61,7 +61,8 @@ class GoodputPolicy:
       even shares end soonest.
 
     Minimums come first (``admission``), except on a crowded cluster. There a job may wait, at the price of weight x
-    phi(0), and a running job may be stopped if it reports the cost of stopping (``JobView.stop_cost_s``). Then
+    phi(0), and a running job may be stopped if it reports the cost of stopping (``JobView.stop_cost_s``), at that
+    cost: it pauses when it starts again. Then
     every job picks argmax of value - price x workers, with one dual price per GPU type (``dual_prices``), among
     sizes that leave no scattered room; remaining room is filled with any size. The outcome replaces the current
     allocation only if it is worth more after all costs of changing (``local_search``), so equal inputs change
@@ -165,6 +166,7 @@ class GoodputPolicy:
             lateness = overdue(views, left_s, instance.rate, np.maximum(fair, 1.0), now_s)
             weight = weight * np.clip(np.nan_to_num(lateness, nan=1.0) / self.late, 1.0, _MOST_URGENT)
         cost_s = np.array([view.resize_cost_s for view in views], dtype=np.float64)
+        stop_s = np.array([view.stop_cost_s or 0.0 for view in views], dtype=np.float64)
         lasted_s = np.array([max(now_s - v.submitted_s, 0.0) / (v.restarts + 1) for v in views], dtype=np.float64)
         guessed = float(unknown.mean()) if known else 1.0
         power = self.power + guessed * (self.fair_power - self.power)
@@ -172,6 +174,7 @@ class GoodputPolicy:
             weight=weight,
             left_s=left_s,
             cost_s=cost_s,
+            stop_s=stop_s,
             power=min(power * max(min(2.0 * crowd, 1.0), crowd), 1.0) if known else self.fair_power,
             horizon_s=np.maximum(self.horizon_s, lasted_s),
             hysteresis=self.hysteresis,

@@ -301,6 +301,7 @@ class SpeedValue:
     weight: Floats
     left_s: Floats  # remaining time at speed 1 [s]; NaN where unknown
     cost_s: Floats  # time without progress that a change costs [s]
+    stop_s: Floats  # time without progress that a stop and the later start cost [s]
     power: float  # exponent p of phi
     horizon_s: Floats  # time within which a change must pay back, per job [s]
     hysteresis: float  # relative gain that is worth taking a worker away for
@@ -315,11 +316,13 @@ class SpeedValue:
 
     def of(self, jobs: NDArray[np.int64]) -> SpeedValue:
         """Return the utility restricted to the given jobs."""
-        parts = {name: getattr(self, name)[jobs] for name in ("weight", "left_s", "cost_s", "horizon_s")}
+        parts = {name: getattr(self, name)[jobs] for name in ("weight", "left_s", "cost_s", "stop_s", "horizon_s")}
         return dataclasses.replace(self, **parts)
 
     def values(self, speed: Floats, fewer: NDArray[np.bool_], same: NDArray[np.bool_]) -> Floats:
         """Return weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount)), (J, C).
+
+        A stop is worth weight x (phi(0) + phi(discount)), since the job pauses when it starts again at speed 1.
 
         Args:
             fewer: True if the option gives a running job no more workers than it has now.
@@ -331,6 +334,11 @@ class SpeedValue:
         lost = worth - concave_value(speed * np.where(same, 1.0, part), self.power)
         weight = self.weight[:, np.newaxis]
         values: Floats = weight * worth - np.maximum(weight, self.charge) * lost
+        if self.crowded:
+            stops = fewer & ~same & (speed <= 0)
+            part = discount(np.zeros_like(weight), self.left_s, self.stop_s, self.horizon_s, self.arrivals_per_s)
+            resumed = concave_value(part / (1.0 + self.hysteresis), self.power)
+            values = np.where(stops, weight * (worth + resumed), values)
         return values
 
 
