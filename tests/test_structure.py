@@ -43,7 +43,6 @@ PRIVATE_NAMES = {
         _objects _exit""",
     "of Lightning, Accelerate and transformers: what a user's code finds there": """_elastic_options _enabled
         _last_val_time _mixed_precision _reset_state _trainer""",
-    "of a session's step meter, whose time a test sets": "_clock",
     "of torch's own test classes, whose cases run in the ranks of a group": """_barrier _create_process_group_gloo
         _get_default_group _spawn_processes _spawn_threads _DistTestBase""",
     "a clock that a test sets": "_clock",
@@ -58,7 +57,8 @@ PRIVATE_NAMES = {
         _reducer _shard _states _steps _sync _table _tracker""",
     "the inside of a communicator or a run, which a test breaks on purpose": """_above _core _form_gloo _gloo _kind
         _meet _module _nccl _session _speak _vote""",
-    "the background work of a saver or a notifier, which a test waits for": "_background _busy _looking _making _parts _peers _pulled",
+    "background work and peers of a saver, notifier or exchange, which a test waits for": """_background _busy
+        _looking _making _parts _peers _pulled""",
     "a coordinator without Ray's data, driven from within": """_close _datasets _lock _loop _packed _readers
         _streams _tell _waiting""",
 }

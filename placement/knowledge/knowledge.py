@@ -203,9 +203,10 @@ class Knowledge:
         fitted to everything known; the gradient noise stays the job's own if it has any. A job that has not reported
         its batch yet (its workers are still starting) is assumed to have the limits of the family's latest job.
         """
-        if view.fingerprint is None:
+        fingerprint = view.fingerprint
+        if fingerprint is None:
             return view
-        families = self._families.get(view.fingerprint, {})
+        families = self._families.get(fingerprint, {})
         if view.init_batch_size is None:
             view = _with_batches(view, families.values())
         observations, models = dict(view.observations), dict(view.models)
@@ -223,7 +224,7 @@ class Knowledge:
             models[gpu] = GoodputModel(model, noise, view.init_batch_size)
             most = max(most, family.most)
         # The view is copied once, with all that is added: jobs times decisions, copies were a fifth of a simulation.
-        progress = self._lengths.progress(view, self._epochs.get(view.fingerprint), now_s)
+        progress = self._lengths.progress(view, self._epochs.get(fingerprint), now_s)
         if not most:
             return dataclasses.replace(view, progress=progress)
         limit = None if view.growth_limit is None else max(view.growth_limit, 2 * most)
