@@ -324,12 +324,12 @@ class Registry:
     @property
     def pulling(self) -> int:
         """Digest of the models that ranks pull from each other; 0 for none."""
-        found = [number for number, each in enumerate(self._gradients) if each.pulls]
+        found = [number for number, each in enumerate(self.gradients) if each.pulls]
         return digest(found) if found else 0
 
     def enter_exchanges(self, communicator: Communicator) -> None:
         """Exchange models with the ranks of a group; raises CommunicationFailedError if the group breaks."""
-        for each in self._gradients:
+        for each in self.gradients:
             if each.pulls:
                 each.enter_exchange(communicator)
 
