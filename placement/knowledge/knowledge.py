@@ -223,7 +223,7 @@ class Knowledge:
             models[gpu] = GoodputModel(model, noise, view.init_batch_size)
             most = max(most, family.most)
         # The view is copied once, with all that is added: jobs times decisions, copies were a fifth of a simulation.
-        progress = self._lengths.progress(view, self._epochs.get(view.fingerprint), now_s)
+        progress = self._lengths.progress(view, self._epochs.get(view.fingerprint or ""), now_s)
         if not most:
             return dataclasses.replace(view, progress=progress)
         limit = None if view.growth_limit is None else max(view.growth_limit, 2 * most)
