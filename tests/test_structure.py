@@ -58,7 +58,8 @@ PRIVATE_NAMES = {
         _reducer _shard _states _steps _sync _table _tracker""",
     "the inside of a communicator or a run, which a test breaks on purpose": """_above _core _form_gloo _gloo _kind
         _meet _module _nccl _session _speak _vote""",
-    "the background work of a saver or a notifier, which a test waits for": "_background _busy _looking _making _parts _peers _pulled",
+    "the background work of a saver or a notifier, which a test waits for": """_background _busy _looking
+        _making _parts _peers _pulled""",
     "a coordinator without Ray's data, driven from within": """_close _datasets _lock _loop _packed _readers
         _streams _tell _waiting""",
 }
