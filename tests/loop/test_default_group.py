@@ -218,7 +218,9 @@ def test_a_group_of_one_rank_is_alone_ever_after() -> None:
         for group in (groups[rank], kept.setdefault(threading.get_ident(), groups[rank])):
             value = torch.full((2,), rank + 1.0)
             dist.all_reduce(value, group=group)
+            dist.broadcast(value, rank, group=group)
             assert value.tolist() == [rank + 1.0] * 2 and (group.rank(), group.size()) == (0, 1)
+            assert dist.get_process_group_ranks(group) == [rank]
 
     job(step)
 
