@@ -131,7 +131,8 @@ class WrittenTensors:
         for (holder, name), known in zip(self._places, before, strict=True):
             if known is None or known.copied is None:
                 continue
-            known.tensor.copy_(known.copied)
+            if known.version != known.tensor._version or not _same(known.tensor, known.copied):
+                known.tensor.copy_(known.copied)
             if name in holder:
                 holder[name] = known.tensor
 
@@ -139,13 +140,29 @@ class WrittenTensors:
         """Compare samples of the tensors with earlier ones; a changed sample with an equal counter gives them away."""
         for number, (holder, name) in enumerate(self._places):
             now = holder.get(name)
-            if now is None or number in self._uncounted:
+            if now is None or number in self._uncounted or (sample := _sample(now)) is None:
                 continue
-            sample = now.detach().reshape(-1)[:: max(1, now.numel() // _SAMPLE)].clone()
             tensor, version, before = self._samples.get(number, (None, 0, sample))
             if tensor is now and version == now._version and not torch.equal(sample, before):
                 self._uncounted.add(number)
             self._samples[number] = now, now._version, sample
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """True for a tensor whose elements lie in memory one by one, and whose changes torch can count."""
+    return tensor.layout == torch.strided and not tensor.is_inference() and type(tensor.detach()) is torch.Tensor
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return some elements of a tensor, of a divided one this worker's; None if it is of a kind of its own."""
+    own = getattr(tensor, "_local_tensor", tensor)
+    return own.detach().reshape(-1)[:: max(1, own.numel() // _SAMPLE)].clone() if _plain(own) else None
+
+
+def _same(tensor: torch.Tensor, copied: torch.Tensor) -> bool:
+    """True if a tensor has the values of a copy, or is of a kind of its own, whose changes are counted."""
+    own, kept = (getattr(each, "_local_tensor", each) for each in (tensor, copied))
+    return not _plain(own) or torch.equal(own, kept)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from elastic_ray.communication.ended_work import BACKEND
 from elastic_ray.run.current import session_of_thread
-from elastic_ray.session.torch_group import DefaultGroup, made_group
+from elastic_ray.session.torch_group import DefaultGroup, SoloGroup, made_group
 
 if TYPE_CHECKING:
     from elastic_ray.communication.unit_group import UnitGroup
@@ -27,6 +27,14 @@ class _AllRanks(UserDict[int, int]):
     @property
     def data(self) -> dict[int, int]:  # type: ignore[override]
         return {rank: rank for rank in range(dist.get_world_size())}
+
+
+class _OwnRank(_AllRanks):
+    """Mapping of this worker's present rank to rank 0 of a group that it is alone in."""
+
+    @property
+    def data(self) -> dict[int, int]:  # type: ignore[override]
+        return {dist.get_rank(): 0}
 
 
 def _create(store: Any, rank: int, size: int, timeout: Any) -> DefaultGroup:
@@ -78,8 +86,8 @@ def _follow_ranks() -> None:
     """Patch torch's rank tables so that our groups have the ranks of the current group."""
     world: Any = dist.distributed_c10d._world
     for group in world.pg_group_ranks:
-        if type(group) is DefaultGroup:
-            world.pg_group_ranks[group] = _AllRanks()
+        if isinstance(group, DefaultGroup):
+            world.pg_group_ranks[group] = _OwnRank() if isinstance(group, SoloGroup) else _AllRanks()
 
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {}

@@ -280,27 +280,32 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         given, taken = list(input_splits) or [rows // size] * size, list(output_splits) or [places // size] * size
         if len(given) != size or len(taken) != size:
             raise RuntimeError(_SIZES.format(what="all_to_all", prepared=len(given), present=size))
-        if sum(given) != rows or sum(taken) != places:
+        if sum(given) != rows or sum(taken) != places or min(*given, *taken, 0) < 0:
             raise ValueError(
                 f"all_to_all cannot send {rows} rows as {given} and put {taken} into {places}: splits must add up to "
                 "the rows, which without splits must divide by dist.get_world_size()"
             )
-        width = tensor.element_size() * (tensor.numel() // max(1, rows))
+        even = not (input_splits or output_splits)
+        sizes = [each.element_size() * each.shape[1:].numel() for each in (tensor, output)]  # of a row [bytes]
+        if even and rows * sizes[0] != places * sizes[1]:
+            raise ValueError(
+                f"all_to_all cannot put {_form(tensor)} into {_form(output)}: make it alike, or give splits"
+            )
 
         def perform(communicator: Communicator, device: Any) -> list[Tensor]:
             if communicator.world_size != size:
                 raise CommunicationFailedError(_SIZES.format(what="all_to_all", prepared=size, present="another size"))
-            if input_splits or output_splits:
-                _check_splits([*given, *taken], communicator)
+            if not even:
+                _check_splits([*given, *taken, *sizes], communicator)
             sent = _bytes_of(tensor, device)
-            received = sent.new_empty(sum(taken) * width)
-            splits = [each * width for each in taken], [each * width for each in given]
+            received = sent.new_empty(places * sizes[1])
+            splits = [each * sizes[1] for each in taken], [each * sizes[0] for each in given]
             communicator.wait(communicator.all_to_all(received, sent, *splits))
             return [received.view(output.dtype).view(output.shape)]
 
         own = functools.partial(_copies, [output if size > 1 else tensor])
-        even = () if input_splits or output_splits else (f"{rows} rows",)
-        _put([output], self._call("all_to_all", (str(tensor.dtype), *even), [tensor], perform, own))
+        detail = (str(tensor.dtype), f"{rows} rows of {sizes[0]} bytes") if even else (str(tensor.dtype),)
+        _put([output], self._call("all_to_all", detail, [tensor], perform, own))
         return EndedWork([output])
 
     all_to_all_single = alltoall_base
@@ -528,16 +533,26 @@ def _check_reduces(what: str, tensor: Tensor, op: Any) -> str:
 
 
 def _check_splits(splits: Sequence[int], communicator: Communicator) -> None:
-    """Raise RanksDisagreeError on all ranks unless each expects as many rows as are sent to it."""
+    """Raise RanksDisagreeError on all ranks unless each expects what is sent to it.
+
+    Args:
+        splits: Rows that this rank sends to each, rows that it expects from each, and the sizes of both kinds of rows.
+    """
     world = communicator.world_size
-    everywhere = torch.empty(world * 2 * world, dtype=torch.int64)
+    everywhere = torch.empty(world * len(splits), dtype=torch.int64)
     communicator.wait(communicator.all_gather(everywhere, torch.tensor(splits)))
-    sent, expected = everywhere.view(world, 2, world).unbind(1)
+    sent, expected, sizes = everywhere.view(world, -1).split((world, world, 2), 1)
     for source, target in (sent != expected.T).nonzero().tolist():
         raise RanksDisagreeError(
             f"all_to_all: rank {source} sends {sent[source, target]} rows to rank {target}, which expects "
             f"{expected[target, source]} from it: exchange the splits before the rows"
         )
+    for source, target in sent.nonzero().tolist():
+        if sizes[source, 0] != sizes[target, 1]:
+            raise RanksDisagreeError(
+                f"all_to_all: rank {source} sends rows of {sizes[source, 0]} bytes to rank {target}, which expects "
+                f"rows of {sizes[target, 1]}"
+            )
 
 
 def _tag(tag: int) -> int:

@@ -218,7 +218,9 @@ def test_a_group_of_one_rank_is_alone_ever_after() -> None:
         for group in (groups[rank], kept.setdefault(threading.get_ident(), groups[rank])):
             value = torch.full((2,), rank + 1.0)
             dist.all_reduce(value, group=group)
+            dist.broadcast(value, rank, group=group)
             assert value.tolist() == [rank + 1.0] * 2 and (group.rank(), group.size()) == (0, 1)
+            assert dist.get_process_group_ranks(group) == [rank]
 
     job(step)
 
@@ -251,8 +253,34 @@ def test_lists_and_ranks_of_another_size_are_refused() -> None:
         if size > 1:
             with pytest.raises(ValueError, match="which without splits must divide"):
                 dist.all_to_all_single(torch.zeros(size + 1), torch.zeros(size + 1))
+        with pytest.raises(ValueError, match="make it alike, or give splits"):
+            dist.all_to_all_single(torch.zeros(2 * size), torch.zeros(size))
 
     job(step)
+
+
+def test_rank_without_rows_receives_those_of_others() -> None:
+    """As of a mixture of experts, none of whose tokens are on that rank."""
+
+    def step() -> None:
+        size, first = dist.get_world_size(), dist.get_rank() == 0
+        given, found = [2 * first] * size, torch.zeros(2, 3)
+        dist.all_to_all_single(found, torch.ones(sum(given), 3), [2] + [0] * (size - 1), given)
+        assert found.sum() == 6
+
+    job(step)
+
+
+@pytest.mark.parametrize(
+    ("splits", "says"), [((), r"rows of 12 bytes.*rows of 8"), (([1, 1],) * 2, "rows of 12 bytes")]
+)
+def test_rows_of_different_sizes_are_named(splits: Any, says: str) -> None:
+    def step() -> None:
+        width = 3 if dist.get_rank() == 0 else 2
+        dist.all_to_all_single(torch.zeros(2, width), torch.ones(2, width), *splits)
+
+    with pytest.raises(er.errors.RanksDisagreeError, match=says):
+        run_job(lambda: train(step), first=(1, 2))
 
 
 def test_splits_that_do_not_fit_are_named() -> None:

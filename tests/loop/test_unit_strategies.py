@@ -16,7 +16,7 @@ from tests.loop.unit_threads import Rows, run_units
 
 PARTS = (slice(0, 4), slice(4, 8))
 EXACT = ["two_level", "ring", "tree", "star", "ps", "ps_balanced", "partitioned_ar", "random_axis_partition_ar"]
-AVERAGING = ["local_sgd", "sma", "pair", LocalSGD(period=3), DiLoCo(period=4)]
+AVERAGING = ["local_sgd", "sma", LocalSGD(period=3), DiLoCo(period=4)]
 
 
 def train(strategy: Any, part: slice = slice(None), unit: UnitGroup | None = None, **switch: Any) -> Any:
@@ -133,6 +133,7 @@ def test_compression_that_parts_equal_parameters_is_refused(strategy: Any, share
         ("partitioned_ps", "fully_shard"),
         ("auto", "name the fastest"),
         (LocalSGD(give_back=True), "leave give_back=True out"),
+        ("pair", "use 'local_sgd' or 'sma'"),
     ],
     ids=str,
 )

@@ -22,8 +22,11 @@ def why_not_in_units(plan: SyncPlan, params: Sequence[ParamInfo], held: Set[str]
         params: The model's parameters, to which the plan refers.
         held: Names of parameters that several workers of the unit hold, and that must stay equal on them.
     """
-    if plan.strategy.average is not None and plan.strategy.average.give_back:
+    average = plan.strategy.average
+    if average is not None and average.give_back:
         return "the workers of a unit make the same steps: leave give_back=True out"
+    if average is not None and average.algorithm == "pair":
+        return "each worker would pull its part from another unit at another time: use 'local_sgd' or 'sma'"
     if plan.tiles is not None:
         return "divide the optimizer state within the unit (torch's fully_shard), or leave strategy= out"
     mixed = list[str]()
