@@ -141,6 +141,27 @@ def test_spanning_unit_leaves_nodes_that_drain_or_go() -> None:
     assert "n0" not in by_node(core.snapshot().jobs["a"].target)
 
 
+def test_plain_job_of_same_bundle_is_judged_apart() -> None:
+    core = AllocatorCore(make_policy("goodput"), AT_ONCE, settling=False)
+    core.handle(NodesChanged(cluster=cluster(2, 2)), 0.0)
+    core.handle(JobHeartbeat(view=dataclasses.replace(job(4, "plain", most=1), unit=1)), 1.0)
+    core.handle(JobHeartbeat(view=job(4, most=1)), 2.0)
+    core.handle(NodesChanged(cluster=cluster(2, 2, 1)), 3.0)
+    jobs = core.snapshot().jobs
+    assert jobs["a"].target == {"n0*2+n1*2": 1} and not jobs["plain"].target
+
+
+def test_running_unit_is_judged_apart_from_waiting_one() -> None:
+    """Beside a larger node only a unit that spans nodes already may do so."""
+    core = AllocatorCore(make_policy("goodput"), AT_ONCE, settling=False)
+    core.handle(NodesChanged(cluster=cluster(2, 2, 2, 2)), 0.0)
+    held = job(4, most=2, least=2).placed({"n0*2+n1*2": 1, "n2*2+n3*2": 1})
+    core.handle(JobHeartbeat(view=dataclasses.replace(job(4, "w", least=2), submitted_s=9.0)), 1.0)
+    core.handle(JobHeartbeat(view=held), 2.0)
+    core.handle(NodesChanged(cluster=cluster(2, 2, 2, 2, 4)), 3.0)
+    assert core.snapshot().jobs["a"].target == dict(held.allocation)
+
+
 def test_other_jobs_have_what_units_leave() -> None:
     """The small job trains on a node that a second unit could span; it is asked for what it has."""
     small = view("b", bundle={"CPU": 1.0}, min_workers=1, max_workers=8).placed({"n2": 1})
