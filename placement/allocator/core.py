@@ -442,7 +442,8 @@ class AllocatorCore:
         reasons: dict[object, Reason | None] = {}  # thousands of jobs share a few kinds of workers
         for job in suspects:
             view = job.view
-            kind = worker_kind(view), view.min_workers
+            spans = any(len(parts(place)) > 1 for place in view.allocation)  # it may stay beside a larger node
+            kind = worker_kind(view), view.min_workers, view.unit, spans
             if kind not in reasons:
                 reasons[kind] = unsatisfiable(view, possible)
             why = reasons[kind]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from placement.autoscaling.autoscaler import ScalingDecision
-from placement.cluster.cluster import Cluster
+from placement.cluster.cluster import Cluster, by_node
 from placement.cluster.jobs import JobView, WorkerKind, goodputs, worker_kind
 from placement.cluster.node_record import NodeHistory
 from placement.cluster.packing import FreeResources
@@ -180,7 +180,7 @@ def _start(room: FreeResources, queues: Mapping[WorkerKind, collections.deque[Jo
 
 def _give(room: FreeResources, view: JobView, target: Mapping[str, int], sign: int) -> None:
     """Reserve a job's workers in the room, or release them if ``sign`` is -1. Nodes that are gone do not count."""
-    for node, workers in target.items():
+    for node, workers in by_node(target).items():
         index = room.index(node)
         if index is not None:
             room.take(view, index, sign * workers)

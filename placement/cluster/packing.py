@@ -337,7 +337,7 @@ class FreeResources:
             kind.seen = len(self._changed)
         return kind.slots.copy()
 
-    def take(self, view: JobView, index: int, workers: int) -> None:
+    def take(self, view: JobView, index: int, workers: float) -> None:
         """Reserve resources on one node. The caller must check ``slots``; negative workers release resources."""
         needs = self._kind(view).needs
         assert needs is not None, f"job {view.job} has no slot to take"

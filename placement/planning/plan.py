@@ -14,7 +14,8 @@ from placement.planning.constraints import Constraints, decide, without_idle_spo
 from placement.planning.failing_nodes import avoid_slow
 from placement.planning.multi_node import held_up, keep_apart, shared
 from placement.planning.problem import Plan, Problem
-from placement.planning.spans import plan_with_spans, room_for, spans_nodes
+from placement.planning.spans import Use, plan_with_spans, room_for, spans_nodes
+from placement.planning.tenants import left_over
 from placement.planning.wishes import grant, without_wish
 from placement.policies.shared.base import Policy, Target, as_targets, describe
 from placement.reasons import Cause, Reason
@@ -45,8 +46,9 @@ def make_plan(
     Raises AllocationError: the policy broke a rule; the caller must not change anything.
     """
 
-    def solve(views: Sequence[JobView], cluster: Cluster) -> Plan:
-        return _on_nodes(policy, views, cluster, now_s, constraints, guaranteed, granted)
+    def solve(views: Sequence[JobView], cluster: Cluster, used: Use) -> Plan:
+        left = dataclasses.replace(constraints, tenants=left_over(constraints.tenants, used)) if used else constraints
+        return _on_nodes(policy, views, cluster, now_s, left, guaranteed, granted)
 
     return plan_with_spans(solve, views, cluster)
 

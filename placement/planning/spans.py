@@ -17,6 +17,7 @@ from placement.cluster.cluster import (
     Cluster,
     Node,
     Resources,
+    add_amounts,
     parts,
     slots,
     used_on_nodes,
@@ -31,7 +32,12 @@ SPAN_LABEL = "elastic-ray.io/spans"
 
 _JOIN = "&"  # of the members in an imagined node's id
 
-Solver: TypeAlias = "Callable[[Sequence[JobView], Cluster], Plan]"
+Use: TypeAlias = "Mapping[str, Resources]"
+"""What jobs that are not asked about use, by tenant."""
+
+Solver: TypeAlias = "Callable[[Sequence[JobView], Cluster, Use], Plan]"
+
+NOTHING: Use = {}
 
 
 def spans_nodes(view: JobView, cluster: Cluster) -> bool:
@@ -103,15 +109,16 @@ def room_for(view: JobView, cluster: Cluster, most: int) -> int:
     return len(find_places(view, empty, most))
 
 
-def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster) -> Plan:
+def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, used: Use = NOTHING) -> Plan:
     """Return a policy's plan in which units that fit on no node span several.
 
     Args:
         solve: Function that asks the policy about jobs on a cluster, under all constraints.
+        used: What other jobs use of their tenants' quotas.
     """
     wide = [view for view in views if view.unit > 1 and spans_nodes(view, cluster)]
     if not wide:
-        return solve(views, cluster)
+        return solve(views, cluster, used)
     first = min(wide, key=lambda view: view.arrival)
     kind = worker_kind(first), first.unit
     mine = {view.job: view for view in wide if (worker_kind(view), view.unit) == kind}
@@ -129,7 +136,7 @@ def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster) -
         for view in views
         if view.job not in later
     ]
-    plan = solve(asked, merged)
+    plan = solve(asked, merged, _with_use(used, later.values(), present))
     allocation = {job: {_real(node): n for node, n in at.items()} for job, at in plan.allocation.items()}
     whole = {job: at for job, at in allocation.items() if job in mine}
     why = f"no node holds {describe(first.bundle)}: a unit spans nodes, of one domain if one has room"
@@ -141,7 +148,8 @@ def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster) -
     # The others' sizes keep to what the policy has just weighed, beside these jobs, and to all quotas.
     sizes = {job: sum(at.values()) for job, at in allocation.items()}
     again = [_at_most(view, sizes[view.job]) for view in others if view.job in sizes]
-    rest = plan_with_spans(solve, [*again, *later.values()], without(cluster, whole, bundles))
+    beside_whole = _with_use(used, mine.values(), whole)
+    rest = plan_with_spans(solve, [*again, *later.values()], without(cluster, whole, bundles), beside_whole)
     has = {job: sum(at.values()) for job, at in rest.allocation.items()}
     reasons = {job: reason for job, reason in rest.reasons.items() if has.get(job) != sizes.get(job)}
     return dataclasses.replace(
@@ -150,6 +158,14 @@ def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster) -
         reasons={**plan.reasons, **reasons},
         guaranteed=plan.guaranteed | rest.guaranteed,
     )
+
+
+def _with_use(used: Use, views: Iterable[JobView], allocation: Allocation) -> Use:
+    """Return what is used with what these jobs use besides."""
+    found = {tenant: dict(amounts) for tenant, amounts in used.items()}
+    for view in views:
+        add_amounts(found.setdefault(view.tenant, {}), view.bundle, sum(allocation.get(view.job, {}).values()))
+    return found
 
 
 def _living(view: JobView, cluster: Cluster) -> dict[str, int]:

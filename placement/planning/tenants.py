@@ -64,6 +64,15 @@ def check_tenants(tenants: Sequence[Tenant]) -> None:
         names.add(tenant.name)
 
 
+def left_over(tenants: Sequence[Tenant], used: Mapping[str, Resources]) -> tuple[Tenant, ...]:
+    """Return the tenants with what their quotas leave beside this use."""
+
+    def left(tenant: Tenant) -> Resources:
+        return {r: max(most - used.get(tenant.name, {}).get(r, 0.0), 0.0) for r, most in tenant.quota.items()}
+
+    return tuple(dataclasses.replace(tenant, quota=left(tenant)) for tenant in tenants)
+
+
 def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) -> Plan:
     """Query the policy for one tenant after the other within its share, then offer the rest within quotas.
 

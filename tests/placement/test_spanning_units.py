@@ -13,8 +13,10 @@ from placement.allocator.core import AllocatorCore
 from placement.allocator.events import Allocate, Instruction, JobHeartbeat, NodesChanged
 from placement.cluster.cluster import DOMAIN_LABEL, GPU_TYPE_LABEL, Cluster, Node, by_node, check, parts
 from placement.cluster.jobs import JobView
+from placement.planning.constraints import Constraints
 from placement.planning.plan import make_plan, unsatisfiable
 from placement.planning.spans import find_places
+from placement.planning.tenants import Tenant
 from placement.policies import POLICIES, make_policy
 from placement.simulator.results.outlook import outlook
 from tests.placement.views import AT_ONCE, cluster, view
@@ -139,6 +141,39 @@ def test_spanning_unit_leaves_nodes_that_drain_or_go() -> None:
     assert not parts(next(iter(told.nodes))).keys() & {"n1"} and told.draining == ("n0*2+n1*2",)
     core.handle(NodesChanged(cluster=Cluster(nodes=cluster(2, 2, 2, 2).nodes[1:])), 3.0)
     assert "n0" not in by_node(core.snapshot().jobs["a"].target)
+
+
+def test_plain_job_of_same_bundle_is_judged_apart() -> None:
+    core = AllocatorCore(make_policy("goodput"), AT_ONCE, settling=False)
+    core.handle(NodesChanged(cluster=cluster(2, 2)), 0.0)
+    core.handle(JobHeartbeat(view=dataclasses.replace(job(4, "plain", most=1), unit=1)), 1.0)
+    core.handle(JobHeartbeat(view=job(4, most=1)), 2.0)
+    core.handle(NodesChanged(cluster=cluster(2, 2, 1)), 3.0)
+    jobs = core.snapshot().jobs
+    assert jobs["a"].target == {"n0*2+n1*2": 1} and not jobs["plain"].target
+
+
+def test_running_unit_is_judged_apart_from_waiting_one() -> None:
+    """Beside a larger node only a unit that spans nodes already may do so."""
+    core = AllocatorCore(make_policy("goodput"), AT_ONCE, settling=False)
+    core.handle(NodesChanged(cluster=cluster(2, 2, 2, 2)), 0.0)
+    held = job(4, most=2, least=2).placed({"n0*2+n1*2": 1, "n2*2+n3*2": 1})
+    core.handle(JobHeartbeat(view=dataclasses.replace(job(4, "w", least=2), submitted_s=9.0)), 1.0)
+    core.handle(JobHeartbeat(view=held), 2.0)
+    core.handle(NodesChanged(cluster=cluster(2, 2, 2, 2, 4)), 3.0)
+    assert core.snapshot().jobs["a"].target == dict(held.allocation)
+
+
+@pytest.mark.parametrize("name", ["goodput", "fifo"])
+@pytest.mark.parametrize("running", [False, True])
+def test_quota_holds_across_units_of_several_sizes(name: str, running: bool) -> None:
+    jobs = [job(6, "a", most=2, tenant="t"), job(5, "b", most=2, tenant="t", submitted_s=1.0)]
+    if running:
+        jobs[1] = jobs[1].placed({"n0*4+n1*1": 1})
+    rules = Constraints(tenants=(Tenant(name="t", quota={"CPU": 12.0}),))
+    plan = make_plan(make_policy(name), jobs, cluster(4, 4, 4, 4, 4, 4), 0.0, rules)
+    sizes = {each: sum(at.values()) for each, at in plan.allocation.items()}
+    assert sizes == ({"a": 1, "b": 1} if running else {"a": 2})
 
 
 def test_other_jobs_have_what_units_leave() -> None:

@@ -74,3 +74,10 @@ def test_one_look_serves_all_askers_and_counts_down() -> None:
     assert starts.of("other", 1004.0) is None and len(looks) == 1
     assert round(starts.of("w", 1000.0 + EVERY_S) or 0) == 100 and len(looks) == 2
     assert round(starts.of("w", 0.0) or 0) == 100 and len(looks) == 3, "a clock that went back"
+
+
+def test_unit_that_spans_nodes_holds_its_part_of_each() -> None:
+    unit = ending("unit", 10.0, {"n0*2+n1*1": 1}, bundle={"CPU": 3.0}, unit=3)
+    waiting = [view("one", min_workers=1), view("two", min_workers=2, submitted_s=1.0)]
+    found = start_times(waiting, [unit], cluster(2, 2))
+    assert {job: round(start_s, 6) for job, start_s in found.items()} == {"one": 0.0, "two": 10.0}
