@@ -541,7 +541,8 @@ def _check_splits(splits: Sequence[int], communicator: Communicator) -> None:
     world = communicator.world_size
     everywhere = torch.empty(world * len(splits), dtype=torch.int64)
     communicator.wait(communicator.all_gather(everywhere, torch.tensor(splits)))
-    sent, expected, sizes = everywhere.view(world, -1).split((world, world, 2), 1)
+    rows = everywhere.view(world, -1)
+    sent, expected, sizes = rows[:, :world], rows[:, world:-2], rows[:, -2:]
     for source, target in (sent != expected.T).nonzero().tolist():
         raise RanksDisagreeError(
             f"all_to_all: rank {source} sends {sent[source, target]} rows to rank {target}, which expects "

@@ -18,6 +18,7 @@ from placement.planning.plan import make_plan, unsatisfiable
 from placement.planning.spans import find_places
 from placement.planning.tenants import Tenant
 from placement.policies import POLICIES, make_policy
+from placement.ray_cluster.cluster_scaler import demand
 from placement.simulator.results.outlook import outlook
 from tests.placement.views import AT_ONCE, cluster, view
 
@@ -174,6 +175,13 @@ def test_quota_holds_across_units_of_several_sizes(name: str, running: bool) -> 
     plan = make_plan(make_policy(name), jobs, cluster(4, 4, 4, 4, 4, 4), 0.0, rules)
     sizes = {each: sum(at.values()) for each, at in plan.allocation.items()}
     assert sizes == ({"a": 1, "b": 1} if running else {"a": 2})
+
+
+def test_nodes_are_requested_for_parts_of_running_units() -> None:
+    """A bundle that no node type holds would keep Ray from starting any node of the request."""
+    running = job(4, least=2).placed({"n0*3+n1*1": 1, "n9": 1})
+    found = demand([running, view("w", min_workers=1)], {"w"})
+    assert [resources["CPU"] for resources, _ in found] == [3.0, 1.0, 4.0, 1.0]
 
 
 def test_other_jobs_have_what_units_leave() -> None:
