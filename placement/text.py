@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import unicodedata
+from collections.abc import Mapping
 
 _OURS = ("elastic_ray", "placement", "tuning")
 _LONG_ID = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{24,56}\b")
@@ -98,3 +99,8 @@ def _escape(character: str) -> str:
 def _json_escape(character: str) -> str:
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
+
+
+def describe(bundle: Mapping[str, float]) -> str:
+    """Return a bundle of resources in readable form, such as ``1 CPU + 2 GPU``."""
+    return " + ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()) if amount > 0)

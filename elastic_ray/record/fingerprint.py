@@ -19,7 +19,7 @@ import hashlib
 
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.job_spec import JobSpec
-from placement.policies.shared.base import describe
+from placement.text import describe
 
 
 def fingerprint(spec: JobSpec, loader: LoaderInfo | None) -> str | None:

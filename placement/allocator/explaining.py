@@ -11,9 +11,8 @@ from placement.cluster.labels import satisfying
 from placement.cluster.packing import FreeResources
 from placement.planning.problem import Plan
 from placement.planning.spans import find_places, spans_nodes
-from placement.policies.shared.base import describe
 from placement.reasons import Reason
-from placement.text import printable, short_ids
+from placement.text import describe, printable, short_ids
 
 EXTRA = "one-more-worker"
 """Id of the node that is imagined."""

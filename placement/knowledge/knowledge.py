@@ -226,7 +226,7 @@ class Knowledge:
         # The view is copied once, with all that is added: jobs times decisions, copies were a fifth of a simulation.
         progress = self._lengths.progress(view, self._epochs.get(fingerprint), now_s)
         if not most:
-            return dataclasses.replace(view, progress=progress)
+            return view if progress is view.progress else dataclasses.replace(view, progress=progress)
         limit = None if view.growth_limit is None else max(view.growth_limit, 2 * most)
         first = next(iter(sorted(models)))
         return dataclasses.replace(

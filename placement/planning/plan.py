@@ -17,8 +17,9 @@ from placement.planning.problem import Plan, Problem
 from placement.planning.spans import Use, plan_with_spans, room_for, spans_nodes
 from placement.planning.tenants import left_over
 from placement.planning.wishes import grant, without_wish
-from placement.policies.shared.base import Policy, Target, as_targets, describe
+from placement.policies.shared.base import Policy, Target, as_targets
 from placement.reasons import Cause, Reason
+from placement.text import describe
 
 _ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
 

@@ -25,7 +25,7 @@ from placement.cluster.cluster import (
 )
 from placement.cluster.jobs import JobView, worker_kind
 from placement.planning.problem import Plan
-from placement.policies.shared.base import describe
+from placement.text import describe
 
 SPAN_LABEL = "elastic-ray.io/spans"
 """Label, in a policy's view alone, of the places that a unit may have."""

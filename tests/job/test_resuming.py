@@ -69,8 +69,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "a list": (json.dumps({"progress": [1], "metrics": {}}), "progress=[1], which is no object"),
     "loops": (note(loops=[["x", False]]), "position must be a whole number"),
     "loops of three": (note(loops=[[1, 2, 3]]), "is not used"),
-    "loops that are none": (note(loops=7), "no place in a run"),
-    "no JSON": ("{", "is no JSON"),
+    "loops that are none": (note(loops=7), "not a position in a run"),
+    "no JSON": ("{", "is not JSON"),
     "not ours": ("[]", "lacks 'progress'"),
 }
 

@@ -449,7 +449,10 @@ def test_ranks_that_come_apart_in_last_epoch_are_found(ranks: Ranks) -> None:
 
 def test_so_are_they_where_the_loop_is_left_earlier(ranks: Ranks) -> None:
     for told, steps in ranks.run(apart, 20, 115, 9, world=2):
-        assert "when the loop over epochs was left, rank(s) 1 held other parameters" in told and steps == 120
+        assert (
+            "when the loop over epochs was left, rank(s) 1 held or trained parameters differently" in told
+            and steps == 120
+        )
 
 
 def test_behind_the_loop_each_rank_may_change_its_own(ranks: Ranks) -> None:

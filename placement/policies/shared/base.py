@@ -14,6 +14,7 @@ from placement.cluster.jobs import JobView, speeds
 from placement.cluster.packing import FreeResources, pack
 from placement.goodput.step_time import Floats
 from placement.reasons import Cause, Reason
+from placement.text import describe
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +163,6 @@ def held(view: JobView, workers: int) -> Reason | None:
         return None
     whole = workers == view.held_at
     return Reason(Cause.HELD, (workers,)) if whole else Reason(Cause.HELD_IN_PART, (view.held_at, workers))
-
-
-def describe(bundle: Mapping[str, float]) -> str:
-    """Return a bundle in readable form, such as ``1 CPU + 2 GPU``."""
-    return " + ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()) if amount > 0)
 
 
 Score = Callable[[JobView, int], "float | None"]

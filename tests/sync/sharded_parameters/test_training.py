@@ -387,7 +387,9 @@ def test_ranks_without_gradients_meet_the_others_on_their_device() -> None:
             handed.extend([output, tensor])
 
     group = SimpleNamespace(world_size=3, rank=0, communicator=SimpleNamespace(gradients=Gradients()))
-    run: Any = SimpleNamespace(group=group, consensus=SimpleNamespace(wait=lambda work: None))
+    run: Any = SimpleNamespace(
+        group=group, consensus=SimpleNamespace(announcer=SimpleNamespace(wait=lambda work: None))
+    )
     collectives = ShardCollectives(run, 0)
     collectives.layout = layout_of(3)
     collectives.to_follower([], {2: []}, torch.device("meta"))

@@ -104,7 +104,7 @@ def test_checkpoint_asks_no_rank_in_collective_of_its_own(tmp_path: Path, monkey
     seen: dict[int, set[float]] = {}
 
     def between(session: Any, saver: Any, step: int) -> None:
-        (buffers,) = session.registry._buffers
+        (buffers,) = session.registry.buffers
         seen.setdefault(step, set()).add(buffers._module.seen.item())
         if session.rank == 0:
             first[step] = buffers._module.seen.item()
@@ -215,7 +215,7 @@ def test_the_first_rank_is_given_no_others_tiles(tmp_path: Path) -> None:
     gathered = []
 
     def look(session: Any, saver: Any, step: int) -> None:
-        (gradients,) = session.registry._gradients
+        (gradients,) = session.registry.gradients
         if step:  # at the beginning there is nothing to gather
             gathered.append(gradients._divided._gathered)
 
