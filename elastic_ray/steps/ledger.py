@@ -79,7 +79,9 @@ class _LeftSteps:
 
     depth: int  # of the steps that all ranks are in
     position: int  # of the outermost step left, in its pass
-    sums: dict[tuple[int, int], dict[str, float]]  # of accumulators, for code that runs on; a lost round takes them back
+    sums: dict[
+        tuple[int, int], dict[str, float]
+    ]  # of accumulators, for code that runs on; a lost round takes them back
     progress: RunProgress | None = None  # of the group that was entered meanwhile
 
 
