@@ -219,10 +219,10 @@ class LoaderPasses:
             failure = run.agree_in_unit(failure)
         left = ledger.has_left
         step = ledger.end(loader_pass)
-        if left:
-            return self._edge_alone(step)
         asked, self._asked_to_end = self._asked_to_end, None
         ends_early = asked is step.loader_pass
+        if left:
+            return self._edge_alone(step, ends_early=ends_early)
         before = run.states.progress.loader_steps
         if run.faults is not None:
             run.moment("edge")
@@ -261,7 +261,7 @@ class LoaderPasses:
                 self._changes.between_steps(step.can_switch)
         return True
 
-    def _edge_alone(self, step: LoaderStep) -> bool:
+    def _edge_alone(self, step: LoaderStep, *, ends_early: bool) -> bool:
         """End a step that the other ranks are not in; same result as :meth:`edge`."""
         run, ledger = self._run, self._run.ledger
         added = run.sums.take(ledger.depth + 1)
@@ -269,6 +269,8 @@ class LoaderPasses:
             return ledger.end_left(step)
         run.states.progress.add_sums((key, name, value) for key, sums in added.items() for name, value in sums.items())
         step.loader_pass.advance(step.count, None)
+        if ends_early:
+            self.ended_early = step.loader_pass
         return True
 
     def _edge_in_round(

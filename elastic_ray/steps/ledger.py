@@ -79,6 +79,9 @@ class _LeftSteps:
 
     depth: int  # of the steps that all ranks are in
     position: int  # of the outermost step left, in its pass
+    sums: dict[
+        tuple[int, int], dict[str, float]
+    ]  # of accumulators, for code that runs on; a lost round takes them back
     progress: RunProgress | None = None  # of the group that was entered meanwhile
 
 
@@ -411,7 +414,9 @@ class StepLedger:
                 _LEFT,
                 dataclasses.replace(self._left, progress=copy.deepcopy(self.state.progress)),
             )
-            self.state.snapshot()
+            self.state.progress.sums = self._left.sums
+            if not self._left.depth:  # else the snapshots of the outermost step still count, which is not left
+                self.state.snapshot()
         self._follow()
 
     @property
@@ -428,12 +433,13 @@ class StepLedger:
         """Leave the steps beyond ``depth`` while the group changes; the code in them runs on, without effect."""
         step = (*self._outer, self.step)[depth]
         assert step is not None, "this rank is in more steps than the others"
+        sums = copy.deepcopy(self.state.progress.sums) if self._left is None else self._left.sums
         if not depth and self.round is not None:
             self.lose_round()
-        elif not depth and self._left is None:
+        elif not depth and (self._left is None or self._left.depth):
             self.state.roll_back()
         self._forget_nested(step)
-        self._left = _LeftSteps(depth=depth, position=step.loader_pass.position)
+        self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
 
     def end_left(self, step: LoaderStep) -> bool:
         """Return to the others at the end of a step that was left; True if they have committed it meanwhile."""

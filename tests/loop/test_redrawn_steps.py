@@ -88,7 +88,9 @@ def test_no_update_of_a_lost_step_stays(strategy: str, moment: str) -> None:
         torch.testing.assert_close(each, torch.stack(first).mean(0))
 
 
-def summed(strategy: Any, within: Callable[[], None] = lambda: None) -> float:
+def summed(
+    strategy: Any, within: Callable[[], None] = lambda: None, after_evaluation: Callable[[], None] = lambda: None
+) -> float:
     """Train with gradients of 1 and evaluate within some steps; return how many updates the weight shows."""
     model = torch.nn.Linear(1, 1, bias=False).double()
     torch.nn.init.zeros_(model.weight)
@@ -107,6 +109,7 @@ def summed(strategy: Any, within: Callable[[], None] = lambda: None) -> float:
                 with torch.no_grad():
                     for (seen,) in evaluation:
                         wrapped(seen)
+                after_evaluation()
     return -model.weight.item()
 
 
@@ -117,28 +120,59 @@ def test_a_loss_in_an_evaluation_leaves_the_step(strategy: Any, worker: int) -> 
     assert list(outcome.results.values()) == [SAMPLES / BATCH] * 2
 
 
-@pytest.mark.parametrize(("strategy", "loses"), [("sma", None), (LocalSGD(period=1), 1), ("all_reduce", None)])
-def test_who_misses_an_evaluations_end_draws_the_step_too(strategy: Any, loses: int | None) -> None:
-    """The others are at the end of the step around it; with ``loses``, that worker dies meanwhile."""
-    missing: list[str] = []
+class Misses:
+    """Makes worker 3 miss the end of the first evaluation, which the others have heard of.
 
-    def missed(*args: Any, **options: Any) -> None:
+    Attributes:
+        who: The worker, once it has.
+        left: Called on it after that, within the step that it has left.
+    """
+
+    def __init__(self, left: Callable[[], None] = lambda: None) -> None:
+        self.who, self._left = list[str](), left
+
+    def _missed(self, *args: Any, **options: Any) -> None:
         passes = current_session().passes
         del passes._vote
         passes._vote(*args, **options)
-        missing.append(current_session().worker)
+        self.who.append(current_session().worker)
         raise CommunicationFailedError("the end of the vote was lost")  # a step further than scripted faults reach
 
-    def misses() -> None:
+    def __call__(self) -> None:
         session = current_session()
-        if session.worker == "w3" and session.progress.steps == 3 and not missing:
+        if session.worker == "w3" and session.progress.steps == 3 and not self.who:
             vote = session.passes._vote
             session.passes._vote = lambda what, *args, **options: (
-                missed(what, *args, **options) if what.intent is Intent.END_OF_PASS else vote(what, *args, **options)
+                self._missed(what, *args, **options)
+                if what.intent is Intent.END_OF_PASS
+                else vote(what, *args, **options)
             )
 
+    def after_evaluation(self) -> None:
+        if current_session().ledger.has_left:
+            self._left()
+
+
+@pytest.mark.parametrize(("strategy", "loses"), [("sma", None), (LocalSGD(period=1), 1), ("all_reduce", None)])
+def test_who_misses_an_evaluations_end_draws_the_step_too(strategy: Any, loses: int | None) -> None:
+    """The others are at the end of the step around it; with ``loses``, that worker dies meanwhile."""
+    misses = Misses()
     script = [] if loses is None else [Kill(3, loses, "end_of_pass", after=(2,))]
     outcome = run_job(lambda: summed(strategy, misses), script, first=WORKERS)
-    assert missing == ["w3"] and outcome.told == []
+    assert misses.who == ["w3"] and outcome.told == []
     assert list(outcome.results.values()) == [SAMPLES / BATCH] * (3 if loses is None else 2)
     assert outcome.passes[0][2]["proof"]["samples"] == SAMPLES
+
+
+def test_left_steps_end_no_later_pass() -> None:
+    """Code in them may want to end the pass by what it alone has evaluated; the others have committed the step."""
+    wanted: list[bool] = []
+
+    def ends() -> None:
+        wanted.append(True)
+        current_session().passes.end_after_step()
+
+    misses = Misses(ends)
+    outcome = run_job(lambda: summed("all_reduce", misses, misses.after_evaluation), first=WORKERS)
+    assert misses.who == ["w3"] and wanted
+    assert list(outcome.results.values()) == [SAMPLES / BATCH] * 3

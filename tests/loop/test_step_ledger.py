@@ -25,6 +25,9 @@ class State:
     def roll_back(self) -> None:
         self.asked.append("roll back")
 
+    def lose_round(self) -> None:
+        self.progress.sums = {}
+
 
 def gain(scale: float) -> float:
     return scale / 2
@@ -230,3 +233,33 @@ def test_a_pass_over_whole_batches_neither_trains_nor_nests(ledger: StepLedger, 
         ledger.mark_training()
     with pytest.raises(RuntimeError, match="no loader may be iterated"):
         ledger.begin_pass()
+
+
+def test_left_nested_steps_keep_the_outermost_snapshot(ledger: StepLedger, state: State) -> None:
+    """It may be lost later, with what its code has changed before the nested pass."""
+    for _ in range(3):
+        begun(ledger, state)
+    ledger.leave_steps(1)
+    ledger.clear_failure()
+    assert ledger.has_left and state.asked == ["snapshot"]
+
+
+def test_leaving_the_outermost_step_later_rolls_back(ledger: StepLedger, state: State) -> None:
+    """The group in which only nested steps were to be left has broken before it was entered."""
+    for _ in range(3):
+        begun(ledger, state)
+    ledger.leave_steps(1)
+    ledger.leave_steps(0)
+    assert state.asked == ["snapshot", "roll back"]
+
+
+def test_left_code_sees_its_sums_of_lost_rounds(ledger: StepLedger, state: State) -> None:
+    """It may divide by them."""
+    first = PassProgress()
+    ledger.begin_round(first, (), 1, copies=False)
+    begun(ledger, state)
+    state.progress.sums = {(0, 0): {"samples": 8.0}}
+    ledger.leave_steps(0)
+    assert not state.progress.sums, "what joiners are sent"
+    ledger.clear_failure()
+    assert state.progress.sums == {(0, 0): {"samples": 8.0}}

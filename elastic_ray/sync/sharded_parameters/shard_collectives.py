@@ -132,7 +132,7 @@ class ShardCollectives:
             unit.reshard()
 
     def comes_next(self, what: str) -> None:
-        """Agree with all ranks that `what` is the next collective; ``reductions_started`` ends the agreement.
+        """Agree with all ranks that `what` is the next collective; ``Announcer.done`` ends the agreement.
 
         Raises CommunicationFailedError: The group broke. RanksDisagreeError: Other ranks do something else.
         """
