@@ -14,7 +14,7 @@ from placement.planning.constraints import Constraints, decide, without_idle_spo
 from placement.planning.failing_nodes import avoid_slow
 from placement.planning.multi_node import held_up, keep_apart, shared
 from placement.planning.problem import Plan, Problem
-from placement.planning.spans import Use, plan_with_spans, room_for, spans_nodes
+from placement.planning.spans import Use, per_process, plan_with_spans, room_for, spans_nodes
 from placement.planning.tenants import left_over
 from placement.planning.wishes import grant, without_wish
 from placement.policies.shared.base import Policy, Target, as_targets
@@ -226,8 +226,9 @@ def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> No
 
 
 def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
-    """Return the nodes that could run a worker of the job if they were empty."""
-    return [node for node in cluster.nodes if node.matches(view.selector) and slots(node.total, view.bundle)]
+    """Return the nodes that could run a worker of the job, or a part of a unit that spans nodes, if they were empty."""
+    need = per_process(view) if spans_nodes(view, cluster) else view.bundle
+    return [node for node in cluster.nodes if node.matches(view.selector) and slots(node.total, need)]
 
 
 def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:

@@ -55,7 +55,7 @@ def find_places(view: JobView, cluster: Cluster, most: int) -> list[str]:
     A unit that is split uses as few nodes as possible, of the domain with the least room. Each place uses resources of
     its own. A node that has room for several units is returned once for each.
     """
-    each = _per_process(view)
+    each = per_process(view)
     nodes = [node for node in cluster.nodes if not node.draining and node.matches(view.selector)]
     room = {node.node_id: slots(node.free, each) for node in nodes}
     domains, types = dict[tuple[str, str], list[str]](), dict[str, list[str]]()
@@ -99,7 +99,8 @@ def _place(chosen: Mapping[str, int]) -> str:
     return "+".join(f"{node}*{count}" if several else node for node, count in sorted(chosen.items()))
 
 
-def _per_process(view: JobView) -> Resources:
+def per_process(view: JobView) -> Resources:
+    """Return the resources of one process of a unit."""
     return {name: amount / view.unit for name, amount in view.bundle.items()}
 
 

@@ -14,7 +14,7 @@ from placement.allocator.events import Allocate, Instruction, JobHeartbeat, Node
 from placement.cluster.cluster import DOMAIN_LABEL, GPU_TYPE_LABEL, Cluster, Node, by_node, check, parts
 from placement.cluster.jobs import JobView
 from placement.planning.constraints import Constraints
-from placement.planning.plan import make_plan, unsatisfiable
+from placement.planning.plan import make_plan, possible_nodes, unsatisfiable
 from placement.planning.spans import find_places
 from placement.planning.tenants import Tenant
 from placement.policies import POLICIES, make_policy
@@ -182,6 +182,12 @@ def test_nodes_are_requested_for_parts_of_running_units() -> None:
     running = job(4, least=2).placed({"n0*3+n1*1": 1, "n9": 1})
     found = demand([running, view("w", min_workers=1)], {"w"})
     assert [resources["CPU"] for resources, _ in found] == [3.0, 1.0, 4.0, 1.0]
+
+
+def test_nodes_that_hold_parts_of_units_are_possible() -> None:
+    """A job's first failed start ends it if no other node could start it."""
+    assert [len(possible_nodes(job(unit), cluster(2, 2, 2))) for unit in (1, 2, 4)] == [3, 3, 3]
+    assert len(possible_nodes(job(4), cluster(2, 2, 4))) == 1
 
 
 def test_other_jobs_have_what_units_leave() -> None:

@@ -174,7 +174,8 @@ def _cluster(life: Life, views: Sequence[JobView], gpu: str) -> str:
         found: dict[str, list[int]] = {}
         nodes = cluster.by_id()
         for place in find_places(views[0], cluster, len(nodes)) if spans_nodes(views[0], cluster) else ():
-            found.setdefault(nodes[next(iter(parts(place)))].gpu_type or gpu, []).append(1)
+            if "+" in place:
+                found.setdefault(nodes[next(iter(parts(place)))].gpu_type or gpu, []).append(1)
         for node in cluster.nodes:
             if node.slots(bundle):
                 found.setdefault(node.gpu_type or gpu, []).append(node.slots(bundle))

@@ -13,7 +13,7 @@ from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
 from placement.allocator.recording import Life, read_recording, replay
-from placement.cluster.cluster import Cluster
+from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes, MemoryNeed
@@ -108,6 +108,17 @@ def test_nodes_that_a_recorded_unit_spans_count_as_one() -> None:
     life, _ = recorded("goodput")
     events = tuple((now_s, united(event)) for now_s, event in life.events)
     assert recorded_workload(dataclasses.replace(life, events=events)).cluster == "t4:1x1"
+
+
+def test_larger_node_beside_recorded_unit_counts_once() -> None:
+    nodes = [Node(node_id=f"n{i}", total={"CPU": n}, free={"CPU": n}) for i, n in enumerate((2.0, 2.0, 4.0))]
+    seen = {"": (Observation(1, 1, 64.0, 0, 0.1),)}
+    progress = Progress(done=9.0, epoch_ends=(8.0,), epochs=4.0)
+    unit = {"bundle": {"CPU": 4.0}, "unit": 4, "allocation": {"n0*2+n1*2": 1}}
+    held = view("a", **unit, fingerprint="net", progress=progress, observations=seen)
+    life, _ = recorded("goodput")
+    events = ((0.0, NodesChanged(cluster=Cluster(nodes=tuple(nodes)))), (1.0, JobHeartbeat(view=held)))
+    assert recorded_workload(dataclasses.replace(life, events=events), gpu="x").cluster == "x:2x1"
 
 
 @pytest.mark.matrix(every=1)
