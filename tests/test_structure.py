@@ -44,7 +44,7 @@ PRIVATE_NAMES = {
     "of Lightning, Accelerate and transformers: what a user's code finds there": """_elastic_options _enabled
         _last_val_time _mixed_precision _reset_state _trainer""",
     "of torch's own test classes, whose cases run in the ranks of a group": """_barrier _create_process_group_gloo
-        _get_default_group _spawn_processes _spawn_threads _DistTestBase""",
+        _get_default_group _spawn_processes _spawn_threads""",
     "a clock that a test sets": "_clock",
     "waits that a test makes short": "_FORM_TIMEOUT_S _HEARING_S _KEPT _PATIENCE_S",
     "tables of what is refused, each entry of which is tried": """_ARGUMENTS _ElasticArguments _HOMES _OF_ACCELERATOR
@@ -53,7 +53,7 @@ PRIVATE_NAMES = {
         _forecast _group_used _host_used _hull _lanes _masked _measured_again _set_state _signal _spread _state_of""",
     "sizes in memory and counts, which must stay bounded": """_ahead _bytes _buckets _buffers _cache _count_costs _held
         _left_out _pending _policies _promise _records _tables""",
-    "what lies with each rank, which no rank shows another": """_debtors _divided _gathered _gradients _holder _owed
+    "what lies with each rank, which no rank shows another": """_debtors _divided _gathered _holder _owed
         _reducer _shard _states _steps _sync _table _tracker""",
     "the inside of a communicator or a run, which a test breaks on purpose": """_above _core _form_gloo _gloo _kind
         _meet _module _nccl _session _speak _vote""",
