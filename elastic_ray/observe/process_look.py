@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ray.events import WorkerInfo
+from placement.cluster.cluster import parts
 from placement.text import printable_lines
 
 MOST_BYTES = 64 * 1024  # of each of the two files that a process prints into
@@ -32,19 +33,20 @@ def look_at(worker: WorkerInfo, what: str) -> str:
     Raises LookRefusedError: the worker's node does not answer in time, or does not permit the inspection.
     """
     look = {"logs": _logs, "stack": read_stack}[what]
-    there = NodeAffinitySchedulingStrategy(worker.node, soft=False)
+    node = next(iter(parts(worker.node)))  # of a unit that spans nodes, which names its first process
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
     call = task.remote(worker.pid)
     try:
         text, refused = ray.get(call, timeout=_LOOK_S)
     except GetTimeoutError:
         ray.cancel(call, force=True)
-        raise LookRefusedError(f"node {worker.node[:8]} has not answered within {_LOOK_S:g} s; ask again") from None
+        raise LookRefusedError(f"node {node[:8]} has not answered within {_LOOK_S:g} s; ask again") from None
     except RayError as error:
         first = str(getattr(error, "cause", None) or error).strip().splitlines()[0]
-        raise LookRefusedError(f"node {worker.node[:8]} did not answer: {first}") from None
+        raise LookRefusedError(f"node {node[:8]} did not answer: {first}") from None
     if refused:
-        raise LookRefusedError(f"process {worker.pid} on node {worker.node[:8]}: {refused}")
+        raise LookRefusedError(f"process {worker.pid} on node {node[:8]}: {refused}")
     return printable_lines(text)
 
 

@@ -14,6 +14,7 @@ from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.unit import process_names
 from elastic_ray.worker.messages import WorkerReregistration
 from elastic_ray.worker.process import is_running
+from placement.cluster.cluster import parts
 from placement.ray_cluster.named_actors import find_actor
 
 logger = logging.getLogger("elastic_ray.job")
@@ -95,7 +96,7 @@ class Reconnection:
         node, pid = self._homes.get(worker), self._pids.get(worker)
         if node is None or pid is None:
             return None
-        beside = next((told.actor for told in self._told.values() if told.node == node), None)
+        beside = next((told.actor for told in self._told.values() if next(iter(parts(told.node))) == node), None)
         look: Any = ray.remote(is_running)
         on_node = NodeAffinitySchedulingStrategy(node, soft=False)
         try:
