@@ -44,7 +44,7 @@ PRIVATE_NAMES = {
     "of Lightning, Accelerate and transformers: what a user's code finds there": """_elastic_options _enabled
         _last_val_time _mixed_precision _reset_state _trainer""",
     "of torch's own test classes, whose cases run in the ranks of a group": """_barrier _create_process_group_gloo
-        _get_default_group _spawn_processes _spawn_threads _DistTestBase""",
+        _get_default_group _spawn_processes _spawn_threads""",
     "a clock that a test sets": "_clock",
     "waits that a test makes short": "_FORM_TIMEOUT_S _HEARING_S _KEPT _PATIENCE_S",
     "tables of what is refused, each entry of which is tried": """_ARGUMENTS _ElasticArguments _HOMES _OF_ACCELERATOR
