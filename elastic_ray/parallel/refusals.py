@@ -97,7 +97,7 @@ def refuse_wrapped(module: torch.nn.Module, own: type) -> None:
     """Raise TypeError for a model that a multi-device wrapper already trains; ``own`` is our wrapper."""
     name = type(module).__name__
     if isinstance(module, own):
-        raise TypeError(f"module must be a plain model, but got one already wrapped in {name} already")
+        raise TypeError(f"module must be a plain model, but got one wrapped in {name} already")
     if isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         raise TypeError(
             f"module must be a plain model, but got a {name}: each worker trains on one device, and elastic-ray "

@@ -155,7 +155,7 @@ def test_the_optimizer_must_hold_the_model_s_parameters() -> None:
     [
         (lambda m, o: (lambda x: x, o), "module must be a torch.nn.Module"),
         (lambda m, o: (m, m.parameters()), "optimizer must be a torch.optim.Optimizer"),
-        (lambda m, o: (er.AdaptiveDataParallel(m, o), o), "wrapped in AdaptiveDataParallel already"),
+        (lambda m, o: (er.AdaptiveDataParallel(m, o), o), "got one wrapped in AdaptiveDataParallel already"),
         (lambda m, o: (m, o, None, None, 3), "learning-rate rule must be a name or an object"),
     ],
 )
