@@ -42,7 +42,9 @@ def check_close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @every_unit
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    "feature", [pytest.param(name, marks=[] if name == "policies" else pytest.mark.slow) for name in FEATURES]
+)
 def test_feature_survives_changes_and_kill(tmp_path: Path, feature: str, kind: str, unit: Any) -> None:
     config = FEATURES[feature]
     job = UnitJob(united.train, {"kind": kind, "epochs": 30, **config}, tmp_path, unit)
@@ -60,6 +62,7 @@ def test_feature_survives_changes_and_kill(tmp_path: Path, feature: str, kind: s
         assert len({tuple(result["workers"]) for result in results.values()}) == 1
 
 
+@pytest.mark.slow
 @every_unit
 def test_slow_unit_takes_fewer_samples_through_changes(tmp_path: Path, kind: str, unit: Any) -> None:
     config = {"kind": kind, "epochs": 12, "slow": (1,), "slow_s": 0.05 if kind == "tp" else 0.1}
@@ -73,6 +76,7 @@ def test_slow_unit_takes_fewer_samples_through_changes(tmp_path: Path, kind: str
     assert shares, job.told
 
 
+@pytest.mark.slow
 @every_unit
 @pytest.mark.parametrize("strategy", ["local_sgd", "diloco"])
 def test_units_that_drift_average_their_parts(tmp_path: Path, strategy: str, kind: str, unit: Any) -> None:
@@ -88,6 +92,7 @@ def test_units_that_drift_average_their_parts(tmp_path: Path, strategy: str, kin
         check_close(result, results[0])
 
 
+@pytest.mark.slow
 @every_unit
 def test_powersgd_compresses_parts_through_changes(tmp_path: Path, kind: str, unit: Any) -> None:
     config = {"kind": kind, "epochs": 30, "strategy": PowerSGD(rank=1)}
@@ -98,6 +103,7 @@ def test_powersgd_compresses_parts_through_changes(tmp_path: Path, kind: str, un
     assert results[0]["parameters"]["norm.weight"] != pytest.approx(plain["norm.weight"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_int8_compresses_what_each_worker_holds(tmp_path: Path) -> None:
     config = {"kind": "shard", "epochs": 5, "strategy": "int8"}
     results = list(UnitJob(united.train, config, tmp_path, er.Unit(shard=2)).run((1, 2)).values())
@@ -105,6 +111,7 @@ def test_int8_compresses_what_each_worker_holds(tmp_path: Path) -> None:
         check_close(result, results[0])
 
 
+@pytest.mark.slow
 @every_unit
 def test_muon_steps_whole_matrices(tmp_path: Path, kind: str, unit: Any) -> None:
     """As on one worker, but for its arithmetic in bfloat16; a step has the length of 0.1 in 16 x 8 elements."""
