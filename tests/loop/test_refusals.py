@@ -118,7 +118,7 @@ def trains(way: str) -> None:
     ("way", "words"),
     [
         ("sparse", "is sparse, but no layer.*a rule of elastic_ray.sync.spec.Rows.*sparse=False"),
-        ("zero", "a hook has taken it away again.*Step one optimizer of all parameters after"),
+        ("zero", "a hook has removed it.*Step one optimizer of all parameters after"),
         ("step", r"optimizer\.step\(\) was called within backward\(\).*Step one optimizer of all parameters after"),
     ],
 )
