@@ -58,7 +58,7 @@ PRIVATE_NAMES = {
     "the inside of a communicator or a run, which a test breaks on purpose": """_above _core _form_gloo _gloo _kind
         _meet _module _nccl _session _speak _vote""",
     "background work and peers of a saver, notifier or exchange, which a test waits for": """_background _busy
-        _looking _making _parts _peers _pulled""",
+        _looking _making _parts _pulled _pulls""",
     "a coordinator without Ray's data, driven from within": """_close _datasets _lock _loop _packed _readers
         _streams _tell _waiting""",
 }

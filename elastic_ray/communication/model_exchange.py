@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -74,16 +74,90 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(content)
 
 
+class _Pulls:
+    """A rank's connections to the other ranks of one group, and the thread that pulls their models.
+
+    A pull that is in progress when the group is left ends with this object's connections; no later group sees it.
+    """
+
+    def __init__(self, communicator: Communicator, token: bytes, called_off: Callable[[], bool]) -> None:
+        self.peers: dict[int, tuple[str, int]] = {}
+        self._token, self._timeout_s, self._called_off = token, communicator.timeout_s, called_off
+        self._sockets, self._versions, self._ended = dict[int, socket.socket](), dict[int, int](), False
+        self._lock, self._choice = threading.Lock(), random.Random(communicator.rank)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="published-model")
+
+    def close(self) -> None:
+        """Leave the group; a pull in progress fails at once."""
+        with self._lock:
+            self._ended = True
+            sockets = list(self._sockets.values())
+        for each in sockets:
+            shut(each)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def start(self, layout: int, into: Sequence[torch.Tensor]) -> Future[bool] | None:
+        """Pull the newest model of a random rank; None if no rank is left to ask."""
+        peers = list(self.peers)
+        return self._thread.submit(self._pull, self._choice.choice(peers), layout, into) if peers else None
+
+    def _pull(self, peer: int, layout: int, into: Sequence[torch.Tensor]) -> bool:
+        """Pull the model of a rank; False if it has none that is newer. A rank that fails is not asked again."""
+        try:
+            connection = self._connection(peer)
+            connection.sendall(_QUESTION.pack(layout, self._versions.get(peer, 0)))
+            head = bytearray(_ANSWER.size)
+            self._read(connection, memoryview(head))
+            (version,) = _ANSWER.unpack(head)
+            for part in into if version else ():
+                self._read(connection, _bytes_of(part))
+        except OSError:
+            self.peers.pop(peer, None)
+            with self._lock:
+                failed = self._sockets.pop(peer, None)
+            if failed is not None:
+                shut(failed)
+            return False
+        self._versions[peer] = max(self._versions.get(peer, 0), int(version))
+        return int(version) > 0
+
+    def _connection(self, peer: int) -> socket.socket:
+        """Return the connection to a rank. Raises OSError: there is none to be had, or the group was left."""
+        if (connection := self._sockets.get(peer)) is None:
+            connection = socket.create_connection(self.peers[peer], timeout=self._timeout_s)
+            with self._lock:
+                if self._ended:
+                    connection.close()
+                    raise ConnectionError("the group was left")
+                self._sockets[peer] = connection
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(_LOOK_S)
+            connection.sendall(self._token)
+        return connection
+
+    def _read(self, connection: socket.socket, into: memoryview) -> None:
+        """Fill the memory. Raises OSError: the rank is gone or silent, or the group was left or called off."""
+        done, until_s = 0, time.monotonic() + self._timeout_s
+        while done < len(into):
+            try:
+                count = connection.recv_into(into[done : done + _CHUNK])
+            except TimeoutError:
+                if self._ended or self._called_off() or time.monotonic() > until_s:
+                    raise
+                continue
+            if not count:
+                raise ConnectionError("the rank is gone")
+            done, until_s = done + count, time.monotonic() + self._timeout_s
+
+
 class ModelExchange:
     """A rank's published model, and the models that it pulls in a thread of its own, from one random rank at a time."""
 
     def __init__(self) -> None:
         self._server: _Published | None = None
-        self._peers: dict[int, tuple[str, int]] = {}
-        self._sockets: dict[int, socket.socket] = {}
-        self._versions: dict[int, int] = {}
+        self._pulls: _Pulls | None = None
         self._pulled: Future[bool] | None = None
-        self._into: Sequence[torch.Tensor] = ()  # it
+        self._into: Sequence[torch.Tensor] = ()  # tensors of the pull in progress
 
     def enter(self, communicator: Communicator, *, called_off: Callable[[], bool]) -> None:
         """Enter a group; all ranks call this. Raises CommunicationFailedError: the group broke."""
@@ -92,11 +166,12 @@ class ModelExchange:
         if ranks == 1:
             return
         try:
-            told = communicator.broadcast_bytes(secrets.token_bytes(TOKEN_BYTES) if rank == 0 else b"", 0)
-            server = self._server = _Published(communicator.host, told, ranks - 1)
+            token = communicator.broadcast_bytes(secrets.token_bytes(TOKEN_BYTES) if rank == 0 else b"", 0)
+            server = self._server = _Published(communicator.host, token, ranks - 1)
+            pulls = self._pulls = _Pulls(communicator, token, called_off)
             mine = json.dumps([communicator.host, server.port]).encode()
             texts = [communicator.broadcast_bytes(mine if rank == each else b"", each) for each in range(ranks)]
-            self._peers = {each: tuple(json.loads(text)) for each, text in enumerate(texts) if each != rank}
+            pulls.peers = {each: tuple(json.loads(text)) for each, text in enumerate(texts) if each != rank}
         except OSError as error:
             self.close()
             communicator.mark_broken()
@@ -104,20 +179,15 @@ class ModelExchange:
         except BaseException:
             self.close()
             raise
-        self._token, self._timeout_s, self._called_off = told, communicator.timeout_s, called_off
-        self._choice, self._versions = random.Random(rank), dict.fromkeys(self._peers, 0)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="published-model")
 
     def close(self) -> None:
         """Leave the group."""
-        server, self._server = self._server, None
+        server, pulls = self._server, self._pulls
+        self._server, self._pulls, self._pulled = None, None, None
         if server is not None:
             server.end()
-            for each in list(self._sockets.values()):
-                shut(each)
-            if self._peers:
-                self._thread.shutdown(wait=False, cancel_futures=True)
-        self._sockets, self._peers, self._pulled = {}, {}, None
+        if pulls is not None:
+            pulls.close()
 
     @property
     def stands(self) -> bool:
@@ -139,43 +209,5 @@ class ModelExchange:
 
     def ask(self, layout: int, into: Sequence[torch.Tensor]) -> None:
         """Pull another rank's newest model into these CPU tensors, unless a pull is in progress."""
-        if self._pulled is None and self._peers:
-            self._into = into
-            self._pulled = self._thread.submit(self._pull, self._choice.choice(list(self._peers)), layout, into)
-
-    def _pull(self, peer: int, layout: int, into: Sequence[torch.Tensor]) -> bool:
-        """Pull the model of a rank; False if it has none that is newer. A rank that fails is not asked again."""
-        sockets, versions, peers = self._sockets, self._versions, self._peers
-        try:
-            if (connection := sockets.get(peer)) is None:
-                connection = sockets[peer] = socket.create_connection(peers[peer], timeout=self._timeout_s)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(_LOOK_S)
-                connection.sendall(self._token)
-            connection.sendall(_QUESTION.pack(layout, versions[peer]))
-            head = bytearray(_ANSWER.size)
-            self._read(connection, memoryview(head))
-            (version,) = _ANSWER.unpack(head)
-            for part in into if version else ():
-                self._read(connection, _bytes_of(part))
-        except (OSError, KeyError):
-            peers.pop(peer, None)
-            with contextlib.suppress(KeyError):
-                shut(sockets.pop(peer))
-            return False
-        versions[peer] = max(versions[peer], version)
-        return bool(version > 0)
-
-    def _read(self, connection: socket.socket, into: memoryview) -> None:
-        """Fill the memory. Raises OSError: the rank is gone or silent, or the group was left or called off."""
-        done, until_s = 0, time.monotonic() + self._timeout_s
-        while done < len(into):
-            try:
-                count = connection.recv_into(into[done : done + _CHUNK])
-            except TimeoutError:
-                if self._server is None or self._called_off() or time.monotonic() > until_s:
-                    raise
-                continue
-            if not count:
-                raise ConnectionError("the rank is gone")
-            done, until_s = done + count, time.monotonic() + self._timeout_s
+        if self._pulled is None and self._pulls is not None:
+            self._into, self._pulled = into, self._pulls.start(layout, into)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
@@ -139,6 +140,9 @@ class AllocationError(ValueError):
         return type(self), (self.rule, self.message)
 
 
+_PART = re.compile(r"(.+?)\*(\d+)(?:\+|$)")
+
+
 def parts(place: str) -> dict[str, int]:
     """Return the processes of a worker by node: ``{"n1": 4, "n2": 2}`` for ``n1*4+n2*2``, and ``{"n1": 1}`` for a node.
 
@@ -146,10 +150,15 @@ def parts(place: str) -> dict[str, int]:
         >>> parts("n1*4+n2*2")
         {'n1': 4, 'n2': 2}
     """
-    if "+" not in place:
-        return {place: 1}
-    pairs = (part.rpartition("*") for part in place.split("+"))
-    return {node: int(count) for node, _, count in pairs}
+    pairs = _PART.findall(place) if "*" in place else []
+    if len(pairs) < 2 or "+".join(f"{node}*{count}" for node, count in pairs) != place:
+        return {place: 1}  # a node, whose name may hold a plus
+    return {node: int(count) for node, count in pairs}
+
+
+def is_split(place: str) -> bool:
+    """True if the place is that of a unit on several nodes."""
+    return len(parts(place)) > 1
 
 
 def by_node(places: Mapping[str, float]) -> dict[str, float]:

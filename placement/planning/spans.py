@@ -18,6 +18,7 @@ from placement.cluster.cluster import (
     Node,
     Resources,
     add_amounts,
+    is_split,
     parts,
     slots,
     used_on_nodes,
@@ -30,7 +31,7 @@ from placement.text import describe
 SPAN_LABEL = "elastic-ray.io/spans"
 """Label, in a policy's view alone, of the places that a unit may have."""
 
-_JOIN = "&"  # of the members in an imagined node's id
+_JOIN = " & "  # of the members in an imagined node's id
 
 Use: TypeAlias = "Mapping[str, Resources]"
 """What jobs that are not asked about use, by tenant."""
@@ -44,7 +45,7 @@ def spans_nodes(view: JobView, cluster: Cluster) -> bool:
     """True if no node is large enough for a unit of the job, or one of its units spans nodes now."""
     if view.unit == 1:
         return False
-    return any("+" in place for place in view.allocation) or not any(
+    return any(map(is_split, view.allocation)) or not any(
         slots(node.total, view.bundle) and node.matches(view.selector) for node in cluster.nodes if not node.draining
     )
 
@@ -144,7 +145,7 @@ def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, u
     said = {job: reason.with_figures(why) for job, reason in plan.reasons.items() if job in mine}
     granted = {job: {_real(node): n for node, n in at.items()} for job, at in plan.granted.items()}
     plan = dataclasses.replace(plan, allocation=allocation, granted=granted, reasons={**plan.reasons, **said})
-    if not later and not any("+" in place for job, at in allocation.items() if job not in mine for place in at):
+    if not later and not any(is_split(place) for job, at in allocation.items() if job not in mine for place in at):
         return plan
     # The others' sizes keep to what the policy has just weighed, beside these jobs, and to all quotas.
     sizes = {job: sum(at.values()) for job, at in allocation.items()}
@@ -191,7 +192,7 @@ def _places_of(
         used = {**beside, **{f" {i}": {place: 1} for i, place in enumerate(found)}}
         needs = {**bundles, **{f" {i}": views[0].bundle for i in range(len(found))}}
         found += find_places(views[0], without(cluster, used, needs), most - len(found))
-    return [place for place in found if "+" in place]
+    return [place for place in found if is_split(place)]
 
 
 def _merged(first: JobView, places: Sequence[str], cluster: Cluster) -> Cluster:

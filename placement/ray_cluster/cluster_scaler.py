@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from placement.autoscaling.autoscaler import Autoscaler, Autoscaling, ScalingDecision
-from placement.cluster.cluster import Cluster, Resources, by_node
+from placement.cluster.cluster import Cluster, Resources, by_node, is_split
 from placement.cluster.jobs import Bill, JobView
 from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant
@@ -241,7 +241,7 @@ def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterabl
             continue
         used |= {key: used.get(key, 0.0) + need for key, need in needs.items()}
         # The parts of units that span nodes: no node type may hold one, and Ray then meets no part of a request.
-        wide = [place for place, units in view.allocation.items() if "+" in place for _ in range(units)][:workers]
+        wide = [place for place, units in view.allocation.items() if is_split(place) for _ in range(units)][:workers]
         shares = [share for place in wide for share in by_node({place: 1}).values()]
         found += [({name: n * share for name, n in view.bundle.items()}, view.selector) for share in shares]
         found += [(view.bundle, view.selector)] * (workers - len(wide))

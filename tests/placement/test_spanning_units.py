@@ -36,9 +36,10 @@ def job(unit: int, name: str = "a", least: int = 1, most: int = 3, **fields: obj
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
     rooms = draw(st.lists(st.integers(0, 5), min_size=1, max_size=5))
+    name = draw(st.sampled_from(["n", "R&D+A100*2~"]))  # node types are named by people
     return Cluster(
         nodes=tuple(
-            node(f"n{i}", float(cpus), draw(st.sampled_from(["", "r1", "r2"])), draw(st.sampled_from(["", "T4"])))
+            node(f"{name}{i}", float(cpus), draw(st.sampled_from(["", "r1", "r2"])), draw(st.sampled_from(["", "T4"])))
             for i, cpus in enumerate(rooms)
         )
     )

@@ -66,7 +66,8 @@ def until(done: Callable[[], bool]) -> None:
 
 def alone(exchange: ModelExchange, peer: int) -> None:
     """Have the rank ask this other rank only."""
-    exchange._peers = {peer: exchange._peers[peer]}
+    assert exchange._pulls is not None
+    exchange._pulls.peers = {peer: exchange._pulls.peers[peer]}
 
 
 def test_a_rank_pulls_a_model_once(three: list[ModelExchange]) -> None:
@@ -123,15 +124,31 @@ def test_a_dead_rank_is_asked_no_more(three: list[ModelExchange]) -> None:
     second.close()
     third.publish(LAYOUT, [torch.ones(3)])
     into = [torch.zeros(3)]
-    until(lambda: not pulled(first, into) and 1 not in first._peers)
+    pulls: Any = first._pulls
+    until(lambda: not pulled(first, into) and 1 not in pulls.peers)
     third.publish(LAYOUT, [torch.full((3,), 2.0)])
     assert pulled(first, into) and into[0].tolist() == [2.0] * 3
+
+
+def test_a_pull_ends_with_its_group(three: list[ModelExchange]) -> None:
+    """The rank that is asked is stopped: it takes the connection, and never answers."""
+    first, _, _ = three
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        pulls: Any = first._pulls
+        pulls.peers = {1: silent.getsockname()}
+        first.ask(LAYOUT, [torch.zeros(3)])
+        pull: Any = first._pulled
+        connection, _ = silent.accept()
+        with connection:
+            first.close()
+            assert pull.result(timeout=2.0) is False, "long before the group's timeout"
 
 
 def test_strangers_are_told_nothing(three: list[ModelExchange]) -> None:
     first, second, _ = three
     second.publish(LAYOUT, [torch.ones(3)])
-    with socket.create_connection(first._peers[1], timeout=5.0) as stranger:
+    assert first._pulls is not None
+    with socket.create_connection(first._pulls.peers[1], timeout=5.0) as stranger:
         stranger.sendall(b"x" * 16)
         assert stranger.recv(1) == b""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
 from placement.allocator.recording import Life
-from placement.cluster.cluster import Cluster, parts
+from placement.cluster.cluster import Cluster, is_split, parts
 from placement.cluster.jobs import JobView
 from placement.errors import InputError
 from placement.goodput.fitting import Observation, fit
@@ -174,7 +174,7 @@ def _cluster(life: Life, views: Sequence[JobView], gpu: str) -> str:
         found: dict[str, list[int]] = {}
         nodes = cluster.by_id()
         for place in find_places(views[0], cluster, len(nodes)) if spans_nodes(views[0], cluster) else ():
-            if "+" in place:
+            if is_split(place):
                 found.setdefault(nodes[next(iter(parts(place)))].gpu_type or gpu, []).append(1)
         for node in cluster.nodes:
             if node.slots(bundle):
