@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,12 @@ class Accumulator(Mapping[str, float]):
             self._start_in(present)
 
     def _start_in(self, session: Session) -> None:
-        self._session, self._key = session, session.run.sums.new_key(session.ledger.accumulator_scope)
+        caller = sys._getframe(2)
+        scope = session.ledger.accumulator_scope
+        number = session.ledger.number_in_step(f"{caller.f_code.co_name} {caller.f_lineno}")
+        self._session, self._key = session, session.run.sums.new_key(scope) if number is None else (scope, number)
+        if number is not None:
+            session.progress.reset_sums(self._key)
 
     def __getitem__(self, name: str) -> float:
         return _Sum(self._sums().get(name, 0.0))
@@ -73,6 +79,7 @@ class Accumulator(Mapping[str, float]):
                 "has its own samples: a sum that a rank kept to itself until the loop's end would be lost with it. "
                 "What is the same on every rank needs no Accumulator"
             )
+        self._session.progress.sums.setdefault(self._key, {})  # also if made in a step that was lost
         self._session.run.sums.add(self._session.ledger.depth, self._key, name, float(value))
 
     def reset(self) -> None:

@@ -234,7 +234,7 @@ class LoaderPasses:
             if failure is not None and not known:
                 raise CommunicationFailedError(failure)
             plan = self._due[1] if not nested and self._due[0] == run.group.generation else None
-            if not known and (ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress.epoch)):
+            if not known and (ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress)):
                 averaged = 0 if nested else run.registry.drift_layout(trained=int(ledger.trains))
                 if not nested:
                     run.tally.ended = step
@@ -308,7 +308,7 @@ class LoaderPasses:
         run.shares.end_round()
         try:
             plan = self._due[1] if self._due[0] == run.group.generation else None
-            if ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress.epoch):
+            if ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress):
                 run.tally.ended = ended
                 averaged = run.registry.drift_layout(trained=run.states.progress.steps if ended.trained else 0)
                 if ended.trained and run.registry.round_period > 1:

@@ -226,8 +226,8 @@ class RunProgress:
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
 
     def reset_sums(self, key: tuple[int, int]) -> None:
-        """Reset an accumulator."""
-        self.sums.pop(key, None)
+        """Make an accumulator empty, and known to have been made."""
+        self.sums[key] = {}
 
     def restore_effects(self, effects: Effects) -> None:
         """Restore the effects of user code to those recorded in ``effects``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -159,6 +160,20 @@ class StepLedger:
         """Epoch to which an accumulator made now belongs; -1 before the first epoch."""
         return self.state.progress.epoch if self._in_epoch else -1
 
+    def number_in_step(self, place: str) -> int | None:
+        """Return the number of an accumulator made now, within a step; None between steps.
+
+        It follows from the steps committed before, the place in the code, and how often the step has been there. A
+        step that is drawn again thus gives the same numbers again, whichever accumulators outlived its loss, and a
+        worker that has joined meanwhile gives them too.
+        """
+        within = self.round if self.round is not None and self.depth else self.outermost
+        if within is None:
+            return None
+        within.made_at.append(place)
+        times = within.made_at.count(place)
+        return (within.loader_steps + 1) << 32 | zlib.crc32(f"{place} {times}".encode())
+
     def begin_epoch(self) -> None:
         """Restart the numbering of loader passes at a new epoch."""
         self._in_epoch = True
@@ -270,6 +285,7 @@ class StepLedger:
             self._updates_asked = 0
             self._failure, self._around = None, (None, 0)
             self.reduced = self._trains = False
+            step.loader_steps = self.state.progress.loader_steps
             self.state.snapshot()
         self.step = step
         self._follow()
@@ -509,13 +525,13 @@ class StepSums:
         self._made: dict[int, int] = {}
 
     def new_key(self, scope: int) -> tuple[int, int]:
-        """Return the key of a new accumulator: its scope (an epoch, or -1 outside epochs) and its number there."""
+        """Return the key of an accumulator made between steps: scope (an epoch, -1 outside epochs) and number there."""
         self._made[scope] = number = self._made.get(scope, -1) + 1
         return scope, number
 
-    def expected(self, epoch: int) -> bool:
+    def expected(self, progress: RunProgress) -> bool:
         """True if any rank may have added to an accumulator: all ranks create the same ones at the same points."""
-        return -1 in self._made or epoch in self._made
+        return bool(progress.sums) or -1 in self._made or progress.epoch in self._made
 
     def add(self, depth: int, key: tuple[int, int], name: str, value: float) -> None:
         """Add to a sum in the innermost current step."""

@@ -39,6 +39,8 @@ class LoaderStep:
             if unknown.
         taken: The step belongs to a slow rank, and this rank executes it in addition to its own.
         given: The step belongs to this rank, and another rank executes it.
+        loader_steps: Steps committed before this one, if it is not nested in another.
+        made_at: Places in the code at which it and steps nested in it have made accumulators.
         halved: Whether the step has more micro-batches than its shape, to measure the gradient's noise.
     """
 
@@ -59,6 +61,8 @@ class LoaderStep:
     to_come: Callable[[int], Sequence[int]] | None = None
     taken: bool = False
     given: bool = False
+    loader_steps: int = 0
+    made_at: list[str] = dataclasses.field(default_factory=list)
     own_counts: list[float] = dataclasses.field(default_factory=list)
     counts: Sequence[Sequence[float]] | None = None
     backward: int = -1  # the latest micro-batch that had a backward pass

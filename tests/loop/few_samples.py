@@ -38,6 +38,8 @@ class Evaluated:
         model: makes the model.
         loader: makes the loader of the evaluation.
         nested: evaluate within a step of training as well, "before" the model is called or "after" that.
+        every_step: do so in each step, not only in the sixth of an epoch.
+        lazy: make a sum in the sixth step of training, add to it from there on and evaluate before the model is called.
         grad: evaluate with gradients on.
         before: evaluate before anything is trained.
     """
@@ -48,6 +50,8 @@ class Evaluated:
         loader: Callable[[], er.AdaptiveDataLoader],
         *,
         nested: str = "",
+        every_step: bool = False,
+        lazy: bool = False,
         grad: bool = False,
         before: bool = False,
     ) -> None:
@@ -56,6 +60,8 @@ class Evaluated:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, eps=1e-2)
         self.wrapped = er.AdaptiveDataParallel(self.model, optimizer, scaling_rule="none")
         self.loader, self.grad = loader(), grad
+        late: er.Accumulator | None = None
+        self.late: list[dict[str, float]] = []
         self.sums: list[dict[str, float]] = []
         self.seen: list[int] = []
         train = er.AdaptiveDataLoader(data(), batch_size=12, seed=3, drop_last=True)
@@ -63,9 +69,15 @@ class Evaluated:
             if before:
                 self.evaluate()
             for x, y in train:
-                here = nested if er.get_context().get_global_step() % STEPS == 5 else ""
+                sixth = er.get_context().get_global_step() % STEPS == 5
+                here = nested if every_step or sixth else ""
                 if here == "before":
                     self.evaluate()
+                if lazy and sixth:
+                    late = late or er.Accumulator()
+                    self.evaluate()
+                if late is not None:
+                    late["rows"] += len(x)
                 optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(self.wrapped(x), y)
                 if here == "after":
@@ -73,6 +85,9 @@ class Evaluated:
                 loss.backward()
                 optimizer.step()
             self.evaluate()
+            if late is not None:
+                self.late.append(dict(late))
+                late = None
         self.world = er.get_context().get_world_size()
 
     def evaluate(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.sync import ShardedEmbedding
-from tests.loop.changing import Kill, run_job
+from tests.loop.changing import Change, Hold, Kill, run_job
 from tests.loop.few_samples import FEW, FOUR, GROWS, KILLS, STEPS, Net, Stream, check, few, run
 from tests.loop.ranks import Ranks
 
@@ -77,9 +77,18 @@ def test_a_worker_is_lost_in_it(kill: Kill) -> None:
 
 
 def test_worker_is_lost_in_it_within_step_of_training() -> None:
-    found = run([Kill(5, 4, "edge")], FOUR, nested="before")
+    found = run([Kill(5, 4, "edge", after=(1, 2, 3))], FOUR, nested="before")
     assert [len(group) for group in found.groups] == [4, 3, 3], "the step of training is drawn again"
     check(found, nested="before")
+
+
+@pytest.mark.parametrize("options", [{"nested": "before"}, {"lazy": True}], ids=str)
+def test_some_draw_the_step_again_that_others_come_to_first(options: dict[str, Any]) -> None:
+    found = run([Hold(4, 2, "after_step"), Kill(5, 4, "edge", after=(1, 3))], FOUR, **options)
+    assert [len(group) for group in found.groups] == [4, 3], "those in it leave the step, and come back"
+    check(found, **options)
+    if "lazy" in options:
+        assert [own.late for own in found.results.values()] == [[{"rows": 3 * 12.0}] * 2] * 3
 
 
 def test_a_dropped_rest_is_dropped_still() -> None:
@@ -140,3 +149,9 @@ def test_what_needs_a_sample_on_each_rank_is_refused(function: Any) -> None:
     with pytest.raises(RuntimeError, match=r"samples for 3 of 4 workers.*use at most 3 workers here"):
         run_job(run_it, [], first=FOUR)
     assert len(errors) == len(FOUR) and len(set(errors)) == 1
+
+
+def test_a_worker_joins_after_sums_were_made_within_steps() -> None:
+    found = run([Change(STEPS - 1, FOUR)], (1, 2), nested="before", every_step=True)
+    assert found.groups == [(1, 2), FOUR]
+    check(found, nested="before", every_step=True)
