@@ -1,4 +1,4 @@
-"""Second moments of Adam that are those of the whole batch, on ranks that step with the gradient of their share (torch).
+"""Second moments of Adam that are those of the whole batch, on ranks that step with their share's gradient (torch).
 
 The gradient of a share has more noise, which enlarges v, so that all ranks' steps, and their mean, would be shorter
 than those of all-reduce.
