@@ -168,7 +168,7 @@ def _averaged(
 def _of_batch(optimizer: torch.optim.Optimizer, world: int, step: int) -> None:
     """Moments of the whole batch, by the formula, of AdamW's usual coefficients."""
     a = 0.1 / 1.9 * (1 + 0.9**step) / (1 - 0.9**step)
-    weight = 15 / 16 if step == 1 else min(15 / 16, (1 - 1 / world) / (1 - a))
+    weight = 63 / 64 if step == 1 else min(63 / 64, (1 - 1 / world) / (1 - a))
     for p, state in optimizer.state.items():
         state["exp_avg_sq"] += 0.001 * weight * ((state["exp_avg"] / (1 - 0.9**step)) ** 2 - p.grad**2)
 

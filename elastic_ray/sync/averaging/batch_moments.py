@@ -14,7 +14,7 @@ from torch import Tensor
 from elastic_ray.sync.device_numbers import as_real, local, with_steps_read
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
-_MOST = 1 - 2**-4  # with all of g^2 taken out, rounding could leave a negative number
+_MOST = 1 - 2**-6  # with all of g^2 taken out, rounding could leave a negative number
 
 
 def weight(shares: float, beta1: float, step: float) -> float:
@@ -22,7 +22,7 @@ def weight(shares: float, beta1: float, step: float) -> float:
 
     m, Adam's bias-corrected first moment after t steps, averages over them: E[g^2] = s + n, E[G^2] = s + n / K, and
     E[m^2] = s + a n with a = (1 - beta1) / (1 + beta1) (1 + beta1^t) / (1 - beta1^t), if s, the square of the expected
-    gradient, changes slowly. So w = (1 - 1 / K) / (1 - a), at most 15/16.
+    gradient, changes slowly. So w = (1 - 1 / K) / (1 - a), at most 63/64.
 
     Args:
         shares: K, size of the batch over that of the share.
