@@ -207,7 +207,9 @@ class ModelExchange:
         self._pulled = None
         return self._into is into and pulled.result()
 
-    def ask(self, layout: int, into: Sequence[torch.Tensor]) -> None:
-        """Pull another rank's newest model into these CPU tensors, unless a pull is in progress."""
-        if self._pulled is None and self._pulls is not None:
-            self._into, self._pulled = into, self._pulls.start(layout, into)
+    def ask(self, layout: int, into: Sequence[torch.Tensor]) -> bool:
+        """Pull another rank's newest model into these CPU tensors; False if a pull is in progress."""
+        if self._pulled is not None or self._pulls is None:
+            return False
+        self._into, self._pulled = into, self._pulls.start(layout, into)
+        return True

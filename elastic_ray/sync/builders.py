@@ -213,15 +213,17 @@ class LocalSGD(_Averaging):
     Attributes:
         period: Number of steps between averages.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
+        batch_moments: Whether Adam's second moments are those of the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import LocalSGD
         >>> LocalSGD(period=8)
-        LocalSGD(period=8, give_back=False)
+        LocalSGD(period=8, give_back=False, batch_moments=True)
     """
 
     period: int = 4
     give_back: bool = False
+    batch_moments: bool = True
 
     algorithm: ClassVar[str] = "local_sgd"
 
@@ -235,17 +237,19 @@ class DiLoCo(_Averaging):
         outer_lr: Learning rate of the outer step.
         outer_momentum: Momentum of the outer step.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
+        batch_moments: Whether Adam's second moments are those of the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import DiLoCo
         >>> DiLoCo(period=32)
-        DiLoCo(period=32, outer_lr=0.7, outer_momentum=0.9, give_back=False)
+        DiLoCo(period=32, outer_lr=0.7, outer_momentum=0.9, give_back=False, batch_moments=True)
     """
 
     period: int = 16
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     give_back: bool = False
+    batch_moments: bool = True
 
     algorithm: ClassVar[str] = "diloco"
 
@@ -258,16 +262,18 @@ class SMA(_Averaging):
         alpha: Fraction of the distance to the mean that each pull covers.
         period: Number of steps between pulls.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
+        batch_moments: Whether Adam's second moments are those of the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import SMA
         >>> SMA(alpha=0.2)
-        SMA(alpha=0.2, period=1, give_back=False)
+        SMA(alpha=0.2, period=1, give_back=False, batch_moments=True)
     """
 
     alpha: float = 0.1
     period: int = 1
     give_back: bool = False
+    batch_moments: bool = True
 
     algorithm: ClassVar[str] = "sma"
 
@@ -282,15 +288,17 @@ class PairAveraging(_Averaging):
     Attributes:
         period: Number of steps that ranks make separately and commit together.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
+        batch_moments: Whether Adam's second moments are those of the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import PairAveraging
         >>> PairAveraging()
-        PairAveraging(period=8, give_back=False)
+        PairAveraging(period=8, give_back=False, batch_moments=True)
     """
 
     period: int = 8
     give_back: bool = False
+    batch_moments: bool = True
 
     algorithm: ClassVar[str] = "pair"
 

@@ -230,6 +230,9 @@ class Average:
             never.
         give_back: Whether a slow rank gives steps of a period to ranks that wait for it. The assignment of steps to
             ranks then depends on their speeds. False, the default, assigns the same steps in each run.
+        batch_moments: Whether the second moments of torch's Adam, AdamW, NAdam and RAdam are those of the whole batch,
+            as under all-reduce. False leaves those of each rank's share, which has more noise, so that steps are
+            shorter.
     """
 
     algorithm: str = "local_sgd"
@@ -239,6 +242,7 @@ class Average:
     outer_momentum: float = 0.9
     until: int | None = None
     give_back: bool = False
+    batch_moments: bool = True
 
     def __post_init__(self) -> None:
         check_one_of("algorithm", self.algorithm, AVERAGES)
@@ -247,6 +251,7 @@ class Average:
         check_range("outer_lr", self.outer_lr, above=0.0, up_to=10.0)
         check_range("outer_momentum", self.outer_momentum, above=-1e-9, up_to=0.9999)
         check_flag("give_back", self.give_back)
+        check_flag("batch_moments", self.batch_moments)
         if self.until is not None:
             check_count("until", self.until, least=1, most=1 << 53)
 

@@ -91,11 +91,11 @@ class SMAAverager(Stateless):
 
 
 class PairAverager(Stateless):
-    """w_r <- (w_r + w_s) / 2 after a step, where w_s is the newest model that a random other rank s has published.
+    """w_r <- w_r + (w_s - v_r) / 2 after a step, w_s the newest model that a random other rank s has published.
 
-    Source: KungFu's ``PairAveragingOptimizer`` (OSDI 2020), after AD-PSGD (Lian et al., ICML 2018), where both ranks
-    adopt the mean. A model is pulled while steps are made, and none is waited for. If none has come, the rank keeps its
-    own.
+    v_r is this rank's model when it asked: a mean with w_r itself would undo half of the steps made since. Source:
+    KungFu's ``PairAveragingOptimizer`` (OSDI 2020), after AD-PSGD (Lian et al., ICML 2018), where both ranks adopt the
+    mean. A model is pulled while steps are made, and none is waited for. If none has come, the rank keeps its own.
     """
 
     def prepare(self, model: Replica) -> None:
@@ -104,11 +104,13 @@ class PairAverager(Stateless):
     def run(self, model: Replica, steps: int) -> None:
         """Do nothing: models are averaged within rounds."""
 
+    @torch.no_grad()
     def mix(self, model: Replica) -> None:
         """Average with the model that was pulled meanwhile, publish the result, and pull another one."""
-        theirs = model.pulled()
-        if theirs is not None:
-            _take(model, theirs, 0.5)
+        away = model.pulled()
+        if away is not None:
+            params = list(model.named.values())
+            torch._foreach_add_(params, [each.to(p) for each, p in zip(away, params, strict=True)], alpha=0.5)
         model.publish()
 
 

@@ -168,6 +168,7 @@ class Drift:
             amp = smallest_scale(communicator, self.scaler, counts=True)
             self._take(agree(communicator, self._trees(), holds=True, counts=True, changed=self._changed))
             take_scale(self.scaler, amp)
+        self._replica.drop_pull()
         steps = self._context.states.progress.steps
         self._marker = max(self._marker, steps * _OF_A_STEP + _CONSENSUS)
         self._changed, self._settled_at = False, steps
@@ -300,6 +301,9 @@ class Replica:
         self._flats: list[_Flat] = []
         self._incoming: list[_Flat] = []  # of a rank that is asked for its model
         self._into: list[torch.Tensor] = []
+        self._asked: list[
+            torch.Tensor
+        ] = []  # this rank's model when it asked; empty if the ranks' models changed since
         self._layout = 0
         self._works: list[Any] | None = None  # of a mean that was begun
         self.exchange = ModelExchange()
@@ -367,11 +371,19 @@ class Replica:
                 self._incoming, self._layout = _lay_out(list(self.named.values()), "cpu"), digest(shapes)
                 self._into = [each.flat for each in self._incoming]
             self.exchange.publish(self._layout, [each.flat for each in self._flats])
-            self.exchange.ask(self._layout, self._into)
+            if self.exchange.ask(self._layout, self._into):
+                self._asked = [each.flat.to("cpu", copy=True) for each in self._flats]
 
     def pulled(self) -> list[torch.Tensor] | None:
-        """Return another rank's parameters, valid until :meth:`publish`; None if none have come since."""
-        return _in_order(self._incoming) if self.exchange.arrived(self._into) else None
+        """Return another rank's parameters less this rank's when it asked; None if none have come since."""
+        if not self.exchange.arrived(self._into) or not self._asked:
+            return None
+        torch._foreach_sub_(self._into, self._asked)
+        return _in_order(self._incoming)
+
+    def drop_pull(self) -> None:
+        """Ignore the model that is being pulled, after this rank's own was replaced."""
+        self._asked = []
 
     @torch.no_grad()
     def _fill(self) -> None:

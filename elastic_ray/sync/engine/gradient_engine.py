@@ -13,6 +13,7 @@ from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.run.participant import Participant
 from elastic_ray.state.layout import digest
+from elastic_ray.sync.averaging.batch_moments import scale_moments
 from elastic_ray.sync.averaging.drift import Drift
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
@@ -94,6 +95,7 @@ class GradientEngine(Participant):
         self._drift = Drift(context, trainable, optimizer, number, scaler)
         self._settled: object = None  # step whose statistics the unit's workers have added up
         self._expected: object = None  # step in which layers were last asked to measure
+        self.averages = False  # whether the strategy averages models
         self._ends = False  # whether another strategy comes after the step that ranks have agreed on
         self._row_steps = [RowSteps(each) for each in optimizers_of(optimizer)]
         self._reducer = GradientReducer(
@@ -337,6 +339,13 @@ class GradientEngine(Participant):
         if self._drift.average is not None:
             self._drift.note_update()
 
+    def scale_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set second moments to those of the step's whole batch, after an update with this rank's gradient."""
+        average, step = self._drift.average, self._context.ledger.outermost
+        if average is not None and average.batch_moments and self._drift.on and step is not None:
+            own = sum(step.sizes[self._context.group.rank])
+            scale_moments(optimizer, step.count / own if own else 1.0)
+
     def rebuild(self) -> None:
         """Rebuild the buckets after a change of the trained parameters."""
         self._reducer.rebuild()
@@ -532,6 +541,7 @@ class GradientEngine(Participant):
         if self._in_unit is not None:
             self._in_unit.follow(layout.buckets)
         self._drift.follow(plan.strategy.average)
+        self.averages = plan.strategy.average is not None
         self._divided.follow(plan, self.profile)
         self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)
         rows = {bucket.index: bucket for bucket in layout.buckets if isinstance(bucket, RowBucket)}
