@@ -26,6 +26,8 @@ from elastic_ray.communication.nccl import CUDA_POLL_S, abort_nccl, begin_nccl, 
 from elastic_ray.monitoring.measures import OPERATIONS
 
 _BRIEFLY = timedelta(milliseconds=100)
+PATIENCE_S = 2.0
+"""A rank that waits for longer than this says what for; half of what a disagreement takes to be found out."""
 _MAC_TAG = 8
 _MAC_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answers within that
 _PARTING_POLL_S = 2e-3
@@ -344,12 +346,15 @@ class Communicator:
         """Mark the communicator as broken: a peer violates the protocol, so operations may stay pending forever."""
         self.broken = True
 
-    def wait_all(self, works: Sequence[Any], batched: Sequence[Any] = ()) -> None:
+    def wait_all(
+        self, works: Sequence[Any], batched: Sequence[Any] = (), speak: Callable[[], None] | None = None
+    ) -> None:
         """Wait for sends and receives in a separate thread, because gloo can neither poll nor cancel them.
 
         Args:
             works: works of sends and receives; None for those in a batch.
             batched: works started by the batch.
+            speak: called again and again in a long wait.
 
         Raises CommunicationFailedError: as in :meth:`wait`; the thread ends with the group's timeout at the latest.
         """
@@ -372,11 +377,14 @@ class Communicator:
             self._wake.set()
 
         self._wake.clear()
-        deadline = time.monotonic() + self.timeout_s + 1.0
+        since_s = time.monotonic()
+        deadline = since_s + self.timeout_s + 1.0
         threading.Thread(target=block, name="transfer", daemon=True).start()
         while not done.is_set() and not self._voided.is_set() and time.monotonic() < deadline:
             self._wake.wait(0.25)
             self._wake.clear()
+            if speak is not None and not done.is_set() and time.monotonic() > since_s + PATIENCE_S:
+                speak()
         if failure or not done.is_set():
             self.broken = True
             raise CommunicationFailedError(failure[0] if failure else "the generation was called off")

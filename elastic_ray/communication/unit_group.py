@@ -180,8 +180,10 @@ class UnitCommunicator(Communicator):
         with self.together():
             return super().wait(work, since_s=since_s)
 
-    def wait_all(self, works: Sequence[Any], batched: Sequence[Any] = ()) -> None:
-        """Wait for sends and receives."""
+    def wait_all(
+        self, works: Sequence[Any], batched: Sequence[Any] = (), speak: Callable[[], None] | None = None
+    ) -> None:
+        """Wait for sends and receives, without ``speak``; see :meth:`wait`."""
         with self.together():
             super().wait_all(works, batched)
 

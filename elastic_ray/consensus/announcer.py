@@ -7,20 +7,23 @@ use the gradient group, where a rank that does something else can only delay the
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.communicator import PATIENCE_S, CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import (
     Announced,
     Intent,
     RanksDisagreeError,
     disagreement,
     joined_by_idle,
+    lacks_message,
     layouts_differ,
     notes_differ,
+    transfer,
 )
 
 # Values that ride along, added up over the ranks; parts of the control sums have room of their own after them.
@@ -28,8 +31,6 @@ PAYLOAD_SIZE = 32
 # Ranks that have returned wait for those that have not, which may be busy for hours: exporting a model, for instance.
 # So do announcements of those that have waited for a slow one: it takes part when it next announces something itself.
 _FINISHED_S = 7 * 24 * 3600.0
-# A rank that waits for longer than this says what for; half of what a disagreement takes to be found out.
-_PATIENCE_S = 2.0
 _HEARING_S = 0.2
 _TAGS = 64
 # Bytes of a strategy's name, and how long a rank that cannot continue waits for those of the others.
@@ -64,6 +65,8 @@ class Announcer:
         self._sums: list[float] | None = None
         self._heard = -1  # the last phase of which all ranks have said that they are in it
         self._refused: Exception | None = None
+        self._unanswered = False  # the phase's announcement
+        self._transfers = Counter[tuple[bool, int, int]]()  # that have started: received or sent, other rank, tag
 
     def start(self, what: Announced, loader_steps: int, *, fingerprint: int = 0, payload: Sequence[float] = ()) -> None:
         """Announce this rank's next action; call :meth:`agree` before starting its collectives.
@@ -73,6 +76,7 @@ class Announcer:
             RanksDisagreeError: this rank has not completed its previous announcement.
         """
         self._begin(what, loader_steps, fingerprint, payload)
+        self._unanswered = True
         if self._work is None:
             self._post()
 
@@ -95,13 +99,14 @@ class Announcer:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: other ranks do something else in this phase; raised on every rank.
         """
-        if self._work is not None:
-            self._sums = self.agree()
+        sums = self.agree() if self._unanswered else self._sums
         before, strategy = (self._entry, self._payload), self._strategy
         self._entry, self._payload, self._strategy = (what.code, *self._entry[1:]), (), what.strategy
-        self._post()
+        self._sums = None
+        if self._work is None:  # else of a long wait before
+            self._post()
         self.agree()
-        (self._entry, self._payload), self._strategy = before, strategy
+        (self._entry, self._payload), self._strategy, self._sums = before, strategy, sums
 
     def agree(self) -> list[float]:
         """Wait for all ranks' announcements; returns the sums of their payloads.
@@ -119,6 +124,7 @@ class Announcer:
             work, self._work = self._work, None
             self.communicator.wait(work)
             if self._all_in_phase():
+                self._unanswered = False
                 return self._values[4 * self._world :].tolist()  # type: ignore[no-any-return]
             self._post()
 
@@ -130,7 +136,7 @@ class Announcer:
             RanksDisagreeError: the ranks do different things; raised on every rank.
         """
         since_s = time.monotonic()
-        patience_s = _PATIENCE_S
+        patience_s = PATIENCE_S
         try:
             while not self.communicator.wait(work, patience_s=patience_s, since_s=since_s):
                 self._speak()
@@ -140,6 +146,52 @@ class Announcer:
                 self.communicator.wait(self._work)
                 self._all_in_phase()  # a rank that heard of a disagreement earlier may have ended because of it
             raise
+
+    def begin_transfer(self, peer: int, tag: int, *, received: bool) -> Announced:
+        """Count a message to or from one rank; return the announcement of a long wait for it."""
+        self._transfers[received, peer, tag] += 1
+        return transfer(peer, tag, self._transfers[received, peer, tag], received=received)
+
+    def speak_in_transfer(self, what: Announced, loader_steps: int) -> None:
+        """Announce that this rank has waited for long for a message, and receive the others' announcements.
+
+        Raises RanksDisagreeError: the other rank waits for a message of this one, or has returned.
+        """
+        if self._open is not None or (self._work is not None and not self._work.is_completed()):
+            return
+        if self._work is not None:
+            work, self._work = self._work, None
+            self.communicator.wait(work)
+            self._check_transfers(what)
+        before = self._entry, self._payload
+        self._entry, self._payload = (what.code, loader_steps, 0), ()
+        self._post(timeout_s=_FINISHED_S)
+        self.communicator.keep_for(self._work)
+        self._entry, self._payload = before
+
+    def _check_transfers(self, own: Announced | None = None) -> bool:
+        """True if a rank waits for a message.
+
+        Raises RanksDisagreeError: it waits for this rank, which does something else that takes all ranks.
+
+        Args:
+            own: This rank's own wait for a message, which another rank may yet end.
+        """
+        codes = [int(code) for code in self._values[: self._world]]
+        waits = {rank: told.transfer for rank, code in enumerate(codes) if (told := _transfer_of(code)) is not None}
+        me, awaited = self.communicator.rank, None if own is None else own.transfer[1]
+        missing = [
+            rank
+            for rank, (received, peer, tag, number) in waits.items()
+            if peer == me and lacks_message(self._transfers[not received, rank, tag], number)
+        ]
+        finished = awaited is not None and codes[awaited] & 15 == Intent.FINISH
+        if finished or any(awaited in (None, rank) for rank in missing):
+            codes[me] = self._entry[0] if own is None else own.code
+            steps = [int(each) for each in self._values[self._world : 2 * self._world]]
+            self._refused = RanksDisagreeError(disagreement(codes, steps))
+            raise self._refused
+        return bool(waits)
 
     def done(self) -> None:
         """Record that all announced collectives have been started."""
@@ -235,7 +287,7 @@ class Announcer:
                 "the middle of it was caught. Let errors inside backward() and collectives leave the train function"
             )
             raise self._refused
-        self._open, self._sums = what, None
+        self._open, self._sums, self._unanswered = what, None, False
         self._strategy = what.strategy
         self._phase += 1
         self._entry, self._payload = (what.code, loader_steps, fingerprint), payload
@@ -268,7 +320,7 @@ class Announcer:
         """
         values, world = self._values, self._world
         codes, loader_steps, phases = values[:world], values[world : 2 * world], values[3 * world : 4 * world]
-        if (phases != self._phase).any():
+        if self._check_transfers() or (phases != self._phase).any():
             return False
         differ = (codes != codes[0]).any() and self.joined_by_idle is None
         if differ or (loader_steps != loader_steps[0]).any():
@@ -301,3 +353,7 @@ class Announcer:
         except CommunicationFailedError:
             return ()
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in told]
+
+
+def _transfer_of(code: int) -> Announced | None:
+    return Announced.from_code(code) if code & 15 == Intent.TRANSFER else None

@@ -34,7 +34,10 @@ class Intent(enum.IntEnum):
     IDLE = 11
     GATHER = 12
     PLAN = 13
+    TRANSFER = 14
 
+
+_TAG_BITS, _NUMBER_BITS = 15, 8
 
 _SAME_CALLS = (
     "Every rank must make the same calls (backward, break, continue, return) in the same steps: let such a decision "
@@ -111,6 +114,27 @@ class Announced:
                 return "begins, or continues in a new group, a pass over a loader"
             case Intent.FINISH:
                 return "has returned from the train function"
+            case Intent.TRANSFER:
+                received, peer, tag, _ = self.transfer
+                verb, to, lacks = ("receive", "from", "sent") if received else ("send", "to", "asked for")
+                return f"waits to {verb} a message {to} rank {peer} (tag {tag}), which that rank has not {lacks}"
+
+    @property
+    def transfer(self) -> tuple[bool, int, int, int]:
+        """True for a receiver; the other rank; the tag; and the message's number, modulo 256."""
+        rest, number = divmod(self.detail, 1 << _NUMBER_BITS)
+        return bool(self.index), rest >> _TAG_BITS, rest % (1 << _TAG_BITS), number
+
+
+def transfer(peer: int, tag: int, number: int, *, received: bool) -> Announced:
+    """Return the announcement of a rank that waits for its message number `number` from or to another rank."""
+    detail = (((peer << _TAG_BITS) | tag) << _NUMBER_BITS) | number % (1 << _NUMBER_BITS)
+    return Announced(Intent.TRANSFER, int(received), detail)
+
+
+def lacks_message(made: int, number: int) -> bool:
+    """True if a rank that has made so many transfers has not made this one, whose number is known modulo 256."""
+    return 0 < (number - made) % (1 << _NUMBER_BITS) < 1 << (_NUMBER_BITS - 1)
 
 
 def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: Sequence[str] = ()) -> str:

@@ -93,7 +93,6 @@ class GradientEngine(Participant):
         self._control_size = 0
         self._statistics = statistics
         self._drift = Drift(context, trainable, optimizer, number, scaler)
-        self._settled: object = None  # step whose statistics the unit's workers have added up
         self._expected: object = None  # step in which layers were last asked to measure
         self.averages = False  # whether the strategy averages models
         self._ends = False  # whether another strategy comes after the step that ranks have agreed on
@@ -328,8 +327,7 @@ class GradientEngine(Participant):
             failure = self._context.agree_in_unit(ledger.failure, measured=statistics.due())
             if failure is not None:
                 ledger.fail(failure)
-            elif self._settled is not ledger.step:  # the first of several optimizers steps
-                self._settled = ledger.step
+            elif any(wishes.measured):  # not in a later update of the step
                 statistics.add_up(wishes.measured, self._statistics_for)
 
     def applied(self) -> None:

@@ -55,8 +55,9 @@ class UnitStatistics:
             self.follow(self._buckets)
 
     def due(self) -> float:
-        """Return the number of parameter groups if this step is measured, else 0."""
-        return float(self._statistics.noise.groups if self._statistics.due else 0)
+        """Return the number of parameter groups if this step is measured and not yet added up, else 0."""
+        statistics = self._statistics
+        return float(statistics.noise.groups if statistics.due and not statistics.added_up else 0)
 
     def add_up(self, due: Sequence[float], needed_by: Sequence[str]) -> None:
         """Sum the measurements of the unit's workers, after the gradients of a step are averaged.
@@ -68,6 +69,7 @@ class UnitStatistics:
         Raises StrategyError: workers have different numbers of parameter groups, and a setting needs the statistics.
         """
         statistics, unlike = self._statistics, len(set(due)) > 1
+        statistics.added_up = True
         needed = [*needed_by, *(["AdaptiveDataParallel(monitor=)"] if statistics.meter.monitor != _NOTHING else [])]
         if unlike and all(due) and needed:
             raise StrategyError(

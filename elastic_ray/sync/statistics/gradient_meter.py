@@ -35,12 +35,14 @@ class GradientMeter:
     Attributes:
         monitor: The request in effect since buckets were last laid out.
         known: The measurements that all ranks know.
+        moved: Norms of the step's updates so far, by number of the optimizer.
     """
 
     def __init__(self, request: Callable[[], Monitor]) -> None:
         self._request = request
         self.monitor, self.on = Monitor(), False
         self.known = self.own = Known()
+        self.moved: dict[int, tuple[float, ...]] = {}
         self._alone = True
         self._groups = 0
         self._step = 0
@@ -72,11 +74,12 @@ class GradientMeter:
     def invalidate(self) -> None:
         """Discard the latest pass's measurements, because the batch changes or an update is skipped."""
         self._variance = self._gradients = None
+        self.moved.clear()
 
     def begin_step(self, step: int) -> None:
         """Start a step, after `step` committed ones."""
         self._step = step
-        self._variance = self._gradients = None
+        self.invalidate()
 
     def wants_variance(self, gradients: int, spacing: int, *, halved: bool, again: bool = False) -> bool:
         """True if the step's variance is measured.

@@ -31,6 +31,7 @@ class GradientStatistics:
         noise, meter: The tracker and the meter that receive the statistics.
         norms_size: Number of local norms sent with reductions.
         due: Whether anything is measured in this step.
+        added_up: Whether the unit's workers have added up what was measured in this step.
         examples: Measures single samples' gradients on a rank alone with one gradient per step; None if not used.
     """
 
@@ -40,7 +41,7 @@ class GradientStatistics:
         self._groups = self.norms_size = 0
         self._replicas = 1
         self._initial_batch_size = 0
-        self.due = self.in_units = self._variance_due = self.wants_norms = False
+        self.due = self.added_up = self.in_units = self._variance_due = self.wants_norms = False
         self._carried: list[Number] = []  # of the micro-steps before
         self._local: list[list[Number]] = []  # of the pass, by bucket
         self._first = self._preconditioned = False
@@ -114,7 +115,7 @@ class GradientStatistics:
         self._replicas, self._initial_batch_size = replicas, step.init_batch_size
         gradients = replicas * step.micro_steps
         self.in_units = self.noise.measures(steps, gradients, halved=step.halved) and exact
-        self._variance_due = self.wants_norms = False
+        self.added_up = self._variance_due = self.wants_norms = False
         if self.meter.on:
             self.meter.begin_step(steps)
             again = self.noise.again
