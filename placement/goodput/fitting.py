@@ -1,4 +1,4 @@
-"""Fit of the throughput model to measured steps, with optimistic priors for what was never measured.
+"""Fit of the throughput model to measured steps, with optimistic priors for configurations never measured.
 
 Source of the priors: Pollux (OSDI 2021), section 4.1 ("prior-driven exploration"). A job that has never run on
 more resources is assumed to scale perfectly onto them, so that the allocator tries them and then has
@@ -38,7 +38,7 @@ _MOST_DAMPING = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Measured step time at one configuration.
+    """Measured step time of a job in one configuration of nodes, replicas and batch.
 
     Raises:
         TypeError: A value is not a real number.
@@ -68,13 +68,14 @@ class Observation:
 
 
 def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> ThroughputModel:
-    """Return the model that fits the measured step times best, by the squared errors of their logarithms.
+    """Return the model that best fits the measured step times, by least squares of their logarithms.
 
     Minimises, over alpha, beta >= 0 and 1 <= gamma <= 10, with w_i = count_i / sum of counts::
 
         sum_i w_i [(log T_step(i) - log step_time_i)^2 + (log T_grad(i) - log grad_time_i)^2]
 
-    with the second term only if grad_time was measured. Priors decide what the data leave open:
+    with the second term only if grad_time was measured. Priors determine the parameters that the data leave open. If
+    the data contain
 
     - only one atomic batch size: alpha_c = beta_c m, half of the compute time each. With ``fixed_batch``, alpha_c =
       0: more replicas then mean smaller atomic batches, and sizes that were never tried are assumed to scale
@@ -90,7 +91,7 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
     The fit is deterministic, and any valid observations give a model.
 
     Args:
-        observations: At least one.
+        observations: Measured steps, at least one.
         fixed_batch: True if the job keeps its global batch at any number of workers.
 
     Raises:
