@@ -80,11 +80,11 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
     - only one atomic batch size: alpha_c = beta_c m, half of the compute time each. With ``fixed_batch``, alpha_c =
       0: more replicas then mean smaller atomic batches, and sizes that were never tried are assumed to scale
       perfectly;
-    - never two replicas: synchronisation is free (alpha = beta = 0), gamma = 1;
-    - never several nodes: as within a node; never several replicas within a node: free;
-    - never three replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen in one node only;
-    - micro-steps of one replica neither timed nor varied in number: no fixed time per step (alpha_s = 0), since it
-      cannot be distinguished from the constant part of a pass or from synchronisation;
+    - no more than one replica: synchronisation is free (alpha = beta = 0), gamma = 1;
+    - no group on several nodes: it costs as much as within a node. No several replicas within a node: that is free;
+    - no more than two replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen in one node only;
+    - no micro-steps of one replica that were timed or varied in number: no fixed time per step (alpha_s = 0), since
+      it cannot be distinguished from the constant part of a pass or from synchronisation;
     - several nodes (or replicas of one node) at one size only: synchronisation is mostly alpha, not beta, since a
       time that grows with every replica would rule out all larger sizes before any was tried.
 
