@@ -125,7 +125,7 @@ class NodeRecord:
             self._nodes[told.node] = sorted([*known, noted], key=lambda each: each.at_s)[-_MOST_FAILURES:]
 
     def ended(self, view: JobView) -> None:
-        """Replace a job's failures by those in its last report, which no longer blames nodes for program errors."""
+        """Discard an ended job's failures that its last report omits because they were blamed on its program."""
         key, kept = (view.job, view.submitted_s), {(each.node, each.worker) for each in view.node_failures}
         for node, noted in list(self._nodes.items()):
             self._keep(node, [each for each in noted if each.job != key or (node, each.worker) in kept])

@@ -196,7 +196,7 @@ def _cut(problem: Problem, plan: Plan, limits: Mapping[str, int]) -> Plan:
 def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) -> Plan:
     """Query the policy twice, the second time with sizes rounded down to whole nodes.
 
-    The second answer is used unless it leaves resources idle.
+    The second answer is used unless it leaves room for workers of the jobs that were rounded down.
 
     Args:
         worth: Number of workers that fill a whole node, for each job that prefers whole nodes.
