@@ -99,10 +99,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return tuple(dict.fromkeys((*keys, *(key for key in wanted if key not in self._known))))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all keys are known locally.
-
-        The controller is not called, because watchdogs call this method often.
-        """
+        """True if all keys are known locally; watchdogs call this often, so the controller is not called."""
         return all(key in self._known for key in keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:

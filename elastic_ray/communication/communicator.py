@@ -1,8 +1,8 @@
 """SHELL over torch.distributed: one communicator per generation, with waits that can be cancelled.
 
-``init_process_group`` is not used, because two generations must be able to coexist: the next one forms in the
-background while the current one trains, and a broken one can be abandoned. Low-level backends over a
-``PrefixStore`` allow this.
+Two generations must be able to coexist: the next one forms in the background while the current one trains, and a
+broken one can be abandoned. ``init_process_group`` does not allow this, but low-level backends over a
+``PrefixStore`` do.
 """
 
 from __future__ import annotations
@@ -175,14 +175,11 @@ class Communicator:
         return "" if self.world_size == 1 else "gloo" if self._nccl is None else "nccl"
 
     def leave(self, timeout_s: float) -> None:
-        """End all operations and gloo's threads before the interpreter exits.
+        """End all operations and gloo's threads within ``timeout_s`` [s], before the interpreter exits.
 
-        Otherwise, a thread that waits for a peer, or a gloo thread with a callback, would be ended inside C++ code
-        that cannot be unwound. This leads to "terminate called without an active exception" or a segmentation fault,
-        and a wrong exit status.
-
-        Args:
-            timeout_s: Longest time that this may take [s].
+        Otherwise, threads that wait for a peer or run a gloo callback would be ended inside C++ code that cannot be
+        unwound, which leads to "terminate called without an active exception" or a segmentation fault, and a wrong
+        exit status.
         """
         self._closed = True
         joining = threading.Thread(target=self._drop_gloo, name="leave-group", daemon=True)
@@ -246,10 +243,7 @@ class Communicator:
         self.wait(self._guard(lambda: self._backend(tensor).broadcast([tensor], options)))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Start gathering ``tensor`` from all ranks into ``output``; returns the work for :meth:`wait`.
-
-        All ranks must pass tensors of the same size.
-        """
+        """Start gathering equally large tensors of all ranks into ``output``; returns the work for :meth:`wait`."""
         self.traffic["all_gather"] += tensor.nbytes
         return self._guard(lambda: self._backend(tensor)._allgather_base(output, tensor))
 
@@ -307,12 +301,7 @@ class Communicator:
             batched += [work] if work is not None else []
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
-        """Gather ``values`` from all ranks, in rank order.
-
-        Args:
-            values: Integers, equally many on each rank.
-            with_gradients: Whether to use the gradient group.
-        """
+        """Gather equally many integers from all ranks, in rank order; ``with_gradients`` uses the gradient group."""
         mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
         mine[self.rank] = torch.tensor(list(values), dtype=torch.int64)
         if self.world_size > 1:
@@ -320,11 +309,7 @@ class Communicator:
         return [[int(v) for v in row] for row in mine]
 
     def broadcast_bytes(self, content: bytes, root: int, *, with_gradients: bool = False) -> bytes:
-        """Return the ``content`` of rank ``root`` on every rank.
-
-        Args:
-            with_gradients: Whether to use the gradient group.
-        """
+        """Return the ``content`` of rank ``root`` on every rank; ``with_gradients`` uses the gradient group."""
         length = self.gather_ints([len(content)], with_gradients=with_gradients)[root][0]
         told = torch.zeros(length, dtype=torch.uint8)
         if self.rank == root and content:
@@ -400,10 +385,7 @@ class Communicator:
             raise CommunicationFailedError(failure[0] if failure else "the generation was called off")
 
     def waited_briefly(self, work: Any) -> bool:
-        """True if a short wait by gloo itself succeeded.
-
-        This is the cheapest way to wait, but it must be short, because it cannot be cancelled.
-        """
+        """True if a short wait by gloo itself succeeded: the cheapest way to wait, but it cannot be cancelled."""
         if self._nccl is not None:
             return False
         try:
@@ -553,10 +535,7 @@ class GradientGroup:
         return self._guard(self._backends[tensor.device.type].allreduce, [tensor])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Start gathering ``tensor`` from all ranks into ``output``, concatenated in rank order.
-
-        All ranks must pass tensors of the same size.
-        """
+        """Start gathering equally large tensors of all ranks into ``output``, concatenated in rank order."""
         self._traffic["all_gather"] += tensor.nbytes
         return self._guard(self._backends[tensor.device.type]._allgather_base, output, tensor)
 

@@ -132,8 +132,7 @@ class _Connecting(threading.Thread):
 def abort_nccl(backend: Any) -> None:
     """Abort an NCCL backend in a separate thread, and kill this process if the abort does not return.
 
-    A killed process counts as lost. This is necessary because kernels of a communicator that cannot be aborted occupy
-    the GPU forever.
+    Otherwise the communicator's kernels would occupy the GPU forever. A killed process counts as lost.
     """
 
     def abort() -> None:

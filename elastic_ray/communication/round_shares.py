@@ -160,11 +160,7 @@ class RoundShares:
         self._since_s = self._answer_s = self._step_s = 0.0
 
     def enter(self, communicator: Communicator, *, wanted: bool, called_off: Callable[[], bool]) -> None:
-        """Enter a group. All ranks call this with the same ``wanted``.
-
-        Args:
-            wanted: Whether ranks of this group share their steps.
-            called_off: Returns True once the group is no longer wanted.
+        """Enter a group, whose ranks share their steps if ``wanted``; all ranks call this with the same ``wanted``.
 
         Raises CommunicationFailedError: the group broke, or rank 0 cannot be reached.
         """
@@ -208,11 +204,7 @@ class RoundShares:
         return self._round is not None
 
     def begin_round(self, number: int, steps: int) -> None:
-        """Start a round of ``steps`` steps per rank.
-
-        Args:
-            number: Number of the round, higher than that of all earlier rounds of the group.
-        """
+        """Start a round of ``steps`` steps per rank; round numbers must increase within a group."""
         assert self._member is not None, "the group stands"
         self._round = _SharedRound(self._member, number, steps)
         self._own, self._since_s = 0, time.monotonic()

@@ -42,9 +42,8 @@ class UnitGroup:
 
     Args:
         cuda: Whether torch's default group also supports CUDA tensors.
-        store: Rendezvous store for workers on several nodes. None for workers on one node, which meet through a file
-            that only their user can read.
-        host: Address of this worker's node; only used for workers on several nodes.
+        store: Rendezvous store for workers on several nodes. None uses a file that only the workers' user can read.
+        host: Address of this worker's node, for workers on several nodes.
 
     Raises UnitLostError: the other workers did not arrive.
     """
@@ -107,10 +106,7 @@ class UnitGroup:
         return self._mesh
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return every worker's values, in order of position. Raises UnitLostError: a worker is gone.
-
-        All workers must pass equally many values.
-        """
+        """Return all workers' values (equally many on each), in order of position; raises UnitLostError."""
         rows = torch.zeros(self.place.size, len(values), dtype=torch.float64)
         rows[self.place.position] = torch.tensor(list(values), dtype=torch.float64)
         try:
@@ -180,10 +176,7 @@ class UnitCommunicator(Communicator):
             raise CommunicationFailedError(_OTHERS_FAILED)
 
     def wait(self, work: Any, *, patience_s: float = 0.0, since_s: float | None = None) -> bool:
-        """Wait for a started operation.
-
-        ``patience_s`` is ignored, because workers of a unit must not behave differently depending on the clock.
-        """
+        """Wait for a started operation, ignoring ``patience_s``: workers of a unit must not depend on the clock."""
         with self.together():
             return super().wait(work, since_s=since_s)
 

@@ -92,10 +92,7 @@ class AgreedChanges:
         return asked
 
     def take_generation(self) -> int:
-        """Return the generation to enter, and clear it; 0 for none.
-
-        If the generation is not entered now, the ranks must agree on it again.
-        """
+        """Return the generation to enter (0 for none) and clear it; if not entered, ranks must agree on it again."""
         generation, self.generation = self.generation, 0
         return generation
 
@@ -220,10 +217,7 @@ class ControlPart(Protocol):
 
     @property
     def resting(self) -> Sequence[float] | None:
-        """Constant contribution of a part that is not in use on this rank; None if the part is in use.
-
-        A part that is not in use draws no conclusions.
-        """
+        """Constant contribution of a part that is not in use on this rank and concludes nothing; None if in use."""
 
     def begin(self) -> None:
         """Enter a new group and discard conclusions of the previous one."""

@@ -54,10 +54,7 @@ class JobMembership(GenerationChanges):
         self._first_wish_s: float | None = None
 
     def handle(self, stimulus: Stimulus, now_s: float) -> list[Instruction]:
-        """Handle an event, and return the resulting instructions in order.
-
-        After the end of the job there are none until :meth:`reset`.
-        """
+        """Handle an event and return the resulting instructions in order; none between the job's end and a reset."""
         self._out = []
         if self._ended:
             return self._out
@@ -351,8 +348,7 @@ class JobMembership(GenerationChanges):
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
     """Return the members that must leave their nodes, and other workers to release at once.
 
-    Members marked for replacement leave once equally many other workers are ready, or if the target has no room for
-    them.
+    Members marked for replacement leave once as many new workers are ready, or if the target has no room for them.
     """
     leavers: list[WorkerRecord] = []
     unwanted: list[WorkerRecord] = []

@@ -115,10 +115,7 @@ class BatchProposal:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalBatch:
-    """Message from the controller with the job's critical batch, as measured by its branches.
-
-    The critical batch is the largest batch at which each additional sample is still fully useful.
-    """
+    """Message with the critical batch (largest fully efficient batch) that the job's branches have measured."""
 
     batch_size: int
 
@@ -136,10 +133,7 @@ class StopJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategiesKnown:
-    """Message from the controller with the fastest strategies that jobs of the same model have found.
-
-    They are keyed by the form of the group.
-    """
+    """Message with the fastest strategies that jobs of the same model have found, keyed by the form of the group."""
 
     strategies: Mapping[str, FoundStrategy]
 

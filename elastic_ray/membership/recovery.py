@@ -42,8 +42,7 @@ class SurvivingWorker:
     def veteran(self) -> bool:
         """True if the worker has trained and is not leaving.
 
-        This follows from its generation: a worker enters one only after all ranks agreed on it, or after the previous
-        one broke.
+        A worker enters a generation only after all ranks have agreed on it, or after the previous one broke.
         """
         return self.spec is not None and self.switched > 0 and not self.leaving
 

@@ -61,20 +61,12 @@ class WorkerRecord:
         self.loaded, self.has_state = loaded, has_state or self.has_state
 
     def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
-        """Record that the worker restarts in its process.
-
-        Args:
-            state_generation: Generation whose state the worker keeps, if it ``has_state``.
-        """
+        """Record that the worker restarts in its process, keeping the state of ``state_generation`` if it has any."""
         self.enter(WorkerPhase.READY if self.rebuilt else WorkerPhase.STARTING, now_s)
         self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 
     def join(self, now_s: float, *, others: bool) -> None:
-        """Make the worker a member of a generation.
-
-        Args:
-            others: Whether the generation continues from the state of other workers.
-        """
+        """Make the worker a member of a generation, which continues from the state of ``others`` if True."""
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures, self.joined_others = 0, others
 

@@ -32,10 +32,7 @@ _DROP_S = 1.0  # a group that is still being dropped when the process exits is n
 
 
 class CommunicatorFactory(Protocol):
-    """Protocol of functions that form a generation's communicator.
-
-    They are slow, and may raise ``CommunicationFailedError``.
-    """
+    """Protocol of slow functions that form a communicator and may raise ``CommunicationFailedError``."""
 
     def __call__(self, spec: GenerationSpec, rank: int) -> Communicator: ...
 
@@ -49,8 +46,7 @@ class WorkerMembership:
 
     Args:
         form: Forms the communicator of a generation.
-        on_prepare_failed: Called (from the forming thread) with the number of a generation that failed to form, and
-            the reason.
+        on_prepare_failed: Called (from the forming thread) with a generation that failed to form, and the reason.
         retired: Broken groups to be dropped later. All runs in a process share this object, which must outlive them.
         hears: Whether the controller will send the strategies that earlier jobs have found.
 
@@ -186,10 +182,7 @@ class WorkerMembership:
             self._news.notify_all()
 
     def prepared_spec(self, generation: int) -> GenerationSpec | None:
-        """Return the specification of ``generation`` if its group has formed and is still valid; otherwise None.
-
-        If this worker is not a member, the group counts as formed.
-        """
+        """Return the specification of ``generation`` if its group has formed and is valid; otherwise None."""
         prepared = self._prepared
         return prepared[0] if prepared is not None and prepared[0].generation == generation else None
 
@@ -238,11 +231,7 @@ class WorkerMembership:
         return self._prepared is not None and (self.current is None or self.is_void(self.current.generation))
 
     def close(self, *, broken: bool) -> None:
-        """Release all groups.
-
-        Args:
-            broken: Whether operations may still be pending in the groups.
-        """
+        """Release all groups; ``broken`` if operations may still be pending in them."""
         with self._news:
             for communicator in (self.communicator, self._prepared[1] if self._prepared else None):
                 if communicator is not None:

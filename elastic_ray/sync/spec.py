@@ -1,8 +1,7 @@
-"""Synchronisation strategies as immutable data, with conversion to and from JSON (pure).
+"""Synchronisation strategies as immutable data, without ranks or addresses, and their JSON form (pure).
 
-A strategy contains no ranks or addresses and does not depend on the world size. Sources: AutoDist's strategies per
-variable (NSDI 2021 submission, petuum/autodist), KungFu's synchronous and model averaging optimizers (OSDI 2020),
-DiLoCo (arXiv 2311.08105), PowerSGD (NeurIPS 2019).
+Sources: AutoDist's strategies per variable (NSDI 2021 submission, petuum/autodist), KungFu's synchronous and
+model averaging optimizers (OSDI 2020), DiLoCo (arXiv 2311.08105), PowerSGD (NeurIPS 2019).
 """
 
 from __future__ import annotations
@@ -202,8 +201,7 @@ class Rows:
     """Exchange of only the embedding table rows that were used in the step.
 
     Attributes:
-        update: Layout of ``.grad`` after the exchange: ``"sparse"``, ``"dense"``, or ``"auto"`` for the layout that
-            autograd produces.
+        update: Layout of ``.grad`` afterwards: ``"sparse"``, ``"dense"``, or ``"auto"`` for the one autograd produces.
     """
 
     kind: ClassVar[str] = "rows"

@@ -80,12 +80,7 @@ class PoolClient:
             return False
 
     async def order(self, nodes: Mapping[str, int], *, over: bool = False) -> None:
-        """Report how many processes the owner wants per node, and start those that the pool requests.
-
-        Args:
-            nodes: Number of processes, keyed by node.
-            over: Whether the owner has ended.
-        """
+        """Report the number of processes wanted per node, or that the owner has ended; start requested processes."""
         if not self.on or not (nodes or over):
             return
         try:

@@ -50,11 +50,7 @@ def _prefix(job: str) -> str:
 
 
 def setup_of(spec: JobSpec, *, controller: Any = None, token: str = "") -> WorkerSetup:
-    """Return the setup of a job's processes.
-
-    Args:
-        controller, token: Owner of the job's own processes, and its token; omitted for processes owned by a sweep.
-    """
+    """Return the setup of a job's processes; ``controller`` and ``token`` are omitted for a sweep's processes."""
     return WorkerSetup(
         use_gpu=spec.use_gpu,
         cpus=spec.bundle.get("CPU", 1.0) / spec.scheduling.unit_size,
@@ -120,11 +116,10 @@ class _Lent(enum.Enum):
 class Processes:
     """Supply of worker processes for one job.
 
-    A process that a worker has left can be reused for the job's next worker. Otherwise, processes come from the
-    cluster's pool, in which the job requests some on its nodes. If the pool is off, the job keeps warm processes of
-    its own.
+    A process that a worker has left can be reused for the job's next worker. Other processes come from the cluster's
+    pool, in which the job requests some on its nodes; if the pool is off, the job keeps warm processes of its own.
 
-    The processes of a trial belong to its sweep: the trial returns them, and the next trial starts in them within
+    The processes of a trial belong to its sweep: the trial returns them, and the next one starts in them within
     milliseconds.
     """
 
@@ -324,11 +319,7 @@ class Processes:
         await self._farewell.finish(_FAREWELL_S)
 
     def close(self, *, fit: bool) -> None:
-        """End the job's warm processes, and return borrowed ones.
-
-        Args:
-            fit: Whether returned processes can be reused, unless they hang.
-        """
+        """End the job's warm processes and return borrowed ones, as reusable if ``fit`` and they do not hang."""
         self.keep_warm({})
         self._background.cancel()
         if self._used and self._spec.elastic.warm_workers_per_node and not self._closed:

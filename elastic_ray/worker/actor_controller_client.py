@@ -56,10 +56,7 @@ _UNWRITTEN_S = 20.0  # a controller writes reports every ten seconds at the late
 
 
 class ActorControllerClient:
-    """Connection of a session to its job's controller.
-
-    Calls return at once, except for some whose messages must not be lost.
-    """
+    """Connection of a session to its job's controller; most calls return without waiting for an answer."""
 
     def __init__(self, assignment: Assignment, setup: WorkerSetup) -> None:
         self._controller = assignment.controller
@@ -119,12 +116,7 @@ class ActorControllerClient:
         return bool(self._position) and not isinstance(message, WorkerHeartbeat | StepFailed | PrepareFailed)
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
-        """Report that this worker ran out of memory with ``atomic_bsz`` samples, and restarts with fewer.
-
-        Args:
-            whole: Whether the worker's state is complete, so that the worker keeps it.
-            more_than_equal: Whether it had more samples than an equal split of the step would have given it.
-        """
+        """Report that this worker ran out of memory and restarts with fewer samples; it keeps a ``whole`` state."""
         self.starts_over, self.last_switched = whole, 0
         self.last_ready = self.last_failed = None
         self.insist_on(

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class WorkerProcess:
     """Actor class of worker processes, whose methods delegate to :class:`elastic_ray.worker.worker.Worker`.
 
-    The process warms up when it starts. It may then wait in the cluster's pool until a job or sweep claims it; after
-    that it never returns to the pool.
+    The process warms up when it starts, and may wait in the cluster's pool until a job or sweep claims it for good.
 
     Args:
         owner: Owner of the process; None for a process of the pool.

@@ -16,10 +16,9 @@ from elastic_ray.unit import UnitPlace
 class WorkerSetup:
     """Settings that a job passes to its worker processes.
 
-    With ``paced``, ``report`` waits until the sweep lets the run continue. ``states_kept`` is the number of automatic
-    checkpoints to keep; 0 if the job makes none. ``controller`` is the controller that owns the process from its
-    start, and ``token`` identifies that controller's workers. For a process owned by a sweep, they are None and
-    empty.
+    With ``paced``, ``report`` waits until the sweep lets the run continue. ``states_kept`` automatic checkpoints are
+    kept; 0 if the job makes none. ``controller`` owns the process from its start, and ``token`` identifies that
+    controller's workers; they are None and empty for a process owned by a sweep.
     """
 
     use_gpu: bool
@@ -82,10 +81,7 @@ class Assignment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
-    """Facts about a worker process that is ready for use.
-
-    ``gpu_type`` and the network ``domain`` are empty if unknown.
-    """
+    """Facts about a ready worker process; ``gpu_type`` and the network ``domain`` are empty if unknown."""
 
     pid: int
     cuda: bool

@@ -18,10 +18,7 @@ _SIZE_BYTES = 8
 
 
 def with_stored_train_loop(spec: JobSpec) -> JobSpec:
-    """Return a job's spec, with its train function and callbacks moved to Ray's control store if they are large.
-
-    Blocks briefly.
-    """
+    """Return a job's spec with its train function in Ray's control store if it is too large. Blocks briefly."""
     if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
         return spec
     key = store_train_loop(spec.train_loop, spec.callbacks)
@@ -29,11 +26,10 @@ def with_stored_train_loop(spec: JobSpec) -> JobSpec:
 
 
 def store_train_loop(train_loop: bytes, callbacks: bytes) -> str:
-    """Store a train function and callbacks in Ray's control store, and return their key. Blocks briefly.
+    """Store a train function and callbacks until :func:`delete_train_loop`; return their key. Blocks briefly.
 
-    They stay there until :func:`delete_train_loop`. As large actor arguments they would be lost together with the
-    driver, and Ray could then not restart the actor. Ray stores the functions that it sends to workers in the same
-    place.
+    Ray keeps the functions that it sends to workers in the same place. Large actor arguments would be lost together
+    with the driver, and Ray could then not restart the actor.
     """
     key = f"train_loop/{secrets.token_hex(8)}"
     packed = len(train_loop).to_bytes(_SIZE_BYTES) + train_loop + callbacks

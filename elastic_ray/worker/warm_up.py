@@ -1,8 +1,7 @@
 """SHELL: warm-up of a worker process before it belongs to a job, so that no first step waits for imports.
 
-The CPU limits the speed of imports. If more processes start on a machine than it has CPUs, they import one after
-another. In parallel, none of them would be ready before all are, and the first step would wait for the last
-import.
+Imports are limited by the CPU. Therefore only as many processes as there are CPUs import at the same time; with
+more, none would be ready until all are, and the first step would wait for the last import.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ def resident_bytes() -> int:
 
 @contextlib.contextmanager
 def start_slot(folder: Path | None = None, *, slots: int | None = None, timeout_s: float = _WAIT_S) -> Iterator[bool]:
-    """Hold one of the machine's slots for starting processes within the context.
-
-    If the process dies, its slot becomes free.
+    """Hold one of the machine's slots for starting processes; a process that dies releases its slot.
 
     Args:
         folder: Folder of the slot files, private to this user; None uses one in the Ray session's folder.

@@ -145,10 +145,7 @@ class Worker:
             self._ended.notify_all()
 
     def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
-        """Wait up to ``wait_s`` [s] for a run to end; return its result, or None if it is still in progress.
-
-        May be called repeatedly.
-        """
+        """Return how a run has ended, or None if it has not ended within ``wait_s`` [s]; may be called again."""
 
         def result() -> RunResult | None:
             found = self._result

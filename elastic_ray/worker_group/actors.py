@@ -290,11 +290,7 @@ class WorkerActors:
         return dataclasses.replace(assignment, gpu_ids=tuple(ids))
 
     def release(self, worker: str, *, kill: bool) -> None:
-        """Release a worker's resources; its process returns to the warm pool unless it must end.
-
-        Args:
-            kill: Whether to kill the process instead of reusing it.
-        """
+        """Release a worker's resources, and ``kill`` its process or return it to the warm pool."""
         homes = nodes_of(self._nodes.pop(worker, ""), self._unit)
         self._tokens.pop(worker, None)
         group = self._groups.pop(worker, None)

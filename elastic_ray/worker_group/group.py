@@ -135,22 +135,14 @@ class WorkerGroup:
         self.actors.post([member.worker for member in self.machine.members()], message)
 
     def begin_again(self, *, waits: bool) -> None:
-        """Release all workers and start again with new ones.
-
-        Args:
-            waits: Whether the job first waits for the allocator to assign nodes; warm processes are then ended, too.
-        """
+        """Release all workers and start again; with ``waits``, end warm processes too, as the job waits for nodes."""
         for instruction in self.machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
         if waits:
             self.actors.keep_warm({})
 
     def take_over(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
-        """Continue with the surviving workers of an earlier controller.
-
-        Args:
-            told: Registrations of all living workers.
-        """
+        """Continue with the surviving workers of an earlier controller, given the registrations of all of them."""
         speakers = [each for each in told if not each.position]
         for each in speakers:
             unit = sorted((other for other in told if other.worker == each.worker), key=lambda other: other.position)
@@ -200,11 +192,7 @@ class WorkerGroup:
         return {name for worker in workers for name in process_names(worker, unit)}
 
     def tick(self, now_s: float) -> None:
-        """Check for silent workers and advance all timers; called about ten times a second.
-
-        Args:
-            now_s: Current time [s, monotonic].
-        """
+        """Check for silent workers and advance all timers to ``now_s`` [s]; called about ten times a second."""
         members = self._processes_of(self.machine.watched())
         for process, silence_s in self._detector.silent(now_s, members):
             self.take(
