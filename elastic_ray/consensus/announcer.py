@@ -1,7 +1,8 @@
-"""Announcements between ranks before collectives: a small all-reduce of fixed size.
+"""Announcements between ranks before collectives, each a small all-reduce of fixed size.
 
-Gradient reductions are announced the first time. After that, a rank announces them only if it has waited for long: they
-use the gradient group, where a rank that does something else can only delay them, not corrupt them.
+Gradient reductions are announced the first time. After that, a rank announces one only if it has waited for a
+long time. They use the gradient group, where a rank that does something else can only delay them but not corrupt
+them.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ _NAME_BYTES, _NAMES_S = 64, 5.0
 class Announcer:
     """Announcements of one rank in one group.
 
-    Each rank contributes four numbers at its own position: its intent, how many loader steps it has committed, a
-    fingerprint of its parameters (0 if not requested), and the number of its phase. A phase consists of an announcement
-    (made or only recorded) and the collectives that it is about; one phase must end before the next starts. An
-    announcement made while waiting may be outdated by the time the other ranks make theirs. The phase numbers then
-    differ, and all ranks announce again.
+    Each rank contributes four numbers at its own position: its intent, the number of loader steps that it has
+    committed, a fingerprint of its parameters (0 if not requested), and the number of its phase. A phase consists of
+    an announcement (sent or only recorded) and the collectives that it announces; it must end before the next one
+    starts. An announcement that a rank makes while it waits may be outdated when the other ranks make theirs. In that
+    case the phase numbers differ, and all ranks announce again.
 
     Args:
-        communicator: the group, with at least two ranks.
-        room: largest number of payload values; the same on all ranks.
+        communicator: Communicator of a group with at least two ranks.
+        room: Largest number of payload values; equal on all ranks.
     """
 
     def __init__(self, communicator: Communicator, *, room: int = PAYLOAD_SIZE) -> None:
@@ -69,7 +70,7 @@ class Announcer:
         self._transfers = Counter[tuple[bool, int, int]]()  # that have started: received or sent, other rank, tag
 
     def start(self, what: Announced, loader_steps: int, *, fingerprint: int = 0, payload: Sequence[float] = ()) -> None:
-        """Announce this rank's next action; call :meth:`agree` before starting its collectives.
+        """Announce this rank's next action. Call :meth:`agree` before starting the action's collectives.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -81,7 +82,7 @@ class Announcer:
             self._post()
 
     def start_quietly(self, what: Announced, loader_steps: int) -> None:
-        """Record this rank's next action without announcing it: reductions to be awaited with :meth:`wait` only.
+        """Record this rank's next action without announcing it; wait for its reductions with :meth:`wait` only.
 
         Raises RanksDisagreeError: this rank has not completed its previous announcement.
         """
@@ -89,7 +90,7 @@ class Announcer:
 
     @property
     def in_phase(self) -> bool:
-        """True while announced collectives have not all been started, as within a backward pass."""
+        """True while some announced collectives have not been started, for example during a backward pass."""
         return self._open is not None
 
     def interject(self, what: Announced) -> None:
@@ -109,7 +110,7 @@ class Announcer:
         (self._entry, self._payload), self._strategy, self._sums = before, strategy, sums
 
     def agree(self) -> list[float]:
-        """Wait for all ranks' announcements; returns the sums of their payloads.
+        """Wait for the announcements of all ranks, and return the sums of their payloads.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -129,7 +130,7 @@ class Announcer:
             self._post()
 
     def wait(self, work: Any) -> None:
-        """Wait for a reduction that was started quietly; announce it to the other ranks if this takes long.
+        """Wait for a reduction that was started quietly; if the wait is long, announce it to the other ranks.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -199,20 +200,21 @@ class Announcer:
 
     @property
     def joined_by_idle(self) -> Announced | None:
-        """Announcement of the ranks with samples in which the other ranks can participate; None if there is none."""
+        """Announcement of ranks with samples in which ranks without samples can participate; None if there is none."""
         return joined_by_idle([int(code) for code in self._values[: self._world]])
 
     @property
     def fingerprints(self) -> list[int]:
-        """Fingerprints in the latest announcement, by rank."""
+        """Fingerprints in the latest announcement, in rank order."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
     def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:
-        """Announce that this rank no longer needs other ranks; True if all ranks have done so within ``wait_s``.
+        """Announce that this rank no longer needs other ranks; return True if all ranks do so within ``wait_s`` [s].
 
-        The announcement remains as long as the group exists: a rank that announces something else later still meets it.
+        The announcement remains valid as long as the group exists: a rank that announces something else later still
+        meets it.
 
-        Raises RanksDisagreeError: another rank was seen to continue within this time.
+        Raises RanksDisagreeError: another rank was seen to continue training during the wait.
         """
         self._begin(what, loader_steps, fingerprint, ())
         self._open = None
@@ -245,11 +247,11 @@ class Announcer:
         return self._work, self._tensor
 
     def check_same_step(self, tags: Sequence[float], note: int) -> bool:
-        """True if all ranks, having reduced gradients of the same step, have also read the same data for it.
+        """Check that all ranks have reduced gradients of the same step; return True if they read the same data.
 
         Args:
-            tags: sums of all ranks' :meth:`step_tag`.
-            note: 1 if this rank's gradients include those of the last update, see ``notes_differ``.
+            tags: Sums of :meth:`step_tag` over all ranks.
+            note: 1 if this rank's gradients include those of the last update, else 0.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -269,10 +271,10 @@ class Announcer:
 
     @staticmethod
     def step_tag(loader_steps: int, sample_tag: int = 0) -> tuple[float, float]:
-        """Return a tag and its square, which each rank adds to a reduction; exact in float32.
+        """Return a tag of a step, and its square, which each rank adds to a reduction; exact in float32.
 
         Args:
-            sample_tag: tag of a sample that all ranks have read for this step; 0 if each reads its own.
+            sample_tag: Tag of a sample that all ranks have read for this step; 0 if each rank reads its own samples.
         """
         tag = float((loader_steps + sample_tag) % _TAGS)
         return tag, tag * tag
