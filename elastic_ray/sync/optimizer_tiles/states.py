@@ -91,7 +91,7 @@ class HeldTiles:
 
     @property
     def everything(self) -> bool:
-        """True if this rank holds every tile."""
+        """True if this rank holds all tiles."""
         return len(self._views) == len(self.tiling)
 
     def take(self, tile: int, states: Sequence[State], *, borrowed: bool = False) -> None:

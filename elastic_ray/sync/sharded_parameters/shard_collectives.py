@@ -131,7 +131,7 @@ class ShardCollectives:
             unit.reshard()
 
     def comes_next(self, what: str) -> None:
-        """Agree with all ranks that `what` is the next collective; ``Announcer.done`` ends the agreement.
+        """Agree with all ranks that `what` is the next collective, until ``Announcer.done`` is called.
 
         Raises CommunicationFailedError: The group broke. RanksDisagreeError: Other ranks do something else.
         """
