@@ -600,7 +600,7 @@ class RetiredCommunicators:
         self._dropping: threading.Thread | None = None
 
     def retire(self, communicator: Communicator) -> None:
-        """Schedule a communicator to be dropped, without blocking."""
+        """Schedule a communicator to be dropped in the background."""
         grace_s = communicator.timeout_s + _RETIRED_GRACE_S if communicator.broken or communicator.voided else 0.0
         with self._news:
             self._retired.append((time.monotonic() + grace_s, communicator))

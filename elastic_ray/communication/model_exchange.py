@@ -181,7 +181,7 @@ class ModelExchange:
             raise
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, and close all connections to other ranks."""
         server, pulls = self._server, self._pulls
         self._server, self._pulls, self._pulled = None, None, None
         if server is not None:

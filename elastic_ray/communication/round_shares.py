@@ -185,7 +185,7 @@ class RoundShares:
             raise
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, and close all connections to other ranks."""
         self.end_round(lost=True)
         if self._member is not None:
             self._member.close()

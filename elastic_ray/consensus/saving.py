@@ -1,4 +1,4 @@
-"""Agreement on a checkpoint: either all ranks write their parts after a step, or rank 0 writes everything (pure)."""
+"""Agreement on a checkpoint: either all ranks write parts after a step, or rank 0 writes all of it (pure)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEVER = (0.0, 0.0, 0.0, 1.0)
 
 
 class Readiness(enum.Enum):
-    """Readiness of a rank to write its part."""
+    """Readiness of a rank to write its part of a checkpoint: now, later, or never."""
 
     READY = enum.auto()
     NOT_YET = enum.auto()

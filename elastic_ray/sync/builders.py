@@ -75,7 +75,7 @@ class PowerSGD:
     """Low-rank compression of gradient matrices, with error feedback (Vogels et al., NeurIPS 2019).
 
     Attributes:
-        rank: Rank of the approximation; 4 is usual.
+        rank: Rank of the approximation; a higher rank is more accurate but sends more data.
 
     Examples:
         >>> from elastic_ray.sync import PowerSGD
@@ -456,9 +456,9 @@ class PartitionedPS(_Tiles):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenPartitionedPS(_Tiles):
-    """Variant of ``PartitionedPS`` with the smallest number of parts that does not divide the first dimension.
+    """Variant of ``PartitionedPS`` whose number of parts is the smallest that does not divide the first dimension.
 
-    AutoDist: UnevenPartitionedPS.
+    The original is AutoDist's UnevenPartitionedPS.
 
     Attributes:
         copies: Number of owners per part.

@@ -152,7 +152,7 @@ class Drift:
 
     @property
     def pulls(self) -> bool:
-        """True if ranks pull each other's models."""
+        """True if each rank averages with models that it pulls from other ranks (pair averaging)."""
         return isinstance(self._averager, PairAverager)
 
     def enter_exchange(self, communicator: Communicator) -> None:

@@ -370,7 +370,7 @@ class GradientEngine(Participant):
 
     @property
     def pulls(self) -> bool:
-        """True if ranks pull each other's models."""
+        """True if each rank averages with models that it pulls from other ranks (pair averaging)."""
         return self._drift.pulls
 
     def enter_exchange(self, communicator: Communicator) -> None:
@@ -499,7 +499,7 @@ class GradientEngine(Participant):
         return self._carried.remember()
 
     def roll_back(self, remembered: Any) -> None:
-        """Undo a lost step."""
+        """Undo a lost step, given the data from :meth:`remember`."""
         self._reducer.reduction.void()
         self._stepped = None
         self._in_force.roll_back(self._asked_before)

@@ -81,10 +81,7 @@ def tree(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def star(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return the two rounds of a star: all ranks send to the first one, and receive the sum from it.
-
-    One link carries W buckets.
-    """
+    """Return the two rounds of a star: all ranks send to the first, which returns the sum; W buckets per link."""
     others = range(1, len(nodes))
     return [
         Round(transfers={(rank, 0): (0, size) for rank in others}, adds=True),

@@ -410,7 +410,7 @@ class ExampleNorms:
 
     @property
     def on(self) -> bool:
-        """True from :meth:`begin` to :meth:`end`."""
+        """True while a backward pass is measured, from :meth:`begin` to :meth:`end`."""
         return self._samples > 0
 
     @property
