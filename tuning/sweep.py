@@ -402,7 +402,7 @@ class SweepActor:
         return await self._processes.lend(run, node)
 
     async def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
-        """Take back a process that a run no longer needs; ``fit`` is True if another trial may use it."""
+        """Return a process to the pool after its run; ``fit`` is True if another trial may use it."""
         self._processes.take_back(run, actor, fit=fit)
 
     async def settle(self, run: str, fit: dict[Any, bool]) -> None:

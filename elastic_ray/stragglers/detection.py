@@ -124,12 +124,12 @@ class SpeedTrace(Trace):
         return self.busy[rank] / self._usual(among) if self.steps else 1.0
 
     def last_ratio(self, rank: int, among: Sequence[int]) -> float:
-        """Return the same ratio as :meth:`ratio` over the last five steps only."""
+        """Return a rank's median time over the last five steps, divided by the median of the ranks ``among``."""
         middle = [lower_median(times) for times in zip(*self.last, strict=True)]
         return middle[rank] / lower_median([middle[other] for other in among])
 
     def slow(self, rank: int, among: Sequence[int]) -> bool:
-        """True if the rank is a straggler: slow on average, slow in most recent steps, and by more than noise explains."""
+        """True if the rank is a straggler: on average, in most recent steps, and by more than noise explains."""
         if not self.ready or self.recent[rank].bit_count() < _SLOW_STEPS:
             return False
         excess = self.busy[rank] - self._usual(among)
