@@ -54,7 +54,7 @@ class NodeRequests:
         self._by_coordinator = False
 
     def ask(self, bundles: Bundles) -> None:
-        """Request enough nodes to hold all of these bundles at the same time, including existing nodes."""
+        """Request that the cluster has room for all of these bundles at once; existing nodes count."""
         wanted = [(dict(resources), dict(labels)) for resources, labels in bundles]
         coordinator = _coordinator()
         due = time.monotonic() - self._at_s > _REPEAT_S
@@ -79,7 +79,7 @@ class NodeRequests:
 def refusals(since_s: float) -> tuple[Refusal, ...]:
     """Return the launches that failed after this time [s since the epoch].
 
-    Returns none if Ray's autoscaler is not v2, which alone reports them.
+    Returns an empty tuple if Ray's autoscaler does not report failed launches (only v2 does).
     """
     try:
         from ray.autoscaler.v2.sdk import get_cluster_status

@@ -1,4 +1,4 @@
-"""SHELL: export of samples to ``ray.util.metrics``, from which Ray's agent on this node serves them to Prometheus.
+"""SHELL: export of samples to ``ray.util.metrics``, from which Ray's agent on this node serves Prometheus.
 
 Ray sends a gauge once after it was set, and its agent drops a gauge not sent again within two report intervals (Ray
 2.60, measured). Gauges are therefore rewritten while they are valid and then disappear by themselves: nothing

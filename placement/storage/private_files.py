@@ -165,7 +165,7 @@ def check_own(path: str) -> None:
 
 
 def make_own(path: str, below: str) -> None:
-    """Create a private directory and its parents inside ``below``, a directory such as ``/tmp`` that all can write to.
+    """Create a private directory, with its parents inside ``below``, where other users may write (``/tmp``).
 
     Raises ForeignDirectoryError: one of them belongs to another user, or is a link, which may lead anywhere.
     """
