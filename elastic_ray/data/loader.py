@@ -38,7 +38,7 @@ _Setting: TypeAlias = tuple[BatchChoice, StepSplit, bool]
 
 
 class PlanFacts:
-    """Facts on which all ranks must agree to divide a loader's samples in the same way."""
+    """Settings of a loader that must be equal on all ranks so that they divide its samples in the same way."""
 
     def __init__(self, given: LoaderArguments, source: BatchSource, *, seed: int, drop_last: bool) -> None:
         self._options = given.facts(drop_last=drop_last) | ({"seed": seed} if given.draws else {})
@@ -47,7 +47,7 @@ class PlanFacts:
         self._first = item_facts(given.dataset)
 
     def of(self, epoch: int, limits: BatchLimits) -> dict[str, Any]:
-        """Return the facts about a pass, as plain values keyed by name."""
+        """Return the settings for one pass, as plain values keyed by name."""
         batch = dataclasses.asdict(limits)
         items = self._source.facts(epoch)
         return {"batch_size": batch.pop("init_batch_size"), **batch, **self._options, **still_facts(items, self._first)}
