@@ -164,9 +164,10 @@ def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoi
 
 
 def bounded(limits: BatchLimits, cut: BatchChoice, bound: int | None) -> BatchChoice:
-    """Return the division with at most ``bound`` samples at once per worker, because more do not fit into memory.
+    """Return the division with at most ``bound`` samples per worker at once, because more do not fit into memory.
 
-    If the batch is fixed or accumulation is allowed, more and smaller micro-steps keep its size; otherwise it shrinks.
+    If the batch is fixed or accumulation is allowed, more and smaller micro-steps keep the batch size. Otherwise, the
+    batch shrinks.
     """
     if bound is None or cut.atomic_bsz <= bound:
         return cut

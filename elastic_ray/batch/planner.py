@@ -205,10 +205,7 @@ class BatchPlanner:
         self.equal_shares = group.equal_shares
 
     def withdraw(self) -> None:
-        """Withdraw the latest choice because its generation will not be formed.
-
-        The choice stays if that generation has already sent a report.
-        """
+        """Withdraw the latest choice, unless its generation has already been formed and sent a report."""
         if self.latest is not None and self.latest.generation >= self._chosen_for:
             return
         self._choice, self._replicas, self._gpu = self._before

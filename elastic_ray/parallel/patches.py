@@ -26,10 +26,7 @@ class DividedOptimizer(Protocol):
     """Protocol of an optimizer whose state is divided among the ranks."""
 
     def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
-        """Return all states on rank 0, keyed by parameter; None if this rank already has them.
-
-        Call this on every rank.
-        """
+        """Return all states on rank 0, keyed by parameter; None if this rank has them. Call this on every rank."""
 
     def loaded(self) -> None:
         """Divide among the ranks the complete states that were just loaded into the optimizer."""

@@ -14,8 +14,7 @@ _MOST_OFF = 5  # an epoch's last batch may be smaller
 class BranchBatch(ReadyPolicy):
     """Policy that keeps the batch size constant and pauses the job after ``samples`` samples.
 
-    It overrides the batch sizes that other policies request. A pause, unlike a normal end, skips the code after the
-    epoch loop, which only the original job should run.
+    A pause skips the code after the epoch loop, which only the original job should run.
     """
 
     owns_batch = True
