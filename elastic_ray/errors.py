@@ -79,7 +79,7 @@ class ImpossibleResourcesError(ValueError):
 
 
 class JobLostError(TrainingFailedError):
-    """Error raised if the job's controller, and with it all workers, are lost.
+    """Error raised if the job's controller is lost, and with it all workers.
 
     Attributes:
         job: Name of the job.

@@ -276,7 +276,7 @@ class JobStatus:
         efficiency: Statistical efficiency (progress per sample) of the current batch M, relative to the initial batch
             M0: (M0 + B) / (M + B), with the gradient noise scale B; None before the speed model is fitted.
         metrics: The latest metrics that rank 0 reported.
-        message: Sentence on the reason why the job waits or has ended; empty while the job trains normally.
+        message: Sentence that says why the job waits or has ended; empty while the job trains normally.
         cost_usd: Cost so far [USD], at the prices of the allocator's autoscaling; None if prices are unknown.
         note: Warnings while the job runs: a deadline or budget that cannot be met, with the best alternative; workers
             that find no node; storage that does not respond, with the request; non-finite gradients; warnings from
@@ -296,9 +296,9 @@ class JobStatus:
         eta_high_s: Likely upper bound of ``eta_s`` [s].
         productive_share: Training time / time since submission (ETTR), 0 to 1; None before any time has passed.
         waiting_s: Part of the time since submission spent waiting for resources [s].
-        starting_s: Part from the start of the job's processes until a group trained [s].
-        pausing_s: Part spent paused by changes of the group, including failures [s].
-        catching_up_s: Part spent after restarts on repeating earlier training [s].
+        starting_s: Part of that time from the start of the job's processes until a group trained [s].
+        pausing_s: Part of that time in which changes of the group, including failures, paused training [s].
+        catching_up_s: Part of that time spent repeating earlier training after restarts [s].
         training_s: Remaining part [s]; the five parts sum to the time since submission.
         last_pause: The last pause, split by phase; None before the first.
         learning_rate_factor: Factor on the first model's learning rates, from its batch and from policies; None before

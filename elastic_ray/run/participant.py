@@ -41,7 +41,7 @@ class Participant:
         """Record that the optimizer steps."""
 
     def prepare_average(self) -> None:
-        """A round has ended, and the ranks are about to vote on it: start what :meth:`after_step` waits for."""
+        """Start the work for which :meth:`after_step` waits, before the ranks vote on a round that has ended."""
 
     def after_step(self, *, agree_on_scale: bool) -> None:
         """Average the replicas if due, after all ranks have committed a step that trained.
@@ -204,7 +204,7 @@ class Participant:
 
         Args:
             holds: True if this rank holds a trained state.
-            counts: True if this rank has the latest marker, and so contributes to the merged model.
+            counts: True if this rank's own marker equals ``marker``, so that it contributes to the merged model.
         """
 
     def enter_group(self) -> None:

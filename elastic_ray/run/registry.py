@@ -245,9 +245,10 @@ class Registry:
         return self.loaders.info.dataset_size if self.loaders.info is not None else None
 
     def halving(self, steps: int) -> Halving | None:
-        """Return which steps a single rank splits in two after ``steps`` committed ones; None for no steps.
+        """Return the rule for splitting steps of a single rank in two, after ``steps`` committed steps.
 
-        Splitting measures the gradient noise. Models whose layers can measure it themselves do so instead.
+        Return None for no steps. Splitting measures the gradient noise, unless the models' layers can measure it
+        themselves.
         """
         wanted = self._wanted_halving(steps)
         by_layers = wanted is not None and not self._needs_halves and self.monitoring.request.variance_every is None
@@ -353,7 +354,7 @@ class Registry:
 
     @property
     def saves_together(self) -> bool:
-        """True if no rank can save alone at the end because state is divided or replicas differ; equal on all ranks."""
+        """True if no rank can save alone at the end, since state is divided or replicas differ; equal on all ranks."""
         return any(each.divided or each.tabled or each.drifts for each in self.gradients)
 
     @property
