@@ -29,13 +29,13 @@ class _Sum(float):
 
 
 class Accumulator(Mapping[str, float]):
-    """Named sums, such as losses and hits, to which every rank adds inside a loader's loop.
+    """Named sums, such as losses and hits, to which every rank adds inside a loop over a loader.
 
-    Values added during a step count when the step is committed. A step voided by a failure leaves nothing behind and
-    counts when it is drawn again. The contributions of a lost worker are kept. Reading returns the sum over all ranks
-    and committed steps, which is the same on every rank. Read on every rank: after a ``break`` out of a loop, reading
-    may commit the last step. Between two passes of a loader, all steps are committed. Every rank must add to the same
-    names in a step, even if only 0.0.
+    Values added during a step count once the step is committed. If a failure voids the step, its values are discarded,
+    and are added again when the step is drawn again. Contributions from committed steps are kept even if their worker
+    is lost. Reading a sum returns the total over all ranks and committed steps, which is the same on every rank. Read
+    on every rank, because reading after a ``break`` out of a loop may commit the last step. Between two passes of a
+    loader, all steps are committed. Every rank must add to the same names in a step, even if it only adds 0.0.
 
     Examples:
         >>> from elastic_ray import AdaptiveDataLoader, remaining_epochs_until
@@ -80,7 +80,7 @@ class Accumulator(Mapping[str, float]):
         self.add(name, value.added)
 
     def add(self, name: str, value: float) -> None:
-        """Add this rank's ``value``; equivalent to ``accumulator[name] += value``."""
+        """Add ``value`` to this rank's contribution to the sum ``name``; same as ``accumulator[name] += value``."""
         self._join_present_run()
         if self._session.ledger.depth == 0:
             raise RuntimeError(

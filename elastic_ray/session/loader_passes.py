@@ -158,7 +158,7 @@ class LoaderPasses:
             return None
 
     def end_after_step(self) -> None:
-        """End the innermost pass with the step in progress, once that step is committed.
+        """End the innermost pass after the current step, once that step is committed.
 
         A lost step is drawn again, and the call must then be repeated. ``break`` does not allow that.
         """
@@ -202,10 +202,10 @@ class LoaderPasses:
 
         Args:
             loader_pass: The pass to which the step belongs; None for the innermost.
-            ends_pass: The pass ends with this step. Actions between two steps are then postponed.
-            abandoned: The loop was left, so that the step cannot be drawn again.
+            ends_pass: True if the pass ends with this step. Actions between two steps are then postponed.
+            abandoned: True if the loop was left, so that the step cannot be drawn again.
 
-        Returns whether the step was committed, by this rank or by a survivor whose state it received.
+        Returns True if the step was committed, by this rank or by a survivor whose state it received.
 
         Raises:
             RuntimeError: Another pass was started within the step and has not ended.
@@ -294,10 +294,10 @@ class LoaderPasses:
         return True
 
     def end_round(self, *, ends_pass: bool = True, abandoned: bool = False) -> bool:
-        """End the round in progress, if any, with a vote of all ranks, and average models.
+        """End the current round, if any, with a vote of all ranks, and average models.
 
         Args:
-            ends_pass, abandoned: As in :meth:`edge`.
+            ends_pass, abandoned: Same as in :meth:`edge`.
 
         Returns True if its steps are committed; otherwise they must be drawn again.
         """

@@ -1,9 +1,9 @@
-"""Process group of torch.distributed whose collectives run in the job's current group (torch).
+"""Default process group of torch.distributed whose collectives run in the job's current group (torch).
 
 Torch's own groups cannot change size. This one has no connections: its collectives run in the current generation, and
-behave like ``elastic_ray.all_reduce`` (see there). Objects that hold it, such as a ``DeviceMesh``, survive changes of
-the group; its rank and size are always the current ones. The group belongs to the process, and delegates to the
-thread's session.
+behave like ``elastic_ray.all_reduce`` (see there). Objects that hold this group, such as a ``DeviceMesh``, survive
+changes of the job's group, and always see the current rank and size. The group belongs to the process, and delegates to
+the thread's session.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return BACKEND
 
     def new_group(self, ranks: Sequence[int], *args: Any, **options: Any) -> DefaultGroup | None:
-        """Return another object for the same group, or for one rank alone a group of its own; None to other ranks.
+        """Return this group for all ranks, or a group of its own for a single rank; None on the other ranks.
 
         Raises ValueError: `ranks` are several, but not all.
         """
@@ -411,14 +411,14 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 class SoloGroup(DefaultGroup):
-    """Group of this worker alone, such as a mesh's dimension of size 1; no change of the job's group breaks it."""
+    """Process group of this worker alone, as for a mesh dimension of size 1; changes of the job never break it."""
 
     def rank(self) -> int:
-        """Return 0."""
+        """Return 0, the rank of the only member."""
         return 0
 
     def size(self) -> int:
-        """Return 1."""
+        """Return 1, the number of members."""
         return 1
 
     getRank, getSize = rank, size

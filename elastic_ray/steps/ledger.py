@@ -24,10 +24,10 @@ _LEFT = "the other ranks are not in this step any more"
 
 
 class Replay:
-    """Replay of user code up to the other ranks' position; its effects on the received state are undone.
+    """Replay of user code until this worker catches up with the other ranks; effects on received state are undone.
 
     Args:
-        between_epochs: The code first passes through loader passes of earlier epochs.
+        between_epochs: True if the code first passes through loader passes of earlier epochs.
     """
 
     def __init__(self, state: SharedState, *, between_epochs: bool = False) -> None:
@@ -45,7 +45,7 @@ class Replay:
         return bool(progress.passes) or progress.joined_at is not None
 
     def reach_pass(self, ordinal: int) -> bool:
-        """Record that the code has reached the epoch's pass number `ordinal`; True if it has caught up."""
+        """Record that the code has reached pass number `ordinal` of the epoch; True if it has caught up."""
         if ordinal < self._ordinal:
             return False
         self.before_pass = False
@@ -53,7 +53,7 @@ class Replay:
         return self._collective is None
 
     def reach_collective(self, number: int) -> bool:
-        """Record that the code has reached its collective number `number`; True if it has caught up."""
+        """Record that the code has reached collective number `number`; True if it has caught up."""
         if self.before_pass or self._collective is None or number < self._collective:
             return False
         self._take_back()
