@@ -95,7 +95,6 @@ class GradientEngine(Participant):
         self._drift = Drift(context, trainable, optimizer, number, scaler)
         self._settled: object = None  # step whose statistics the unit's workers have added up
         self._expected: object = None  # step in which layers were last asked to measure
-        self.averages = False  # whether the strategy averages models
         self._ends = False  # whether another strategy comes after the step that ranks have agreed on
         self._row_steps = [RowSteps(each) for each in optimizers_of(optimizer)]
         self._reducer = GradientReducer(
