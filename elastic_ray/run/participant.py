@@ -29,6 +29,8 @@ class Participant:
     The registry visits the models in the order in which the loop wraps them, which is the same on all ranks.
     """
 
+    averages = False  # whether replicas are averaged, so that :meth:`scale_moments` is called
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
@@ -39,6 +41,9 @@ class Participant:
 
     def applied(self) -> None:
         """Record that the optimizer steps."""
+
+    def scale_moments(self, optimizer: Any) -> None:
+        """Set the second moments of an optimizer that has stepped with this rank's gradient to the whole batch's."""
 
     def prepare_average(self) -> None:
         """Start the work for which :meth:`after_step` waits, before the ranks vote on a round that has ended."""

@@ -20,6 +20,7 @@ Step = tuple[int, float | None]
 # Steps of one that is left, in a round and in the last one: more tell nothing new.
 _MOST_IN_ROUND, _MOST_IN_LAST = 8, 14
 _FEWEST_IN_ROUND, _FEWEST_IN_LAST = 3, 4  # the first of them includes the cost of the change, and does not count
+_ENOUGH_FOR_TWO = 6  # steps of one in a round that can be made in two turns
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,8 @@ def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
     times: list[list[float]] = [[] for _ in range(count)]
     left, done, before = list(range(count)), iter(history), -1
     while len(left) > 1:
-        for turn in _turns(left, count, steps):
+        turns = _turns(left, count, steps)
+        for turn in turns:
             step = next(done, None)
             if step is None:
                 return Standing(turn=turn, times=_medians(times))
@@ -59,15 +61,17 @@ def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
             before = turn
         medians = _medians(times)
         kept = sorted(left, key=lambda each: (medians[each] is None, medians[each] or 0.0))[: (len(left) + 1) // 2]
-        left = [each for each in reversed(left) if each in kept]
+        left = [each for each in dict.fromkeys(reversed(turns)) if each in kept]
     return Standing(turn=left[0], over=True, times=_medians(times))
 
 
 def _turns(left: Sequence[int], count: int, steps: int) -> list[int]:
     """Return the candidate of each step of a round; the one that ran last goes first, if it is still in the race."""
     each = _in_round(count, steps)
-    if len(left) > 2:
-        return [one for one in left for _ in range(each)]
+    if len(left) > 2:  # there and back: the first steps of a training, or of a change, are slower than later ones
+        there = each // 2 if each >= _ENOUGH_FOR_TWO else each
+        back = [one for one in reversed(left) for _ in range(each - there)]
+        return [one for one in left for _ in range(there)] + back
     half = _in_last(count, steps) // 2
     first, second = left
     return [first] * half + [second] * 2 * half + [first] * half

@@ -94,7 +94,6 @@ class GradientEngine(Participant):
         self._statistics = statistics
         self._drift = Drift(context, trainable, optimizer, number, scaler)
         self._expected: object = None  # step in which layers were last asked to measure
-        self.averages = False  # whether the strategy averages models
         self._ends = False  # whether another strategy comes after the step that ranks have agreed on
         self._row_steps = [RowSteps(each) for each in optimizers_of(optimizer)]
         self._reducer = GradientReducer(
