@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import socket
 import stat
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -115,6 +117,28 @@ class UnitGroup:
             raise UnitLostError(f"a worker of the unit was lost: {str(error).splitlines()[0]}") from error
         found: list[list[float]] = rows.tolist()
         return found
+
+    def over_shards(self, sums: list[tuple[tuple[int, int], str, float]]) -> list[tuple[tuple[int, int], str, float]]:
+        """Return accumulators' sums over all parts of the unit's samples, each part counted once.
+
+        Raises:
+            UnitLostError: a worker of the unit is gone.
+            RuntimeError: the unit's workers have added to different names; raised on all of them.
+        """
+        if self.place.shards == 1:
+            return sums
+        names = sorted({name for _, name, _ in sums})
+        told = float(zlib.crc32(repr([each[:2] for each in sums]).encode())), float(len(sums))
+        if any(tuple(row) != told for row in self.gather(told)):
+            raise RuntimeError(
+                "all workers of a unit must add to the same names of the same Accumulators in a step, at least 0.0, "
+                f"but they differ; this worker has added to {names or 'none'}"
+            )
+        if not sums:
+            return sums
+        rows = self.gather([float(self.place.shard), *(value for _, _, value in sums)])
+        parts = {row[0]: row[1:] for row in rows}  # workers of one part have the same sums
+        return [(key, name, math.fsum(own)) for (key, name, _), *own in zip(sums, *parts.values(), strict=True)]
 
     def agree(self, well: bool) -> bool:
         """Return True if ``well`` is True on every worker of the unit."""

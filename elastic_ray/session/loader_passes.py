@@ -478,7 +478,7 @@ class LoaderPasses:
             sums = run.consensus.vote(what, added, some_are_idle=True, join=join, plan=plan)
         run.sums.undo_beyond(run.ledger.depth)
         if not run.agreed.ran_out:  # else the step is drawn again
-            run.states.progress.add_sums(sums)
+            run.states.progress.add_sums(sums if run.unit is None else run.unit.over_shards(sums))
 
     def _add_own(self) -> None:
         """Give code that this rank runs alone the sums that it alone has added in the step that has ended."""

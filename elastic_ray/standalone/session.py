@@ -37,7 +37,6 @@ from placement.text import printable
 
 _HELD: dict[tuple[str, int], Any] = {}  # by address: it lasts as long as the process, also for later calls
 _STORE_S = timedelta(seconds=2)  # neither a process that ends nor one that fails waits long for a store that is gone
-_LEAVE_S = 2.0
 _LONGEST = 1000  # anybody who reaches the store may write there
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 
@@ -321,7 +320,6 @@ def _form(prefix: str, departures: Departures, gpu: int | None, spec: Generation
         host=_own_host() if spec.nodes > 1 else "127.0.0.1",
         gpu=gpu,
     )
-    departures.formed(group)
     return group
 
 
@@ -342,17 +340,12 @@ class Departures:
         self._rank, self._world_size = rank, world_size
         self._store: Any = None
         self._follows = False
-        self._group: weakref.ref[Communicator] | None = None
         self._process = os.getpid()
 
     def use(self, store: Any) -> None:
         """Use the store through which the group is about to form, and publish this rank's departure there at exit."""
         self._store = store
         atexit.register(self._leave)
-
-    def formed(self, group: Communicator) -> None:
-        """Store a weak reference to the group that has formed."""
-        self._group = weakref.ref(group)
 
     def explain(self, cause: str) -> str:
         """Return why a collective has failed: the rank that left, if known, else the given ``cause``."""
@@ -372,14 +365,11 @@ class Departures:
         return f"{who} has left without a word: its process was killed, or its machine is gone"
 
     def _leave(self) -> None:
-        """Leave the group and publish the reason, unless this rank ends because another has left."""
+        """Publish why this rank leaves the group, unless it ends because another has left."""
         if os.getpid() != self._process:
             return  # a child that was forked
         if not self._follows:
             self._tell()
-        group = self._group() if self._group is not None else None
-        if group is not None:
-            group.leave(_LEAVE_S)
 
     def _tell(self) -> None:
         """Publish in the store why this rank ends, unless another rank has published a reason first."""

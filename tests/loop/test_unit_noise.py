@@ -107,6 +107,27 @@ def test_adaptive_batch_is_cut_into_equal_shards(tmp_path: Path) -> None:
     assert first == second and first[-1] == 4 and sum(first[:-1]) == 36
 
 
+@pytest.mark.parametrize("unit", [Unit(shard=2), Unit(tp=2)], ids=["shard", "tp"])
+def test_sums_count_each_sample_of_a_unit_once(unit: Unit, tmp_path: Path) -> None:
+    def train(_: UnitGroup) -> list[dict[str, float]]:
+        model = nn.Linear(FEATURES, 1)
+        wrapped = er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0), scaling_rule="none")
+        rows = torch.arange(12.0).repeat_interleave(FEATURES).reshape(12, FEATURES)
+        sums = []
+        for _ in er.remaining_epochs_until(1):
+            total = er.Accumulator()
+            for (x,) in er.AdaptiveDataLoader(torch.utils.data.TensorDataset(rows), batch_size=4):
+                wrapped(x).sum().backward()
+                total["samples"] += len(x)
+                total["numbers"] += x[:, 0].sum().item()
+            sums.append(dict(total))
+        return sums
+
+    for row in run_units(train, tmp_path, unit=unit):
+        for found in row:
+            assert found == [{"samples": 12.0, "numbers": 66.0}]
+
+
 def scaled(strategy: str, part: slice = slice(None)) -> tuple[list[list[float]], float]:
     """Rows after some steps of which one overflows, in the last row alone, and the loss scale."""
     model = Rows(part, None)
