@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ from elastic_ray.run.current import session_of_thread
 
 if TYPE_CHECKING:
     from elastic_ray.session.session import Session
+
+
+_NUMBERS = itertools.count(2)
 
 
 class _Sum(float):
@@ -46,13 +50,18 @@ class Accumulator(Mapping[str, float]):
     """
 
     def __init__(self) -> None:
-        self._start_in(current_session())
+        self._start_in(session := current_session())
+        self._number = 0 if session.synced else -next(_NUMBERS)  # of one that an import makes before there is a run
 
     def _join_present_run(self) -> None:
         """Attach to the current run: if a process trains several times, sums belong to the run that adds to them."""
         present = session_of_thread()
-        if present is not None and present is not self._session:
+        if present is None or present is self._session:
+            return
+        if self._session.synced:
             self._start_in(present)
+        else:
+            self._session, self._key = present, (-1, self._number)
 
     def _start_in(self, session: Session) -> None:
         caller = sys._getframe(2)
@@ -84,12 +93,19 @@ class Accumulator(Mapping[str, float]):
 
     def reset(self) -> None:
         """Reset all sums; call this on every rank, between two passes of a loader."""
-        self._session.progress.reset_sums(self._key)
+        self._run_or_present().progress.reset_sums(self._key)
+
+    def _run_or_present(self) -> Session:
+        """Return the run that has added to the sums; the present one if none has."""
+        if not self._session.synced:
+            self._join_present_run()
+        return self._session
 
     def _sums(self) -> dict[str, float]:
-        if self._session.synced and self._session.ledger.depth == 1:
-            self._session.passes.settle()
-        return self._session.progress.sums.get(self._key, {})
+        session = self._run_or_present()
+        if session.synced and session.ledger.abandoned:
+            session.passes.settle()
+        return session.progress.sums.get(self._key, {})
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sums())

@@ -173,8 +173,7 @@ class ModelParts:
             )
             for number, (each, tiles) in enumerate(zip(optimizers, parts, strict=True))
         ]
-        moved: dict[int, tuple[float, ...]] = {}
-        unit = run.unit
+        unit, meter = run.unit, self._statistics.meter
 
         def measured(number: int, update: Callable[[], Any]) -> Any:
             groups = self._trainable.groups[group_ranges(optimizers)[number]]
@@ -183,13 +182,13 @@ class ModelParts:
                 named = {id(p) for name, p in module.named_parameters() if name in elsewhere}
                 groups = [[p for p in group if id(p) not in named] for group in groups]
             whole = not parts[number].divided
-            result, moved[number] = with_update_norms(optimizers[number], groups, update, whole=whole)
-            if len(moved) == len(parts):  # by now each has stepped
-                norms = [norm for number in range(len(parts)) for norm in moved[number]]
+            result, meter.moved[number] = with_update_norms(optimizers[number], groups, update, whole=whole)
+            if len(meter.moved) == len(parts):  # by now each has stepped
+                norms = [norm for number in range(len(parts)) for norm in meter.moved[number]]
+                meter.moved.clear()
                 if unit is not None:
                     norms = [math.hypot(*workers) for workers in zip(*unit.gather(norms), strict=True)]
-                self._statistics.meter.updated(tuple(norms))
-                moved.clear()
+                meter.updated(tuple(norms))
             return result
 
         each_measured = [functools.partial(measured, number) for number in range(len(parts))]

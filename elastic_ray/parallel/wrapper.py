@@ -562,6 +562,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             result = own.measured(functools.partial(update, **kwargs))
         else:
             result = update(**kwargs)
+        if self._sync.averages:
+            self._sync.scale_moments(own.optimizer)
         if self._tables.tables and own is self._steps[0]:
             self._tables.update()
         return result

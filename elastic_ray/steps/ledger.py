@@ -168,7 +168,7 @@ class StepLedger:
         worker that has joined meanwhile gives them too.
         """
         within = self.round if self.round is not None and self.depth else self.outermost
-        if within is None:
+        if within is None or self.abandoned >= self.depth:  # code after `break` is also run by workers that join later
             return None
         within.made_at.append(place)
         times = within.made_at.count(place)
@@ -538,12 +538,12 @@ class StepSums:
         sums = self._pending.setdefault(depth, {}).setdefault(key, {})
         sums[name] = sums.get(name, 0.0) + value
 
-    def take(self, depth: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
-        """Return and drop the contributions of the step at ``depth``."""
-        return self._pending.pop(depth, {})
+    def of(self, depth: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
+        """Return the contributions of the step at ``depth``."""
+        return self._pending.get(depth, {})
 
     def undo_beyond(self, depth: int) -> None:
-        """Undo the contributions of lost steps deeper than ``depth``."""
+        """Drop the contributions of steps deeper than ``depth``, which are lost or counted."""
         self._pending = {at: sums for at, sums in self._pending.items() if at <= depth}
 
 

@@ -1,7 +1,7 @@
-"""Choice of a strategy: by a race between candidates, or from the measurements of earlier jobs (pure).
+"""Choice of a strategy, by a race between candidates or from measurements of earlier jobs (pure).
 
-The choice is a state machine on frozen states. Its inputs are equal on all ranks, so all ranks choose the
-same strategy, and it ends after a known number of steps.
+The choice is a state machine with immutable states. Its inputs are equal on all ranks, so all ranks choose the
+same strategy. It ends after a known number of steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FEWEST_IN_ROUND, _FEWEST_IN_LAST = 3, 4  # the first of them includes the cost 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Standing of a race: the candidate that runs the next step, or the winner."""
+    """State of a race: the candidate that runs the next step, or the winner."""
 
     turn: int
     over: bool = False
@@ -32,7 +32,7 @@ class Standing:
 
 
 def most_candidates(steps: int) -> int:
-    """Return how many candidates can race in `steps` steps, at least 2."""
+    """Return the largest number of candidates that can race within `steps` steps, at least 2."""
     count = 2
     while _in_round(count + 1, steps) >= _FEWEST_IN_ROUND and _in_last(count + 1, steps) >= _FEWEST_IN_LAST:
         count += 1
@@ -40,11 +40,11 @@ def most_candidates(steps: int) -> int:
 
 
 def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
-    """Return the standing of `count` candidates after the steps so far.
+    """Return the state of a race between `count` candidates after the steps so far.
 
     Args:
-        history: Candidate and duration of each step so far.
-        steps: Maximum length of the race [steps].
+        history: Candidate and duration of each step.
+        steps: Maximum number of steps in the race.
     """
     times: list[list[float]] = [[] for _ in range(count)]
     left, done, before = list(range(count)), iter(history), -1
@@ -104,7 +104,7 @@ _CHECKED_STEPS = 5  # of a known strategy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of one training step that all ranks agree on."""
+    """Measurements of one training step, which are equal on all ranks."""
 
     step_s: float | None = None  # of the slowest rank; None where it was not measured
     # that were touched of each table, on the rank with most; of tables whose rows travel
@@ -116,7 +116,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """State of the strategy choice for one topology."""
+    """State of the choice for one topology."""
 
     strategy: Strategy  # to be in force
     settled: bool = False  # it is kept
@@ -130,17 +130,17 @@ class Choice:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Measured step times of the options [s], keyed by name."""
+        """Step times of the strategies that were measured [s], keyed by name."""
         found = zip(self.options, self.times, strict=False)
         return {option.name: took_s for option, took_s in found if took_s is not None}
 
     @property
     def measures(self) -> bool:
-        """True while the next steps are measured."""
+        """True while the choice needs measurements of the next steps."""
         return not self.settled or self.known_s is not None
 
     def to_state(self) -> dict[str, Any]:
-        """Return the choice as plain values."""
+        """Return the choice as plain values, for :meth:`from_state`."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return plain | {
             "strategy": self.strategy.to_json(),
@@ -149,7 +149,7 @@ class Choice:
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> Choice:
-        """Return the choice from the plain values of :meth:`to_state`."""
+        """Return the choice described by the plain values of :meth:`to_state`."""
         options = tuple(map(Strategy.from_json, tree["options"]))
         return cls(**{**tree, "strategy": Strategy.from_json(tree["strategy"]), "options": options})
 
@@ -159,16 +159,16 @@ Consider = Callable[[Mapping[str, int], Strategy], Sequence[Strategy]]
 
 
 def leave(choice: Choice) -> Strategy:
-    """Return the strategy to continue with in an unknown group; a strategy on trial is not kept."""
+    """Return the strategy with which to continue in a new group; a strategy on trial is not kept."""
     return choice.strategy if choice.settled or not choice.options else choice.options[0]
 
 
 def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) -> Choice:
-    """Return the choice after one more training step under its strategy.
+    """Return the choice after one more training step with its current strategy.
 
     Args:
-        steps: Maximum length of a race [steps].
-        consider: Function that returns the strategies to race.
+        steps: Maximum number of steps in a race.
+        consider: Returns the strategies that take part in a race.
     """
     if choice.settled:
         return _confirmed(choice, measured) if choice.known_s is not None else choice
@@ -194,10 +194,10 @@ def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) 
 
 
 def watch_rows(choice: Choice, rows: Mapping[str, int]) -> Choice:
-    """Return the choice, reset if a table's touched rows differ by more than a factor of two from those it used.
+    """Return the choice, reset if the number of touched rows in a table has changed by more than a factor of two.
 
     Args:
-        rows: Touched rows, keyed by table name and equal on all ranks; an empty mapping changes nothing.
+        rows: Number of touched rows, keyed by table name and equal on all ranks; if empty, nothing changes.
     """
     if not choice.settled or not rows:
         return choice

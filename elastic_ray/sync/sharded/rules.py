@@ -58,7 +58,7 @@ class RowAdagrad(RowRule):
     """Row rule s <- s + g^2, p <- p - lr g / (sqrt(s) + eps), as ``torch.optim.Adagrad`` without decays.
 
     Attributes:
-        initial_accumulator_value: s before the first update; 0 or more.
+        initial_accumulator_value: S before the first update; 0 or more.
         eps: Constant added to the root; 0 or more.
 
     Examples:

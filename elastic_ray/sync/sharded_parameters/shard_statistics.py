@@ -115,7 +115,6 @@ class MovedRows:
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer, meter: GradientMeter) -> None:
         self._optimizer, self._shards, self._meter = optimizer, shards, meter
-        self._norms: dict[int, tuple[float, ...]] = {}  # of this step's updates so far, by optimizer
         self._waiting: tuple[GradientNorms, list[float]] | None = None  # with squares of this rank's rows, by group
 
     def size(self, groups: int) -> int:
@@ -125,7 +124,6 @@ class MovedRows:
     def forget(self) -> None:
         """Discard the measured update in a new group, in which row owners differ and some ranks have no result."""
         self._waiting = None
-        self._norms.clear()
 
     def measure(self, number: int, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
         """Run an update whose gradient was measured, and measure its norms; return the update's result.
@@ -135,13 +133,13 @@ class MovedRows:
             alone: Whether the group has a single rank, so that no numbers are exchanged.
             counts: Whether this rank's rows are included, so that only one of several owners counts them.
         """
-        optimizers = optimizers_of(self._optimizer)
+        optimizers, moved = optimizers_of(self._optimizer), self._meter.moved
         rows = self._rows(counts=counts)[group_ranges(optimizers)[number]]
-        result, self._norms[number] = with_update_norms(optimizers[number], rows, update, whole=False)
-        if len(self._norms) < len(optimizers):
+        result, moved[number] = with_update_norms(optimizers[number], rows, update, whole=False)
+        if len(moved) < len(optimizers):
             return result  # the others step after it
-        norms = tuple(norm for each in sorted(self._norms) for norm in self._norms[each])
-        self._norms.clear()
+        norms = tuple(norm for each in sorted(moved) for norm in moved[each])
+        moved.clear()
         found = self._meter.take_unmoved()
         if found is None:
             return result

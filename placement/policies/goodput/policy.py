@@ -1,4 +1,4 @@
-"""``goodput``: gives workers to the jobs that shorten the queue most, and only if the change pays back."""
+"""``goodput``: gives workers to the jobs that shorten the queue most, and only if the change pays for itself."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class GoodputPolicy:
 
     @property
     def prices(self) -> Mapping[str, float]:
-        """Dual price of one slot in the last decision, keyed by GPU type; empty before the first decision."""
+        """Dual price per slot in the latest decision, keyed by GPU type; empty before the first decision."""
         return dict(self._cache.prices)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
@@ -195,7 +195,7 @@ def _target(instance: OptionTable, placement: Placement, reason: Reason) -> Targ
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """A decision with its causes: the jobs' placements before and after it."""
+    """Decision with its causes: the jobs' placements before and after it."""
 
     instance: OptionTable
     utility: SpeedValue
@@ -209,7 +209,7 @@ class Decided:
             object.__setattr__(self, name, self.instance.speed_at(placements).tolist())
 
     def reason(self, j: int) -> Reason:
-        """Return why a job has its workers: who got the workers that it lost, or what its own change gains."""
+        """Return why a job has its workers: the jobs that got the workers it lost, or the gain from its own change."""
         view, was, here = self.instance.views[j], self.before[j], self.after[j]
         if here.place and (why := held(view, here.workers)) is not None:
             return why
@@ -286,7 +286,7 @@ def _best(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MixedTypes:
-    """Decision about workers on GPU types other than a job's own."""
+    """Assignment of workers on GPU types other than a job's own, for jobs that allow mixed types."""
 
     cluster: Cluster
     horizon_s: float  # time within which a change must pay back [s]
@@ -294,7 +294,7 @@ class MixedTypes:
     cache: GoodputCache  # of what was computed before
 
     def on_one_type(self, view: JobView) -> JobView:
-        """Return the job with only the workers on its own GPU type, the type whose workers have the highest goodput."""
+        """Return the job with only the workers on its own GPU type: the one whose workers have the highest goodput."""
         if not view.mixed_gpu_types:
             return view
         parts = self._parts(view.allocation)
