@@ -78,10 +78,7 @@ WriteSamples: TypeAlias = Callable[[Iterable[Sample]], None]
 
 
 class Guarded:
-    """Wrapper for measuring code that suppresses its errors, so that they never affect the measured code.
-
-    The first error is logged.
-    """
+    """Wrapper that suppresses errors of measuring code and logs the first, so that measured code is not affected."""
 
     def __init__(self, what: str) -> None:
         self._what = what

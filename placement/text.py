@@ -67,10 +67,7 @@ def ago(seconds: float) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Log formatter that escapes this package's records and puts each on one line, plus the lines of a traceback.
-
-    Records of other packages are unchanged.
-    """
+    """Log formatter that escapes unprintable characters in this package's records; others are unchanged."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as ``logging`` does, with unprintable characters escaped."""

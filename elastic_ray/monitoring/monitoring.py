@@ -62,10 +62,7 @@ class Monitoring:
         self._models.append(measures)
 
     def measures(self, model: int = 0) -> StepMeasures:
-        """Return the measures of the model with this index, in wrapping order.
-
-        Before the model is wrapped, only the workers' measures are included.
-        """
+        """Return the measures of the model with this index; before it is wrapped, only those of the workers."""
         if model < len(self._models):
             return self._models[model]()
         return StepMeasures(workers=self.meter.workers)

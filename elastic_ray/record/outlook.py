@@ -44,10 +44,7 @@ class TimeSpent:
         return min(1.0, self.training_s / self.total_s) if self.total_s > 0 else None
 
     def without_group(self, lasted_s: float, started_for_s: float) -> TimeSpent:
-        """Return the times after a span without a training group.
-
-        Processes were starting during the last ``started_for_s`` of the span.
-        """
+        """Return the times after a span without a group; processes were starting in its last ``started_for_s``."""
         starting_s = min(max(0.0, started_for_s), lasted_s)
         waiting_s = self.waiting_s + (lasted_s - starting_s)
         return dataclasses.replace(self, waiting_s=waiting_s, starting_s=self.starting_s + starting_s)

@@ -45,11 +45,7 @@ class Controllers:
         self._heard_s.pop(job, None)
 
     def post(self, instruction: Instruction) -> None:
-        """Send an instruction to its job's controller.
-
-        At most one call per job is in flight, since calls may overtake each other, and only the latest instruction
-        counts.
-        """
+        """Send a job's latest instruction, one call at a time per job, since calls may overtake each other."""
         address = (instruction.job, type(instruction))
         self._outbox[address] = instruction
         if address not in self._sending:

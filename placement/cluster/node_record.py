@@ -100,10 +100,7 @@ class AvoidedNodes:
 
 
 class NodeRecord:
-    """Record of worker failures on all nodes.
-
-    The record is soft state: if it is lost, running jobs report their failures again, but those of ended jobs are gone.
-    """
+    """Record of worker failures by node; if it is lost, running jobs report their failures again."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, list[_Noted]] = {}

@@ -171,10 +171,7 @@ _KeyCo = TypeVar("_KeyCo", bound=Hashable, covariant=True)
 
 
 class Free(Protocol[_JobContra, _KeyCo]):
-    """Protocol of the free room on nodes.
-
-    ``FreeResources`` implements it for workers of different kinds, ``FreeSlots`` for interchangeable workers.
-    """
+    """Protocol of free room on nodes: ``FreeResources`` if workers differ in kind, else ``FreeSlots``."""
 
     def key(self, job: _JobContra) -> _KeyCo:
         """Return a key that identifies the job."""
@@ -269,19 +266,13 @@ class Occupancy(Generic[_Job, _Key]):
 
 
 def best_fit(fits: NDArray[np.int64], wanted: int) -> int | None:
-    """Return the index of the tightest node with room for these workers; None if none has room.
-
-    Ties go to the first node.
-    """
+    """Return the index of the tightest node with room for all workers, the first on ties; None if none has room."""
     enough = fits >= wanted
     return int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max))) if enough.any() else None
 
 
 def worst_fit(fits: NDArray[np.int64]) -> int | None:
-    """Return the index of the roomiest node; None if no node has room for a worker.
-
-    Ties go to the first node.
-    """
+    """Return the index of the roomiest node, the first on ties; None if no node has room for a worker."""
     index = int(np.argmax(fits)) if len(fits) else 0
     return index if len(fits) and fits[index] > 0 else None
 
@@ -347,10 +338,7 @@ class FreeResources:
         return kind.slots.copy()
 
     def take(self, view: JobView, index: int, workers: float) -> None:
-        """Reserve resources on one node, without checking that they are free (see ``slots``).
-
-        A negative number of workers releases resources.
-        """
+        """Reserve resources on one node without checking ``slots``; negative workers release resources."""
         needs = self._kind(view).needs
         assert needs is not None, f"job {view.job} has no slot to take"
         for column, amount in needs:

@@ -86,10 +86,7 @@ class AllowedSizes:
         return self.sizes[place] if place < len(self.sizes) else None
 
     def within(self, least: int, most: int) -> tuple[int, int]:
-        """Return the smallest and the largest allowed size from ``least`` to ``most``.
-
-        Raises ValueError: there is none.
-        """
+        """Return the smallest and largest allowed size from ``least`` to ``most``. Raises ValueError: there is none."""
         low, high = self.at_least(least), self.at_most(most)
         if low is None or not low <= high:
             why = ""

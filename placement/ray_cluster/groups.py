@@ -120,10 +120,7 @@ def _holder_key(group_id: str) -> bytes:
 
 
 async def withdraw(group: PlacementGroup) -> None:
-    """Wait until a group is fulfilled, for half a minute at most, and release it.
-
-    The group is also released if this coroutine is cancelled.
-    """
+    """Release a group once it is fulfilled, after half a minute at most, or if this coroutine is cancelled."""
     try:
         await ready(group, WITHDRAWN_S)
     finally:

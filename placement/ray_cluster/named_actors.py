@@ -116,10 +116,7 @@ def _names() -> set[str]:
 
 
 def aliases(prefix: str, *, whole: bool = False) -> list[tuple[str, str]]:
-    """Return (own name, alias) of actors whose alias starts with ``prefix`` or, if ``whole``, equals it.
-
-    Blocks briefly.
-    """
+    """Return (own name, alias) of actors whose alias starts with ``prefix`` or, if ``whole``, equals it."""
     keys = internal_kv._internal_kv_list(_alias_key(prefix, "" if whole else None), namespace=_KV) or ()
     return [(own, alias) for alias, _, own in (key.decode()[len(_ALIAS) :].partition("\n") for key in keys)]
 

@@ -86,10 +86,7 @@ class Manager:
         return Path(self.nni.config.experiment_working_directory).expanduser().absolute() / str(self.nni.id)
 
     def start(self, port: int, trials_at: str) -> None:
-        """Start the manager; trial commands connect to the address ``trials_at``.
-
-        Raises RuntimeError: the port is in use.
-        """
+        """Start the manager; trial commands connect to ``trials_at``. Raises RuntimeError: the port is in use."""
         port = _free_port(port)
         with _environment(trials_at, self._host), _patience():
             self.nni.start(port)

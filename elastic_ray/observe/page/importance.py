@@ -14,9 +14,7 @@ _DECADES = 100.0  # a parameter whose values differ by such a factor was drawn b
 
 
 def importance(trials: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], str]:
-    """Return the PED-ANOVA importance of each parameter that varies between trials, largest first.
-
-    The second value is the reason if no importance can be computed, else empty.
+    """Return PED-ANOVA importances of the varying parameters, largest first; if there are none, the reason.
 
     Args:
         trials: Rows of the page, with ``parameters``, ``score`` and ``mode``.

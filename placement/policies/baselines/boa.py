@@ -111,10 +111,7 @@ class BoaPolicy:
         return dataclasses.replace(self, usd=min(prices.values(), default=self.usd))
 
     def told(self, classes: Mapping[str, JobClass], gpus: float) -> BoaPolicy:
-        """Return the policy with widths computed for these job classes and this number of GPUs.
-
-        Raises ValueError: the number of GPUs is too small.
-        """
+        """Return the policy with widths for these classes and GPUs. Raises ValueError: there are too few GPUs."""
         least = sum(each.per_h * _hull(each)[0][0] for each in classes.values()) / 3600.0
         budget = max(gpus, least) if self.budget_usd_per_h is None else self.budget_usd_per_h / self.usd
         return dataclasses.replace(self, widths=boa_widths(classes, budget))

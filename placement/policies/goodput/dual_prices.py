@@ -279,10 +279,7 @@ def _exchange(options: Options, picks: Ints) -> Ints:
 
 
 def solve_exactly(options: Options) -> Ints:
-    """Return the optimal options, by dynamic programming over jobs and GPU counts.
-
-    f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), with g one count per GPU type.
-    """
+    """Maximise f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), with g one count per GPU type."""
     shape = tuple((np.floor(options.capacities + _TINY).astype(np.int64) + 1).tolist())
     best = np.zeros(shape)
     sizes = np.rint(options.sizes).astype(np.int64)

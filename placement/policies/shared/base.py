@@ -91,10 +91,7 @@ class Policy(Protocol):
         ...
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target per job.
-
-        ``JobView.allocation`` contains the workers that the job currently has, or is being moved to.
-        """
+        """Return a target per job; ``JobView.allocation`` is what the job currently has or is being moved to."""
         ...
 
 

@@ -15,7 +15,6 @@ def parse_cluster(text: str) -> Cluster:
     """Return the nodes of a cluster string: comma-separated ``<gpu type>:<nodes>x<GPUs per node>``.
 
     Node ids are ``<gpu type>-<three digits>``, so that nodes of a type sort in the order of the string.
-
     Raises InputError: the string cannot be parsed, names a type twice, or contains a zero.
     """
     nodes: list[Node] = []

@@ -47,9 +47,7 @@ class Outlook:
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
     """Return the nodes of a cluster string, which lists GPUs, or CPUs under the type ``cpu``.
 
-    Nodes have plenty of all other resources.
-
-    Raises InputError: the string cannot be parsed.
+    Nodes have plenty of all other resources. Raises InputError: the string cannot be parsed.
     """
     others = {name for view in views for name in view.bundle if name not in ("GPU", "CPU")}
     return Cluster(nodes=tuple(_furnished(node, others) for node in parse_cluster(text).nodes))
