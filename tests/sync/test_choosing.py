@@ -200,8 +200,8 @@ def test_only_steps_after_one_of_the_same_count() -> None:
 
 
 def test_a_round_begins_with_whose_turn_it_was() -> None:
-    for count, changes in ((4, 3 + 3 + 2), (6, 5 + 3 + 2)):  # four go there and back
-        turns = [turn for turn, _ in race(count, 40, lambda turn, _: 1.0 + 0.1 * turn * (-1) ** (count == 6))[0]]
+    for count, best, changes in ((4, 0, 3 + 3 + 2), (6, 5, 5 + 2 + 1 + 2)):  # four go there and back
+        turns = [turn for turn, _ in race(count, 40, lambda turn, _, best=best: 1.0 + 0.1 * abs(turn - best))[0]]
         assert list(dict.fromkeys(turns)) == list(range(count))
         assert sum(a != b for a, b in itertools.pairwise(turns)) == changes
 
