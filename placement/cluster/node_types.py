@@ -80,6 +80,13 @@ class NodeType:
         """Return how many of the job's workers fit onto one such node; 0 if its selector excludes it."""
         return slots(self.resources, view.bundle) if matches(self.labels, view.selector) else 0
 
+    def share(self, view: JobView, workers: float) -> float:
+        """Return the part of such a node that the job's workers hold, or the part of a unit that spans nodes."""
+        if fit := self.slots(view):
+            return workers / max(fit, workers)
+        needs = [(workers * need, self.resources.get(name, 0.0)) for name, need in view.bundle.items() if need > 0]
+        return max(need / max(amount, need) for need, amount in needs)
+
 
 def obtainable(types: Sequence[NodeType]) -> tuple[Node, ...]:
     """Return every node that could be requested, up to the maximum of each type."""
