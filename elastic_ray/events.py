@@ -367,6 +367,10 @@ class JobStatus:
     trial: TrialFacts | None = None
     metric: str = ""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields by name, so that processes of another version can read them."""
+        return _with_known, (type(self), {each.name: getattr(self, each.name) for each in dataclasses.fields(self)})
+
     @property
     def shown_metric(self) -> str:
         """Name of the metric to show in listings: the job's own metric, else its first number; empty if none."""
@@ -376,6 +380,12 @@ class JobStatus:
     def score(self) -> float | None:
         """Value of the metric by which the sweep compares its trials; None if unknown."""
         return number_in(self.metrics, self.trial.metric) if self.trial is not None and self.trial.metric else None
+
+
+def _with_known(made: type[JobStatus], values: Mapping[str, Any]) -> JobStatus:
+    """Return a status from the fields that this version knows; those that another version lacks have defaults."""
+    known = {each.name for each in dataclasses.fields(made)}
+    return made(**{name: value for name, value in values.items() if name in known})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,15 +7,12 @@ broken one can be abandoned. ``init_process_group`` does not allow this, but low
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import math
-import os
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,7 +22,14 @@ import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
 from elastic_ray.communication.bootstrap_store import BootstrapStore
-from elastic_ray.communication.connections import Connections, drop_ended_groups, keep_group, refuse_connections
+from elastic_ray.communication.connections import (
+    Connections,
+    drop_ended_groups,
+    keep_group,
+    leave_at_exit,
+    refuse_connections,
+    start_transfer,
+)
 from elastic_ray.communication.nccl import CUDA_POLL_S, abort_nccl, begin_nccl, connect_nccl, has_run, identity_of
 from elastic_ray.monitoring.measures import OPERATIONS
 
@@ -98,7 +102,7 @@ class Communicator:
         if world_size == 1:
             return
         self._store = store  # torch keeps its C++ side only
-        _OPEN.add(self)
+        leave_at_exit(self)
         until_s = time.monotonic() + form_timeout_s
         named = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         others = set(Connections.of_process())
@@ -386,9 +390,7 @@ class Communicator:
         self._wake.clear()
         since_s = time.monotonic()
         deadline = since_s + self.timeout_s + 1.0
-        thread = threading.Thread(target=block, name="transfer", daemon=True)
-        _TRANSFERS.add(thread)
-        thread.start()
+        start_transfer(block)
         while not done.is_set() and not self._voided.is_set() and time.monotonic() < deadline:
             self._wake.wait(0.25)
             self._wake.clear()
@@ -591,27 +593,6 @@ class GradientGroup:
 # ProcessGroupGloo cannot cancel an operation, and dropping the group joins its threads: a broken group is parked
 # for this long after its last possible operation.
 _RETIRED_GRACE_S = 5.0
-
-
-_LEAVE_S = 2.0
-_OPEN: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_TRANSFERS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-def _leave_all(process: int) -> None:
-    """Leave all groups of this process before the interpreter exits."""
-    if os.getpid() != process:
-        return  # a child that was forked shares the connections
-    leaving = [threading.Thread(target=each.leave, args=(_LEAVE_S,), daemon=True) for each in list(_OPEN)]
-    for each in leaving:
-        each.start()
-    for each in leaving:
-        each.join()
-    for each in list(_TRANSFERS):
-        each.join(_LEAVE_S)  # its wait has ended, and it has yet to come back from gloo
-
-
-atexit.register(_leave_all, os.getpid())
 
 
 class RetiredCommunicators:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import logging
@@ -10,7 +11,8 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 Connection = tuple[int, int]
@@ -99,6 +101,39 @@ def drop_ended_groups() -> None:
         ended = [each for each in _KEPT if each[0].is_completed()]
         _KEPT[:] = [each for each in _KEPT if each not in ended]
     del ended  # joins their threads, which nobody else is to wait for
+
+
+_LEAVE_S = 2.0
+_OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
+_TRANSFERS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def leave_at_exit(group: Any) -> None:
+    """Call ``group.leave`` before the interpreter exits, if the group still exists."""
+    _OPEN.add(group)
+
+
+def start_transfer(wait: Callable[[], None]) -> None:
+    """Start a thread that waits for transfers of a group."""
+    thread = threading.Thread(target=wait, name="transfer", daemon=True)
+    _TRANSFERS.add(thread)
+    thread.start()
+
+
+def _leave_all(process: int) -> None:
+    """Leave all groups of this process before the interpreter exits."""
+    if os.getpid() != process:
+        return  # a child that was forked shares the connections
+    leaving = [threading.Thread(target=each.leave, args=(_LEAVE_S,), daemon=True) for each in list(_OPEN)]
+    for each in leaving:
+        each.start()
+    for each in leaving:
+        each.join()
+    for each in list(_TRANSFERS):
+        each.join(_LEAVE_S)  # its wait has ended, and it has yet to come back from gloo
+
+
+atexit.register(_leave_all, os.getpid())
 
 
 class NoGroup:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from elastic_ray.session.session import Session
 
 
-_NUMBERS = itertools.count(2)
+NUMBERS = itertools.count(2)
 
 
 class _Sum(float):
@@ -51,7 +51,7 @@ class Accumulator(Mapping[str, float]):
 
     def __init__(self) -> None:
         self._start_in(session := current_session())
-        self._number = 0 if session.synced else -next(_NUMBERS)  # of one that an import makes before there is a run
+        self._number = 0 if session.synced else -next(NUMBERS)  # of one that an import makes before there is a run
 
     def _join_present_run(self) -> None:
         """Attach to the current run: if a process trains several times, sums belong to the run that adds to them."""

@@ -275,7 +275,7 @@ class Autoscaler:
             usd_per_h = 0.0
             for node, workers in by_node(view.allocation).items():
                 kind = of.get(node)
-                usd_per_h += 0.0 if kind is None else kind.usd_per_h * workers / max(kind.slots(view), workers)
+                usd_per_h += 0.0 if kind is None else kind.usd_per_h * kind.share(view, workers)
             bill = self._bills.get(view.job) or view.bill or Bill()
             held_s = max(view.attained_s - bill.attained_s, 0.0)  # a controller that is started anew counts from 0
             price = usd_per_h / view.workers if view.workers else bill.worker_usd_per_h

@@ -80,6 +80,13 @@ class NodeType:
         """Return the number of the job's workers that fit on one node; 0 if the job's selector excludes this type."""
         return slots(self.resources, view.bundle) if matches(self.labels, view.selector) else 0
 
+    def share(self, view: JobView, workers: float) -> float:
+        """Return the part of such a node that the job's workers hold, or the part of a unit that spans nodes."""
+        if fit := self.slots(view):
+            return workers / max(fit, workers)
+        needs = [(workers * need, self.resources.get(name, 0.0)) for name, need in view.bundle.items() if need > 0]
+        return max(need / max(amount, need) for need, amount in needs)
+
 
 def obtainable(types: Sequence[NodeType]) -> tuple[Node, ...]:
     """Return every node that could be requested: ``max_nodes`` of each type."""

@@ -84,7 +84,7 @@ class _Counted:
         session = session_of_thread()
         set_session(None)
         with _ONE:
-            accumulator._NUMBERS = itertools.count(2)  # each worker is a process of its own
+            accumulator.NUMBERS = itertools.count(2)  # each worker is a process of its own
             self.rows, self.steps = er.Accumulator(), er.Accumulator()
         set_session(session)
 
@@ -97,7 +97,7 @@ class _Counted:
         return float(self.rows["n"]), float(self.steps["n"])
 
 
-def test_a_worker_joins_whose_sums_were_made_by_an_import() -> None:
+def test_worker_joins_whose_sums_an_import_made() -> None:
     def work() -> list[Any]:
         counted = _Counted()
         return trained(counted, counted.read)
