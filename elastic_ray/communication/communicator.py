@@ -192,9 +192,8 @@ class Communicator:
         joining = threading.Thread(target=self._drop_gloo, name="leave-group", daemon=True)
         joining.start()
         joining.join(timeout_s / 2)
-        if joining.is_alive():  # what is under way waits for a peer
-            self.connections.shut_down()
-            joining.join(timeout_s / 2)
+        self.connections.shut_down()  # what is under way waits for a peer, also in a group that was closed
+        joining.join(timeout_s / 2)
 
     def _drop_gloo(self) -> None:
         self._gloo = None
