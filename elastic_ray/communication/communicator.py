@@ -34,8 +34,6 @@ from elastic_ray.communication.nccl import CUDA_POLL_S, abort_nccl, begin_nccl, 
 from elastic_ray.monitoring.measures import OPERATIONS
 
 _BRIEFLY = timedelta(milliseconds=100)
-PATIENCE_S = 2.0
-"""A rank that waits for longer than this says what for; half of what a disagreement takes to be found out."""
 _MAC_TAG = 8
 _MAC_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answers within that
 _PARTING_POLL_S = 2e-3
@@ -195,9 +193,8 @@ class Communicator:
         joining = threading.Thread(target=self._drop_gloo, name="leave-group", daemon=True)
         joining.start()
         joining.join(timeout_s / 2)
-        if joining.is_alive():  # what is under way waits for a peer
-            self.connections.shut_down()
-            joining.join(timeout_s / 2)
+        self.connections.shut_down()  # what is under way waits for a peer, also in a group that was closed
+        joining.join(timeout_s / 2)
 
     def _drop_gloo(self) -> None:
         self._gloo = None
@@ -364,7 +361,7 @@ class Communicator:
         Args:
             works: works of sends and receives; None for those in a batch.
             batched: works started by the batch.
-            speak: called again and again in a long wait.
+            speak: called again and again while they last.
 
         Raises CommunicationFailedError: the peer is gone, the timeout has passed, or the generation was cancelled.
         The thread ends at the group's timeout at the latest.
@@ -388,13 +385,12 @@ class Communicator:
             self._wake.set()
 
         self._wake.clear()
-        since_s = time.monotonic()
-        deadline = since_s + self.timeout_s + 1.0
+        deadline = time.monotonic() + self.timeout_s + 1.0
         start_transfer(block)
         while not done.is_set() and not self._voided.is_set() and time.monotonic() < deadline:
             self._wake.wait(0.25)
             self._wake.clear()
-            if speak is not None and not done.is_set() and time.monotonic() > since_s + PATIENCE_S:
+            if speak is not None and not done.is_set():
                 speak()
         if failure or not done.is_set():
             self.broken = True

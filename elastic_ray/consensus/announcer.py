@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.communication.communicator import PATIENCE_S, CommunicationFailedError, Communicator
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import (
     Announced,
     Intent,
@@ -32,6 +32,8 @@ PAYLOAD_SIZE = 32
 # Ranks that have returned wait for those that have not, which may be busy for hours: exporting a model, for instance.
 # So do announcements of those that have waited for a slow one: it takes part when it next announces something itself.
 _FINISHED_S = 7 * 24 * 3600.0
+# A rank that waits for longer than this says what for; half of what a disagreement takes to be found out.
+_PATIENCE_S = 2.0
 _HEARING_S = 0.2
 _TAGS = 64
 # Bytes of a strategy's name, and how long a rank that cannot continue waits for those of the others.
@@ -137,7 +139,7 @@ class Announcer:
             RanksDisagreeError: the ranks do different things; raised on every rank.
         """
         since_s = time.monotonic()
-        patience_s = PATIENCE_S
+        patience_s = _PATIENCE_S
         try:
             while not self.communicator.wait(work, patience_s=patience_s, since_s=since_s):
                 self._speak()
@@ -153,12 +155,17 @@ class Announcer:
         self._transfers[received, peer, tag] += 1
         return transfer(peer, tag, self._transfers[received, peer, tag], received=received)
 
-    def speak_in_transfer(self, what: Announced, loader_steps: int) -> None:
+    def speak_in_transfer(self, what: Announced, loader_steps: int, since_s: float) -> None:
         """Announce that this rank has waited for long for a message, and receive the others' announcements.
+
+        Args:
+            since_s: start of the wait [s, monotonic].
 
         Raises RanksDisagreeError: the other rank waits for a message of this one, or has returned.
         """
-        if self._open is not None or (self._work is not None and not self._work.is_completed()):
+        if time.monotonic() < since_s + _PATIENCE_S or self._open is not None:
+            return
+        if self._work is not None and not self._work.is_completed():
             return
         if self._work is not None:
             work, self._work = self._work, None

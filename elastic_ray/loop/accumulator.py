@@ -50,7 +50,8 @@ class Accumulator(Mapping[str, float]):
     """
 
     def __init__(self) -> None:
-        self._start_in(session := current_session())
+        self._session = session = current_session()
+        self._start_in(session)
         self._number = 0 if session.synced else -next(NUMBERS)  # of one that an import makes before there is a run
 
     def _join_present_run(self) -> None:
@@ -67,7 +68,8 @@ class Accumulator(Mapping[str, float]):
         caller = sys._getframe(2)
         scope = session.ledger.accumulator_scope
         number = session.ledger.number_in_step(f"{caller.f_code.co_name} {caller.f_lineno}")
-        self._session, self._key = session, session.run.sums.new_key(scope) if number is None else (scope, number)
+        self._session = session
+        self._key = session.run.sums.new_key(scope) if number is None else (scope, number)
         if number is not None:
             session.progress.reset_sums(self._key)
 

@@ -9,6 +9,7 @@ the thread's session.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -458,8 +459,9 @@ class Transfer(EndedWork):
         return True
 
     def _end(self, work: Any, told: Announced) -> None:
-        steps = self._run.progress.loader_steps
-        self._communicator.wait_all([work], speak=lambda: self._announcer.speak_in_transfer(told, steps))
+        steps, since_s = self._run.progress.loader_steps, time.monotonic()
+        speak = functools.partial(self._announcer.speak_in_transfer, told, steps, since_s)
+        self._communicator.wait_all([work], speak=speak)
         if self._come is not None:
             self._come()
 
