@@ -76,26 +76,28 @@ def alone(exchange: ModelExchange, peer: int) -> None:
 def test_steps_made_during_a_pull_count_in_full() -> None:
     barrier, texts = threading.Barrier(2), dict[int, bytes]()
     params = [torch.full((3,), 10.0), torch.full((3,), 20.0)]
+    told: list[Any] = [Told(rank, texts, barrier) for rank in range(2)]
     replicas = []
-    for rank, param in enumerate(params):
-        group = SimpleNamespace(communicator=Told(rank, texts, barrier))
-        context: Any = SimpleNamespace(group=group, exchanges=[], membership=SimpleNamespace(voided=False))
+    for each, param in zip(told, params, strict=True):
+        context: Any = SimpleNamespace(
+            group=SimpleNamespace(communicator=each), exchanges=[], membership=SimpleNamespace(voided=False)
+        )
         trainable: Any = SimpleNamespace(named={"w": param})
         replicas.append(Replica(trainable, context))
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda each: each.enter_exchange(each._communicator), replicas))
+        list(threads.map(Replica.enter_exchange, replicas, told))
     first, second = replicas
-    second.publish()
-    for dropped, wanted in ((False, 10.0 + (20.0 - 10.0) / 2 - 1.0), (True, 13.0)):
+    for dropped, wanted in ((False, 10.0 + (20.0 - 10.0) / 2 - 1.0), (True, 14.0 - 1.0)):
         second.publish()
         first.publish()
         if dropped:
             first.drop_pull()
-        assert first.exchange._pulled is not None
-        first.exchange._pulled.exception(5.0)
+        assert first.exchange._pulled is not None and first.exchange._pulled.result(5.0)
         params[0] -= 1.0
         PairAverager().mix(first)
         assert params[0].tolist() == [wanted] * 3
+        assert first.exchange._pulled is not None and not first.exchange._pulled.result(5.0), "it has that one"
+        assert first.pulled() is None
     for each in replicas:
         each.exchange.close()
 
