@@ -1,6 +1,6 @@
 """SHELL: checks that a Ray cluster is reachable and admits this process, before Ray itself connects.
 
-Ray may retry for a minute, print pages of C++ output or end the process. One gRPC request answers at once.
+Ray may retry for a minute, print pages of C++ output or end the process. A single gRPC request gets an answer at once.
 Ray reads its token from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token, if RAY_AUTH_MODE=token.
 """
 
@@ -27,7 +27,7 @@ HOW_TO_SEND = f"set {_MODE}=token, and put the token in {_SOURCES}; {_HEAD}"
 
 
 class AccessRefusedError(ConnectionError):
-    """Error raised if the Ray cluster refuses this process: its token is missing or wrong, or the cluster uses none."""
+    """Error raised if the Ray cluster refuses this process because its token is missing, wrong, or not expected."""
 
 
 def join() -> None:
@@ -46,7 +46,7 @@ def join() -> None:
 
 
 def session_warning() -> str:
-    """Return a warning if other accounts of this machine can write to Ray's session folders, else "".
+    """Return a warning if other accounts on this machine can write to Ray's session folders; empty otherwise.
 
     Ray creates these folders world-writable. Workers import code from them, and Ray's token does not protect them.
     """
@@ -67,10 +67,10 @@ def session_warning() -> str:
 
 
 def find_address(address: str) -> str:
-    """Return the HOST:PORT that ``auto`` or an empty address stands for; return any other address unchanged.
+    """Return the HOST:PORT for ``auto`` or an empty address; return any other address unchanged.
 
-    An empty address resolves as in ``ray.init()``: to the cluster that ``ray start`` recorded on this machine. The
-    recorded cluster may be long gone. Return "" if there is no record; Ray then starts a cluster.
+    An empty address resolves as in ``ray.init()``: to the cluster that ``ray start`` recorded on this machine, which
+    may no longer run. Return "" if there is no record; Ray then starts a cluster.
     """
     if address not in ("", "auto"):
         return address
@@ -83,7 +83,7 @@ def find_address(address: str) -> str:
 
 
 def check_answers(there: str, address: str) -> None:
-    """Raise ConnectionError if nothing listens at the address; Ray itself would retry for minutes.
+    """Raise ConnectionError if nothing listens at the address, because Ray itself would retry for minutes.
 
     Args:
         there: The result of :func:`find_address`.
@@ -125,8 +125,8 @@ def check_access(address: str, *, mode_is_open: bool = False) -> None:
 
     Args:
         address: HOST:PORT. Other kinds of address are not checked.
-        mode_is_open: RAY_AUTH_MODE is not set and the cluster was found on this machine. Ray then sends a token if
-            one exists. A cluster that requires no token is joined without one.
+        mode_is_open: True if RAY_AUTH_MODE is not set and the cluster was found on this machine. Ray then sends a token
+            if one exists, and joins without a token if the cluster requires none.
 
     Raises AccessRefusedError: The token is missing or wrong, or the cluster uses none. The message says how to fix it.
     """

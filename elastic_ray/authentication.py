@@ -1,4 +1,4 @@
-"""Message authentication with a secret per job, which is sent through Ray only (pure)."""
+"""Message authentication with one secret per job; the secret is sent through Ray only (pure)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def new_secret() -> str:
 
 
 def sign(secret: str, *facts: str | int | bytes) -> bytes:
-    """Return the HMAC-SHA256 of the facts under the secret, as proof that the signer knows the secret.
+    """Return the HMAC-SHA256 of the facts under the secret, which proves that the signer knows the secret.
 
     Args:
         secret: The job's secret; must not be empty.

@@ -1,4 +1,4 @@
-"""Background tasks of a controller; the event loop alone keeps only weak references to its tasks."""
+"""Background tasks of a controller, held here because the event loop keeps only weak references to tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger("elastic_ray.job")
 
 
 class Background:
-    """Background tasks of one owner, held until they end."""
+    """Background tasks of one owner, kept referenced until they end."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -29,7 +29,7 @@ class Background:
             logger.error("work beside a controller's loop failed", exc_info=error)
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait for all tasks, and cancel those that are still running after the timeout."""
+        """Wait for all tasks; after the timeout, cancel the tasks that are still running."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
             self.cancel()

@@ -1,4 +1,4 @@
-"""User configuration of a job's elasticity, and of its scheduling among other jobs."""
+"""User configuration of how a job changes size, and how it is scheduled among other jobs."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ class ElasticConfig(NamesArguments):
 
     Attributes:
         warm_workers_per_node: Idle processes (torch imported) that the job requests from the cluster's pool on each of
-            its nodes, in addition to one per worker of the job on that node, so that the next job starts faster. 0
+            its nodes, in addition to one per worker of the job on that node. The next job then starts faster. 0
             requests none. The pool serves all jobs, within limits that the nodes' environment variable
             ``ELASTIC_RAY_POOL`` sets (:func:`elastic_ray.warm_pool.sizing.read_config`). With ``ELASTIC_RAY_POOL=off``
             the job keeps this number of idle processes for itself.
         warm_worker_memory_bytes: Resident memory above which a leaving worker exits instead of returning to the warm
             pool.
-        heartbeat_timeout_s: Time without a heartbeat from a worker after which the worker counts as hung.
-        join_timeout_s: Time that a new worker has to become ready, from the reservation of its resources. Each time a
-            worker is late, the limit doubles, up to eight times this setting, until a worker is ready in time.
-        reserve_timeout_s: Time after which a reservation of resources that is still unfulfilled is cancelled.
+        heartbeat_timeout_s: A worker that sends no heartbeat for this time counts as hung.
+        join_timeout_s: Time limit for a new worker to become ready after its resources were reserved. Each time a
+            worker is late, the limit doubles (up to eight times this setting), until a worker is ready in time.
+        reserve_timeout_s: Time after which an unfulfilled reservation of resources is cancelled.
         switch_timeout_s: Time limit for the workers of a new generation (group) to connect and to exchange state.
         collective_timeout_s: Longest wait in a collective for a slow but living peer. It must exceed the longest step.
-        lease_s: Time without a sign of life from the driver after which the job saves its state and ends.
+        lease_s: If the driver is silent for this time, the job saves its state and ends.
         restart: Restart a job that lost all its workers from its newest checkpoint even if
             ``FailureConfig(max_failures)`` is 0, Ray Train's default. The job fails once three restarts in a row have
             produced no new checkpoint. If ``max_failures`` is not 0, it is the limit instead.
-        controller_timeout_s: Time for which workers keep training without the job's controller before they exit. Ray
-            restarts the controller's process if it dies.
+        controller_timeout_s: Time for which workers keep training while the job's controller does not respond; then
+            they exit. Ray restarts the controller's process if it dies.
         report_interval_s: Time between rank 0's reports to the controller about its steps.
-        fixed_batch: Keep batch sizes constant even if the loader allows the job to adapt them.
+        fixed_batch: If True, keep the batch size constant even if the loader allows the job to adapt it.
         automatic_checkpoints: Save the whole elastic state (models, optimizers, schedulers, the loader's position,
             statistics) to the run's storage periodically and when the job finishes. A job that loses all its workers,
             or its whole cluster, continues from the last of these checkpoints.
-        branch_when_idle: Compare larger batches by running branches of the job (``JobHandle.branch``) on idle slots
-            that no other job can use, each time the job's number of steps has doubled, from step 400 on.
+        branch_when_idle: Test larger batches in branches of the job (``JobHandle.branch``), on idle slots that no other
+            job can use. A test starts each time the job's number of steps has doubled, from step 400 on.
         keep_last_state: Keep the last automatic checkpoint of a finished job. It is ``Result.checkpoint`` if the job
             reported no checkpoint, and ``load_model_state`` reads it. False deletes it.
         checkpoint_interval_s: Time between two automatic checkpoints. None chooses the interval from the cost of a
@@ -71,19 +71,19 @@ class ElasticConfig(NamesArguments):
         private_files: On file systems of the nodes (including NFS mounts), make files readable by the job's user only:
             mode 0600, and 0700 for directories. A run directory that another user owns is refused. False leaves
             permissions to the umask and to the directory's owner. Other storage applies its own rules.
-        storage_timeout_s: Longest wait for the run's storage to respond. A reported checkpoint that is not stored in
-            time (or within half of ``collective_timeout_s``, because the other ranks wait) is dropped with an event,
-            and training continues. A job that cannot read its earlier checkpoints in time fails instead of starting
-            from scratch.
+        storage_timeout_s: Longest wait for the run's storage to respond. A reported checkpoint that is not stored
+            within this time, or within half of ``collective_timeout_s`` (because the other ranks wait), is dropped with
+            an event, and training continues. A job that cannot read its earlier checkpoints in time fails instead of
+            starting from scratch.
         verify_checkpoints: When a job continues from its stored run, read its reported checkpoints completely and
             compare their checksums with those stored at writing. A checkpoint that differs is skipped, with an event.
             Sizes, and the checksums of automatic checkpoints, are always compared.
         tensorboard: Write the run's metrics and status as TensorBoard files into ``tensorboard`` in its directory. None
-            means True for jobs and False for trials of a sweep (Ray Tune writes its own).
+            writes them for jobs, but not for trials of a sweep, because Ray Tune writes its own.
         metrics: Export the job's metrics to Prometheus through Ray's metrics, from its controller (docs/metrics.md).
         tracker_timeout_s: Time that TensorBoard and the run's callbacks have to finish after the job has ended.
-        webhook: URL (``http://``, ``https://``) to which a JSON object is posted when the job has ended, and when it
-            has waited for resources too long (docs/trackers.md). None disables it. The URL is never displayed.
+        webhook: URL (``http://``, ``https://``) to which the job posts a JSON object when it has ended, and when it has
+            waited too long for resources (docs/trackers.md). None disables it. The URL is never displayed.
         webhook_waits_s: Time for which the job must wait for resources before the webhook is called.
         faults: Faults to inject, for testing a setup (``elastic_ray.faults.Faults``); None injects nothing.
 
@@ -173,18 +173,19 @@ class SchedulingConfig(NamesArguments):
     """Scheduling options of a job in the allocator, for which Ray Train's ``ScalingConfig`` has no fields.
 
     Attributes:
-        priority: Precedence of the job among its tenant's jobs. A job of higher priority gets its minimum of workers
-            first, and also grows first.
+        priority: Precedence of the job among its tenant's jobs. A job with a higher value gets its minimum number of
+            workers first, and also grows first.
         tenant: Owner of the job. Tenants share the cluster by weight (``AllocatorConfig.tenants``). Capacity that a
             tenant does not use is lent to other tenants until its owner requests it.
-        preemptible: Whether the running job may be stopped for a job that ranks above it. If False, the job keeps its
-            minimum of workers until it ends or its nodes are lost.
+        preemptible: If True, the running job may be stopped for a job that ranks above it. If False, the job keeps its
+            minimum number of workers until it ends or its nodes are lost.
         deadline_s: Seconds after ``submit()`` by which the job should be done; None for no deadline. After the first
             epoch, when the job's length is known, the allocator reserves as many workers as the deadline requires, if
             it can.
         whole_nodes: Prefer entire nodes that no other job uses, as long as that leaves no resources idle.
         spot: How the job uses spot nodes (label ``ray.io/market-type: spot``): ``avoid`` them, ``prefer`` them whenever
-            they are available, or ``mixed``: the minimum of workers on on-demand nodes, the others anywhere.
+            they are available, or ``mixed``: the minimum number of workers on on-demand nodes, further workers
+            anywhere.
         budget_usd: Limit on the cost of the job [USD]; None for no limit. The autoscaler plans with it and reports at
             once if it will be exceeded.
         utility: Value of completing the job as a function of the seconds after ``submit()``: pairs of time and value
@@ -195,23 +196,24 @@ class SchedulingConfig(NamesArguments):
             grow, a job of weight 2 gets about twice the workers of a job of weight 1. Minimums are always served first.
         tenant_weight: Weight of the job's tenant, if ``AllocatorConfig.tenants`` does not list it; None means 1. The
             largest value among the tenant's jobs applies.
-        mixed_gpu_types: Whether workers may run on GPUs of several types: the job's own type, and others that no other
-            job can use. Each type gets samples of a step in proportion to its speed, within ``local_bsz_bounds``, as
-            with ``ElasticConfig(stragglers="share")``. Only the policy ``goodput`` mixes types deliberately; other
+        mixed_gpu_types: If True, workers may run on GPUs of several types: the job's own type, and other types that no
+            other job can use. Each type gets samples of a step in proportion to its speed, within ``local_bsz_bounds``,
+            as with ``ElasticConfig(stragglers="share")``. Only the policy ``goodput`` mixes types deliberately; other
             policies keep to their own rules.
         sizes: Numbers of workers with which the job may train, in ascending order; None allows every number within
             ``num_workers``. After losing a worker, the job continues with the remaining ones until the allocator has
             decided again, which takes a second or two.
         multiple_of: Restricts the number of workers to multiples of this number, like ``sizes``; None for no
             restriction.
-        unit: Workers that live and die together, on one node if any is large enough: a number, or a mesh with named
-            dimensions (``Unit(tp=2)``). The workers of a unit form a fixed group of ``torch.distributed``, in which a
-            model is parallelised as under ``torchrun``. Sizes of the job then count units (``JobHandle.resize``,
-            events, ``sizes``), and ``ScalingConfig(num_workers)`` must be a multiple of the unit's size; see
-            docs/units.md.
-        memory: Memory that a worker needs, by the number of workers that divide the model, and memory that it has.
-            ``elastic_ray.sharded_memory(model, ...)`` computes both. The job never runs on too few workers for the
-            model to fit, except after losing workers, which an event reports. None if any number of workers suffices.
+        unit: Group of workers that start and end together, on one node if any is large enough: a number of workers, or
+            a mesh with named dimensions (``Unit(tp=2)``). The workers of a unit form a fixed group of
+            ``torch.distributed``, in which a model is parallelised as under ``torchrun``. Sizes of the job then count
+            units (``JobHandle.resize``, events, ``sizes``), and ``ScalingConfig(num_workers)`` must be a multiple of
+            the unit's size; see docs/units.md.
+        memory: Memory that a worker needs, depending on the number of workers that divide the model, and memory that a
+            worker has, both from ``elastic_ray.sharded_memory(model, ...)``. The job never runs on too few workers for
+            the model to fit, except after losing workers, which an event reports. None if any number of workers
+            suffices.
 
     Examples:
         >>> from elastic_ray import SchedulingConfig

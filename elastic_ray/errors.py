@@ -75,11 +75,11 @@ class JobNameTakenError(RuntimeError):
 
 
 class ImpossibleResourcesError(ValueError):
-    """Error raised if no node, or not even the whole cluster, could ever offer the resources that the job requests."""
+    """Error raised if no node, or not even the whole cluster, could ever provide the resources that a job requests."""
 
 
 class JobLostError(TrainingFailedError):
-    """Error raised if the job's controller, and with it all workers, are lost.
+    """Error raised if the job's controller is lost, and with it all workers.
 
     Attributes:
         job: Name of the job.
@@ -101,16 +101,16 @@ class JobLostError(TrainingFailedError):
 
 
 class WorkersLostError(WorkerGroupError):
-    """Error raised if all members of a job were lost more often than ``FailureConfig.max_failures`` allows.
+    """Error raised if all workers of a job were lost more often than ``FailureConfig.max_failures`` allows.
 
-    If ``max_failures`` is 0, the default, the number of restarts in a row without progress is limited instead.
+    If ``max_failures`` is 0, the default, the limit is the number of consecutive restarts without progress instead.
 
     Attributes:
         job: Name of the job.
         failures: Number of times that all workers were lost.
         max_failures: The limit.
         reason: Cause of the last loss.
-        worker_failures: Empty, because no worker raised.
+        worker_failures: Empty, because no worker raised an exception.
     """
 
     def __init__(self, job: str, failures: int, max_failures: int, reason: str) -> None:
@@ -135,12 +135,12 @@ class WorkersLostError(WorkerGroupError):
 class TrainFunctionError(WorkerGroupError):
     """Error raised if the train function raises on several workers, or on the last one; the job is not retried.
 
-    An instance, made by :meth:`of`, also has the type of the user's exception, unless Python does not allow it: both
-    ``except TrainFunctionError`` and ``except ValueError`` catch a ``ValueError`` of the train function.
+    An instance made by :meth:`of` also has the type of the user's exception, unless Python does not allow this. If the
+    train function raises ``ValueError``, both ``except TrainFunctionError`` and ``except ValueError`` catch the error.
 
     Attributes:
         cause: The user's exception; None if it could not be unpickled in this process.
-        rank: Rank of the worker that raised it.
+        rank: Rank of the worker that raised the exception.
         node: Node of that worker.
         traceback_text: The traceback as formatted on that worker.
         worker_failures: The user's exception (this error if ``cause`` is None), keyed by the rank that raised it.
@@ -156,7 +156,7 @@ class TrainFunctionError(WorkerGroupError):
 
     @classmethod
     def of(cls, raised: Raised) -> TrainFunctionError:
-        """Build the error from a worker's report, unpickling its cause if possible. Only for the user's processes."""
+        """Build the error from a worker's report, unpickling its cause if possible; only for the user's processes."""
         return _train_function_error(raised.pickled, raised.traceback_text, raised.rank, raised.node)
 
     def __str__(self) -> str:

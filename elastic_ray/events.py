@@ -1,4 +1,4 @@
-"""Facts that a job reports about itself: frozen values that cross process boundaries and end in logs and tests."""
+"""Events, status and reports of a job: frozen values sent between processes and written to logs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EventKind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFacts:
-    """Facts about a job that is a trial of a sweep."""
+    """Facts about a job that is a trial of a sweep (hyperparameter search)."""
 
     sweep: str  # its name, as ``elastic-ray stop`` takes it
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -89,7 +89,7 @@ TIME_PARTS = ("training_s", "catching_up_s", "pausing_s", "starting_s", "waiting
 
 
 def named_parts(spent: Any) -> dict[str, float]:
-    """Return the parts of an object that has :data:`TIME_PARTS`, keyed by their names in words [s]."""
+    """Return the :data:`TIME_PARTS` of an object [s], keyed by their names in words."""
     return {part.removesuffix("_s").replace("_", " "): getattr(spent, part) for part in TIME_PARTS}
 
 
@@ -98,7 +98,9 @@ MOST_METRICS = 32
 
 
 def numbers_in(metrics: Any, prefix: str = "", depth: int = 3) -> dict[str, float]:
-    """Return the finite numbers among metrics by name, the loss first; nested ones are named ``"outer/inner"``.
+    """Return the finite numbers among reported metrics, keyed by name, with the loss first.
+
+    Names of nested metrics are joined: ``"outer/inner"``.
 
     Args:
         metrics: Metrics as reported. Values that are not numbers, and those beyond ``MOST_METRICS``, are left out.
@@ -118,13 +120,14 @@ def numbers_in(metrics: Any, prefix: str = "", depth: int = 3) -> dict[str, floa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """Pause in a rank's training at a change of its group, split by phase [s, >= 0].
+    """Pause in a rank's training while its group changes, split into phases [s, >= 0].
 
     Attributes:
         vote_s: Time from the last committed step until the ranks agreed on the change, or until its failure was
             noticed. It includes the step that failed.
-        group_s: Time from then until the new group was formed.
-        state_s: Time from then until all ranks of the group were identical and ready for the first step.
+        group_s: Time from the end of ``vote_s`` until the new group was formed.
+        state_s: Time from the end of ``group_s`` until all ranks of the group had the same state and were ready to
+            train.
         first_step_s: Duration of the first step after the pause, which is not part of it; None until known.
     """
 
@@ -185,7 +188,7 @@ class JobEvent:
 
     @classmethod
     def from_json(cls, line: str) -> JobEvent:
-        """Return the event that :meth:`to_json` wrote.
+        """Parse the line of JSON that :meth:`to_json` wrote.
 
         Raises:
             ValueError: The line is not a JSON object with these fields.
@@ -250,7 +253,7 @@ class JobPhase(str, enum.Enum):
 
     @property
     def ended(self) -> bool:
-        """True if the job will never train again."""
+        """True if the job has ended and will never train again."""
         return self in (JobPhase.FINISHED, JobPhase.FAILED, JobPhase.STOPPED)
 
 
@@ -273,7 +276,7 @@ class JobStatus:
         efficiency: Statistical efficiency (progress per sample) of the current batch M, relative to the initial batch
             M0: (M0 + B) / (M + B), with the gradient noise scale B; None before the speed model is fitted.
         metrics: The latest metrics that rank 0 reported.
-        message: Sentence on the reason why the job waits or has ended; empty while the job trains normally.
+        message: Sentence that says why the job waits or has ended; empty while the job trains normally.
         cost_usd: Cost so far [USD], at the prices of the allocator's autoscaling; None if prices are unknown.
         note: Warnings while the job runs: a deadline or budget that cannot be met, with the best alternative; workers
             that find no node; storage that does not respond, with the request; non-finite gradients; warnings from
@@ -293,9 +296,9 @@ class JobStatus:
         eta_high_s: Likely upper bound of ``eta_s`` [s].
         productive_share: Training time / time since submission (ETTR), 0 to 1; None before any time has passed.
         waiting_s: Part of the time since submission spent waiting for resources [s].
-        starting_s: Part from the start of the job's processes until a group trained [s].
-        pausing_s: Part spent paused by changes of the group, including failures [s].
-        catching_up_s: Part spent after restarts on repeating earlier training [s].
+        starting_s: Part of that time from the start of the job's processes until a group trained [s].
+        pausing_s: Part of that time in which changes of the group, including failures, paused training [s].
+        catching_up_s: Part of that time spent repeating earlier training after restarts [s].
         training_s: Remaining part [s]; the five parts sum to the time since submission.
         last_pause: The last pause, split by phase; None before the first.
         learning_rate_factor: Factor on the first model's learning rates, from its batch and from policies; None before
@@ -364,15 +367,25 @@ class JobStatus:
     trial: TrialFacts | None = None
     metric: str = ""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields by name, so that processes of another version can read them."""
+        return _with_known, (type(self), {each.name: getattr(self, each.name) for each in dataclasses.fields(self)})
+
     @property
     def shown_metric(self) -> str:
-        """Name of the metric that listings show: the job's own metric, else its first number; empty if it has none."""
+        """Name of the metric to show in listings: the job's own metric, else its first number; empty if none."""
         return self.metric or next(iter(numbers_in(self.metrics)), "")
 
     @property
     def score(self) -> float | None:
         """Value of the metric by which the sweep compares its trials; None if unknown."""
         return number_in(self.metrics, self.trial.metric) if self.trial is not None and self.trial.metric else None
+
+
+def _with_known(made: type[JobStatus], values: Mapping[str, Any]) -> JobStatus:
+    """Return a status from the fields that this version knows; those that another version lacks have defaults."""
+    known = {each.name for each in dataclasses.fields(made)}
+    return made(**{name: value for name, value in values.items() if name in known})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,7 +425,7 @@ class Report:
 
     @classmethod
     def from_json(cls, line: str) -> Report:
-        """Return the report that :meth:`to_json` wrote.
+        """Parse the line of JSON that :meth:`to_json` wrote.
 
         Raises:
             ValueError: The line is not a JSON object with these fields.

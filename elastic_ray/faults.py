@@ -1,4 +1,4 @@
-"""Scripted faults with action, step and moment, for tests and for trying out a set-up.
+"""Scripted faults for tests and for trying out a setup, each with an action, a step and a moment.
 
 >>> faults = Faults().kill(rank=1, step=7, moment="allreduce").hang(rank=0, step=9, moment="forward")
 >>> [fault.action for fault in faults.script]
@@ -37,7 +37,7 @@ MOMENTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """Scripted fault."""
+    """Fault that is injected at one moment of a job."""
 
     action: str  # "kill", "hang" or "out_of_memory"
     moment: str  # one of ``MOMENTS``
@@ -61,7 +61,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Faults:
-    """Script of faults, each injected once, at a ``moment`` of a given rank, step and worker (None for any).
+    """Script of faults; each is injected once, at a ``moment`` of a given rank, step and worker (None for any).
 
     Examples:
         >>> from elastic_ray.faults import Faults
@@ -80,7 +80,7 @@ class Faults:
     def hang(
         self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
     ) -> Faults:
-        """Add a fault that stops the worker with SIGSTOP: alive to Ray, but silent."""
+        """Add a fault that stops the worker with SIGSTOP: Ray sees it as alive, but it sends nothing."""
         return Faults((*self.script, Fault("hang", moment, rank, step, worker)))
 
     def out_of_memory(
@@ -91,7 +91,7 @@ class Faults:
 
 
 class FaultInjector:
-    """Executes a fault script in one worker process.
+    """Executor of a fault script in one worker process.
 
     Args:
         claim: Returns True if this process may inject fault number i (each is injected once in a job's life).
@@ -102,7 +102,7 @@ class FaultInjector:
         self._claim = claim
 
     def at(self, moment: str, *, worker: str, rank: int, step: int) -> None:
-        """Inject the faults of this moment; the session calls this at each moment."""
+        """Inject the faults that are due at this moment of the step."""
         for index, fault in list(self._open.items()):
             if fault.due(worker=worker, rank=rank, step=step, moment=moment):
                 del self._open[index]

@@ -60,7 +60,7 @@ class RunSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec(RunSettings):
-    """Job as its driver submitted it (validated by ``ElasticTrainer``); ``storage_path`` ends with the job's name."""
+    """Specification of a job as its driver submitted it; ``storage_path`` ends with the job's name."""
 
     job: str  # unique name; also the controller's actor name after ``job:``
     # cloudpickle of ``(train_loop_per_worker, train_loop_config)``; a config of None means that the function is called
@@ -99,7 +99,7 @@ class JobSpec(RunSettings):
 
     @property
     def trial_facts(self) -> TrialFacts | None:
-        """Facts about the trial, whose controller is named after its sweep; None if the job is no trial."""
+        """Facts about the trial, whose controller is named after its sweep; None if the job is not a trial."""
         if self.trial is None:
             return None
         sweep, said = self.trial.controller.rpartition("-")[0], self.trial

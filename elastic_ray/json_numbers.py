@@ -43,7 +43,7 @@ def load(text: str | bytes) -> Any:
 
 
 def dumpable(metrics: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return reported metrics; if :func:`dump` cannot write them, the ``repr`` of each."""
+    """Return reported metrics unchanged if :func:`dump` can write them; otherwise return the ``repr`` of each."""
     try:
         dump(dict(metrics))
     except (TypeError, ValueError, RecursionError):  # keys that are no text, or a value that holds itself
@@ -52,7 +52,7 @@ def dumpable(metrics: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def known_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a dataclass' fields, without those that only another release knows."""
+    """Return the values that belong to a dataclass's fields, dropping values that only another release knows."""
     return {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
 
 

@@ -1,7 +1,7 @@
-"""User objects on their way from a worker to the user's driver, as bytes that no process in between unpickles.
+"""User objects that travel from a worker to the driver as bytes, which no process in between unpickles.
 
-The job's controller passes them on. Unpickling there would run the user's code, which may hang, raise, or need
-modules that only workers have; Ray would then restart the controller with the same message.
+The job's controller forwards them. Unpickling in the controller would run the user's code, which may hang, raise, or
+need modules that only workers have; Ray would then restart the controller with the same message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Sealed:
     pickled: bytes = dataclasses.field(repr=False)
 
     def open(self) -> Any:
-        """Unpickle and return the object. Call only in the user's own processes; any unpickling error is raised."""
+        """Unpickle and return the object, raising any unpickling error; only for the user's own processes."""
         return pickle.loads(self.pickled)
 
 

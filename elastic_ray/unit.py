@@ -1,4 +1,4 @@
-"""Units: workers that live and die together, and the names of their mesh dimensions (pure)."""
+"""Units: groups of workers that start and end together, and the names of their mesh dimensions (pure)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class UnitPlace:
     """Position of a worker process in its unit.
 
     Attributes:
-        names, sizes: Dimensions of the unit's mesh.
+        names, sizes: Names and sizes of the dimensions of the unit's mesh.
         shard, shards: Index of the part of the unit's samples that the worker reads, and the number of parts.
         store: File through which the unit's workers find each other; empty if they are on several nodes.
     """
@@ -99,7 +99,7 @@ class UnitPlace:
         return math.prod(self.sizes)
 
     def fitting(self, batch_size: int) -> int:
-        """Return the largest batch up to this size that the workers can divide equally; at least one sample each."""
+        """Return the largest batch, at most this size, that gives all workers equally many samples (at least one)."""
         return max(batch_size - batch_size % self.shards, self.shards)
 
     def share(self, batch_size: int, samples: int | None, *, drop_last: bool) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class UnitPlace:
 
         Args:
             samples: Number of samples in the dataset; None if it has no length, or comes in whole batches.
-            drop_last: The last step is left out if it is short.
+            drop_last: True if a short last step is left out.
 
         Raises:
             ValueError: The unit's workers cannot divide the samples equally.

@@ -1,4 +1,4 @@
-"""Checks of names given by users, with a suggestion of the most similar name for an unknown one (pure)."""
+"""Checks of names given by users; an error suggests the most similar valid name (pure)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
 
 
 class NamesArguments:
-    """Base class whose constructor rejects an unknown argument and suggests the most similar one."""
+    """Base class whose constructor rejects unknown arguments and suggests the most similar valid name."""
 
     __slots__ = ()
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        """Check the argument names; the class itself checks the rest."""
+        """Check the argument names; their values are checked by the class itself."""
         construct: Any = cls.__init__
         check_argument_names(cls.__name__, named, tuple(inspect.signature(construct).parameters)[1:])
         return super().__new__(cls)
 
 
 def check_argument_names(what: str, given: Collection[str], known: Collection[str]) -> None:
-    """Raise TypeError for an unknown argument, naming it and the most similar known one."""
+    """Raise TypeError for an unknown argument; the message suggests the most similar known name."""
     for name in given:
         if name not in known:
             raise TypeError(f"{what} got an unexpected keyword argument {name!r}{meant(name, known)}")
 
 
 def meant(name: object, known: Collection[str]) -> str:
-    """Return the end of an error about an unknown name: the most similar known name, or all known names."""
+    """Return the end of an error message about an unknown name: the most similar known name, or all of them."""
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(known))}"

@@ -17,7 +17,7 @@ def check_number(
     finite: bool = False,
     error: type[ValueError] = ValueError,
 ) -> None:
-    """Raise an error for a number outside its range, or for NaN.
+    """Raise an error if a number is NaN or outside its range.
 
     Args:
         what: Name of the number in the error message.
@@ -26,7 +26,7 @@ def check_number(
         unit: Unit of the number, such as ``seconds``.
         finite: True to reject infinity.
 
-    Raises ValueError (or ``error``): the number is outside; the message has the range and the value.
+    Raises ValueError (or ``error``): the number is invalid; the message has the range and the value.
     """
     assert (least is None) != (above is None), "a range has one lower end"
     inside = value >= least if least is not None else value > (above or 0.0)
@@ -38,7 +38,7 @@ def check_number(
 
 
 def is_whole(value: object, least: int = 0) -> bool:
-    """True if `value` is a whole number of at least `least`; booleans are not numbers."""
+    """True if ``value`` is a whole number of at least ``least``; booleans do not count as numbers."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
 
 

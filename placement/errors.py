@@ -1,4 +1,4 @@
-"""Error for invalid input."""
+"""Error for invalid input from users."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterator
 class InputError(ValueError):
     """Error raised for an invalid trace, profile, price table, cluster file or option.
 
-    The message names the place and what would be valid.
+    The message names the location and a valid alternative.
     """
 
 
 @contextlib.contextmanager
 def reading(what: str, *others: type[Exception]) -> Iterator[None]:
-    """Raise InputError, which names the file, for an error of reading it, or for one of ``others``."""
+    """Convert an error while reading a file, or one of the types in ``others``, to InputError naming the file."""
     kinds: tuple[type[Exception], ...] = (OSError, UnicodeDecodeError, *others)
     try:
         yield

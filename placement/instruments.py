@@ -78,7 +78,7 @@ WriteSamples: TypeAlias = Callable[[Iterable[Sample]], None]
 
 
 class Guarded:
-    """Guard around measuring code, whose errors never reach the measured code; the first error is logged."""
+    """Wrapper that suppresses errors of measuring code and logs the first, so that measured code is not affected."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -95,12 +95,12 @@ class Guarded:
 
 
 def gauge(name: str, description: str, *labels: str) -> Instrument:
-    """Return a metric with a current value."""
+    """Return a metric that holds a current value, which may rise and fall."""
     return Instrument(name=name, kind=InstrumentKind.GAUGE, description=description, labels=labels)
 
 
 def counter(name: str, description: str, *labels: str) -> Instrument:
-    """Return a metric that only grows."""
+    """Return a metric that can only increase."""
     return Instrument(name=name, kind=InstrumentKind.COUNTER, description=description, labels=labels)
 
 
@@ -110,7 +110,7 @@ def histogram(name: str, description: str, buckets: tuple[float, ...], *labels: 
 
 
 def label_value(text: str) -> str:
-    """Return a name in a form that Ray accepts as a label's value: printable ASCII of at most 128 characters.
+    """Return a name in a form that Ray accepts as a label value: printable ASCII of at most 128 characters.
 
     A changed name ends with ``~`` and eight characters of its digest, so that different names stay different.
     """

@@ -1,4 +1,4 @@
-"""Public names imported on first use, so that importing a package loads neither Ray nor torch (pure)."""
+"""Lazy imports of a package's public names, so that importing the package loads neither Ray nor torch (pure)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, str], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package's ``__init__``.
+    """Return ``__getattr__`` and ``__dir__`` for a package's ``__init__``, which import names on first use.
 
     Args:
-        homes: Public names of each module, separated by spaces.
+        homes: Public names defined in each module, separated by spaces, keyed by module.
         modules: Public modules of the package, loaded in the same way.
     """
 

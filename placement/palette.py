@@ -1,4 +1,4 @@
-"""Colours of jobs: one palette for the simulator's picture and for the page (pure).
+"""Colours of jobs, shared by the simulator's picture and the web page (pure).
 
 The eight colours of Okabe and Ito, "Color Universal Design" (2008), can be distinguished under every common colour
 blindness; black is left out, since text is black. Jobs with the same hue differ in lightness.
@@ -29,12 +29,12 @@ def rgb(hue: int, shade: float = 0.5) -> tuple[float, float, float]:
 
 
 def shade_of(number: int) -> float:
-    """Return the shade (0 to 1) of the n-th job of a hue, counted from 0; the first job has the hue itself."""
+    """Return the shade (0 to 1) of the n-th job with the same hue, counted from 0; the first gets the pure hue."""
     return (0.5 + number * _GOLDEN) % 1.0
 
 
 def colour(number: int) -> str:
-    """Return the colour ``#rrggbb`` of the n-th job, from 0: the hues in turn, with another shade in every round."""
+    """Return the colour ``#rrggbb`` of the n-th job, counted from 0; each round of hues has another shade."""
     return as_hex(rgb(number, shade_of(number // len(HUES))))
 
 

@@ -1,4 +1,4 @@
-"""Reasons of decisions: a cause with its figures, and the one place that turns it into text (pure)."""
+"""Reasons of decisions: a cause with figures, and its conversion to text (pure)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MOST_WORDS = 15
 
 
 class Cause(str, enum.Enum):
-    """Cause of a job's size: its value is the name in recordings, its ``words`` a text with placeholders for facts."""
+    """Cause of a job's size; ``value`` is its name in recordings, ``words`` its text with placeholders for facts."""
 
     words: str
 
     def __new__(cls, kind: str, words: str) -> Cause:
-        """Return a member whose value is the name."""
+        """Return a member whose value is its name in recordings."""
         member = str.__new__(cls, kind)
         member._value_, member.words = kind, words
         return member
@@ -82,7 +82,7 @@ class Cause(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reason:
-    """Reason for a job's workers; ``str`` of it has at most ``MOST_WORDS`` words."""
+    """Reason for a job's number of workers; its ``str`` has at most ``MOST_WORDS`` words."""
 
     cause: Cause
     # what its words have places for
@@ -109,22 +109,22 @@ class Reason:
         return "; ".join(each for each in (self.words, self.figures, whole) if each)
 
     def of_unit(self, unit: int) -> Reason:
-        """Return the reason with workers counted in units of this many processes."""
+        """Return the reason with workers counted in units of ``unit`` processes."""
         return self if unit == self.unit else dataclasses.replace(self, unit=unit)
 
     def with_figures(self, figures: str) -> Reason:
-        """Return the reason with these figures appended to its own."""
+        """Return the reason with more figures appended."""
         return dataclasses.replace(self, figures="; ".join(filter(None, (self.figures, figures))))
 
     def because(self, cause: Reason | None) -> Reason:
-        """Return the reason with ``cause`` as its cause; the former cause becomes a figure. None changes nothing."""
+        """Return ``cause`` with this reason's full text as a figure; return this reason if ``cause`` is None."""
         if cause is None:
             return self
         return cause.with_figures(self.explained)
 
 
 def nodes_of(node_ids: Collection[str]) -> tuple[str, str]:
-    """Return nodes as the subject of a sentence, and the ending of its verb."""
+    """Return a phrase for these nodes as the subject of a sentence, and the ending of the verb."""
     several = len(node_ids) > 1
     return (f"{len(node_ids)} nodes", "") if several else (f"node {next(iter(node_ids))[:8]}", "s")
 

@@ -24,7 +24,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return the text with unprintable characters escaped line by line; keeps indentation."""
+    """Return the text with unprintable characters escaped, keeping line breaks and indentation."""
     return "\n".join(_escaped(line) for line in text.split("\n"))
 
 
@@ -34,18 +34,18 @@ def printable_json(text: str) -> str:
 
 
 def short_ids(text: str) -> str:
-    """Return a sentence with Ray's long hex ids shortened to their first characters."""
+    """Return the text with Ray's long hex ids shortened to their first characters."""
     return _LONG_ID.sub(lambda found: found[0][:_ID_LENGTH], text)
 
 
 def clipped(text: str, most: int = 500) -> str:
-    """Return a sentence with short ids, truncated to a number of characters."""
+    """Return the text with shortened ids, truncated to ``most`` characters."""
     short = short_ids(text[: 4 * most])
     return short if len(short) <= most else f"{short[: most - 1]}…"
 
 
 def short_name(name: str) -> str:
-    """Return a long name with its middle removed, so that the rest of the line has room."""
+    """Return a long name with its middle cut out; a short name is unchanged."""
     if len(name) <= _NAME_LENGTH:
         return name
     head = (_NAME_LENGTH - 2) // 2
@@ -67,7 +67,7 @@ def ago(seconds: float) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formatter that prints our own records on one line, plus a traceback's lines; other records are unchanged."""
+    """Log formatter that escapes unprintable characters in this package's records; others are unchanged."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as ``logging`` does, with unprintable characters escaped."""
@@ -102,5 +102,5 @@ def _json_escape(character: str) -> str:
 
 
 def describe(bundle: Mapping[str, float]) -> str:
-    """Return a bundle of resources in readable form, such as ``1 CPU + 2 GPU``."""
+    """Return a bundle of resources as readable text, such as ``1 CPU + 2 GPU``."""
     return " + ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()) if amount > 0)

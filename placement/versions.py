@@ -1,4 +1,4 @@
-"""Versions of stored data and of messages between processes; newer versions are rejected with a clear error."""
+"""Versions of stored data and of messages between processes; a newer version is rejected with a clear error."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PROTOCOL = 1
 
 
 class VersionError(RuntimeError):
-    """Error raised if two processes of different releases of elastic-ray cannot work together."""
+    """Error raised if processes of different elastic-ray releases cannot work together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
-    """Version of a process: the number of its message protocol, and its release."""
+    """Version of a process: its message protocol number, and its release."""
 
     protocol: int
     release: str
@@ -31,7 +31,7 @@ def spoken() -> Spoken:
 
 
 def check_spoken(theirs: Spoken, they: str, we: str) -> None:
-    """Raise VersionError, naming both sides, if the other process has another protocol."""
+    """Raise VersionError, naming both sides, if the other process uses a different protocol."""
     ours = spoken()
     if theirs.protocol != ours.protocol:
         raise VersionError(
@@ -42,7 +42,7 @@ def check_spoken(theirs: Spoken, they: str, we: str) -> None:
 
 
 def check_format(told: Mapping[str, Any], newest: int) -> None:
-    """Raise ValueError for data stored by a newer release; data without a format number is of format 1."""
+    """Raise ValueError if data was stored by a newer release; data without a format number has format 1."""
     found = told.get("format", 1)
     if type(found) is not int or not 1 <= found <= newest:
         raise ValueError(f"its format must be from 1 to {newest}, but is {found!r}: a newer elastic-ray wrote it")

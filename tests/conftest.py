@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -36,6 +37,21 @@ _unexpected_skips: list[str] = []
 hypothesis.settings.register_profile("same examples", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("new examples", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("new examples" if os.environ.get(NEW_EXAMPLES) == "1" else "same examples")
+
+# A run starts some hundred processes that import the product: without bytecode each compiles it, for a second or two.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what collection makes out of garbage collection, which else walks millions of objects in each test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,19 @@ def modules(package: str) -> list[Path]:
     return sorted(path.relative_to(ROOT) for path in (ROOT / package).rglob("*.py"))
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a module's syntax, the module first."""
+    return tuple(ast.walk(ast.parse((ROOT / path).read_text())))
+
+
+@pytest.fixture(scope="module", params=PACKAGES)
+def package(request: pytest.FixtureRequest) -> Iterator[str]:
+    """One package after the other, as their syntax takes hundreds of MB together."""
+    yield request.param
+    nodes.cache_clear()
+
+
 def written(function: _Function) -> Iterator[ast.Attribute]:
     """Attributes of objects that the function was given, not of its own object nor of one that it has made."""
     own = {"self", "cls", *FOREIGN}
@@ -104,7 +118,6 @@ def written(function: _Function) -> Iterator[ast.Attribute]:
                     yield each
 
 
-@pytest.mark.parametrize("package", PACKAGES)
 def test_modules_and_folders_are_small(package: str) -> None:
     long = {
         str(path): n for path in modules(package) if (n := len((ROOT / path).read_text().splitlines())) > MOST_LINES
@@ -118,22 +131,20 @@ def test_modules_and_folders_are_small(package: str) -> None:
     assert not long and not full
 
 
-@pytest.mark.parametrize("package", PACKAGES)
 def test_class_names_are_unique(package: str) -> None:
     places: dict[str, list[str]] = {}
     for path in modules(package):
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
     assert not {name: at for name, at in places.items() if len(at) > 1 and name not in SAME_NAMES}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
 def test_functions_are_short(package: str) -> None:
     long = [
         f"{path}: {node.name}"
         for path in modules(package)
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        for node in nodes(path)
         if isinstance(node, _Function)
         for body in [node.body[1:] if ast.get_docstring(node) else node.body]
         if body and (node.end_lineno or 0) - body[0].lineno + 1 > MOST_FUNCTION_LINES
@@ -141,25 +152,23 @@ def test_functions_are_short(package: str) -> None:
     assert not long
 
 
-@pytest.mark.parametrize("package", PACKAGES)
 def test_longer_private_functions_say_what_they_return(package: str) -> None:
     """Shorter ones are read as fast as a text about them."""
     silent = [
         f"{path}:{node.lineno} {node.name}"
         for path in modules(package)
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        for node in nodes(path)
         if isinstance(node, _Function) and node.name.startswith("_") and not node.name.startswith("__")
         if (node.end_lineno or 0) - node.lineno + 1 > MOST_UNDOCUMENTED_LINES and not ast.get_docstring(node)
     ]
     assert not silent
 
 
-@pytest.mark.parametrize("package", PACKAGES)
 def test_docstrings_stand_alone(package: str) -> None:
     dangling = [
         f"{path}:{line} {text.splitlines()[0]}"
         for path in modules(package)
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Module | ast.ClassDef | _Function) and (text := ast.get_docstring(node))
         for line in [getattr(node, "lineno", 1)]
         if DANGLING.match(text)
@@ -167,12 +176,11 @@ def test_docstrings_stand_alone(package: str) -> None:
     assert not dangling
 
 
-@pytest.mark.parametrize("package", PACKAGES)
 def test_private_fields_are_written_by_their_class(package: str) -> None:
     found = [
         f"{path}:{each.lineno} {ast.unparse(each)}"
         for path in modules(package)
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        for node in nodes(path)
         if isinstance(node, _Function)
         for each in written(node)
         if each.attr.startswith("_")
@@ -185,14 +193,14 @@ def modules_of_tests() -> list[Path]:
     return [path for path in modules("tests") if "benchmarks" not in path.parts]
 
 
-def private(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def private(path: Path) -> Iterator[tuple[int, str]]:
     """Private names of other modules' objects that a module uses, with their lines."""
-    nodes = list(ast.walk(tree))
-    own = {node.name for node in nodes if isinstance(node, (_Function, ast.ClassDef))}
-    stored = [each for each in nodes if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)]
+    every = nodes(path)
+    own = {node.name for node in every if isinstance(node, (_Function, ast.ClassDef))}
+    stored = [each for each in every if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)]
     own |= {each.attr for each in stored if ast.unparse(each.value) == "self"}
-    own |= {each.target.id for each in nodes if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
-    for node in nodes:
+    own |= {each.target.id for each in every if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
+    for node in every:
         if isinstance(node, ast.Attribute) and node.attr not in own:
             used = [node.attr]
         elif isinstance(node, ast.ImportFrom):
@@ -206,11 +214,7 @@ def private(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_tests_use_private_names_for_listed_reasons() -> None:
     allowed = set(" ".join(PRIVATE_NAMES.values()).split())
-    found = [
-        (f"{path}:{line}", name)
-        for path in modules_of_tests()
-        for line, name in private(ast.parse((ROOT / path).read_text()))
-    ]
+    found = [(f"{path}:{line}", name) for path in modules_of_tests() for line, name in private(path)]
     assert not [(at, name) for at, name in found if name not in allowed], "list them in PRIVATE_NAMES with a reason"
     assert not allowed - {name for _, name in found}, "no test uses these any more"
 
@@ -219,9 +223,8 @@ def test_sleeps_of_tests_look_at_intervals_or_have_reasons() -> None:
     silent = []
     for path in modules_of_tests():
         lines = (ROOT / path).read_text().splitlines()
-        tree = ast.parse("\n".join(lines))
-        looks = {id(each) for loop in ast.walk(tree) if isinstance(loop, ast.While) for each in ast.walk(loop)}
-        for node in ast.walk(tree):
+        looks = {id(each) for loop in nodes(path) if isinstance(loop, ast.While) for each in ast.walk(loop)}
+        for node in nodes(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep" and id(node) not in looks:
                 line, before = lines[node.lineno - 1], lines[node.lineno - 2].lstrip()
                 silent += [f"{path}:{node.lineno}"] * ("#" not in line and not before.startswith("#"))
@@ -232,7 +235,7 @@ def test_test_modules_lend_no_helpers() -> None:
     lending = {
         node.module
         for path in modules_of_tests()
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ImportFrom) and node.module
         if node.module.startswith("tests.") and node.module.rpartition(".")[2].startswith("test_")
     }
@@ -243,7 +246,7 @@ def test_names_of_tests_are_short() -> None:
     long = [
         node.name
         for path in modules_of_tests()
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        for node in nodes(path)
         if isinstance(node, _Function) and node.name.startswith("test_") and node.name.count("_") > MOST_WORDS
     ]
     assert len(long) <= LONG_NAMES, f"{len(long)} tests have names of more than {MOST_WORDS} words: rename yours"
@@ -261,10 +264,10 @@ def test_the_mutation_runs_patterns_each_match_a_file() -> None:
 
 def imported(path: Path) -> Iterator[Path]:
     """Folders of this tree that a module imports from when it is loaded, its own left out."""
-    nodes = list(ast.walk(ast.parse((ROOT / path).read_text())))
-    typing = [each for each in nodes if isinstance(each, ast.If) and "TYPE_CHECKING" in ast.unparse(each.test)]
+    every = nodes(path)
+    typing = [each for each in every if isinstance(each, ast.If) and "TYPE_CHECKING" in ast.unparse(each.test)]
     unloaded = {id(each) for node in typing for each in ast.walk(node)}
-    for node in nodes:
+    for node in every:
         if isinstance(node, ast.ImportFrom) and node.module and id(node) not in unloaded:
             place = Path(*node.module.split("."))
             folder = place if (ROOT / place).is_dir() else place.parent

@@ -1,4 +1,4 @@
-"""Sweeps: trials of Ray Tune and NNI as elastic jobs."""
+"""Hyperparameter sweeps in which each trial of Ray Tune or NNI is an elastic job."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _HOME = "ray.train._internal.session"
 
 
 def in_tune(packed: bytes) -> bytes:
-    """Return a packed train loop in which ``ray.tune.report`` and ``get_checkpoint`` call ``elastic_ray``'s."""
+    """Return a packed train loop in which ``ray.tune.report`` and ``get_checkpoint`` call those of ``elastic_ray``."""
     return pack(_InTune(packed), {})
 
 
@@ -133,9 +133,9 @@ def elastic(
 
     The cluster's allocator decides how many workers each trial has.
 
-    ``Tuner(tuning.elastic(train, scaling_config=ScalingConfig(num_workers=(1, 8))), param_space={"lr": ...})``: the
-    train loop gets the trial's parameters in its config. The reports that it makes with ``elastic_ray.report(metrics,
-    checkpoint)`` or ``ray.tune.report`` are the trial's results. A learning rate among the parameters applies to the
+    In ``Tuner(tuning.elastic(train, scaling_config=ScalingConfig(num_workers=(1, 8))), param_space={"lr": ...})``, the
+    train loop ``train`` gets the trial's parameters in its config. Its reports, made with ``elastic_ray.report(metrics,
+    checkpoint)`` or ``ray.tune.report``, are the trial's results. A learning rate among the parameters applies to the
     loader's initial batch size and is scaled from there when the batch grows. The initial batch size may itself be a
     parameter.
 
@@ -149,9 +149,9 @@ def elastic(
         train_loop_config: Config shared by all trials; a trial's parameters override it.
         scaling_config: Workers per trial, ``num_workers=(min, max)``, and the resources of each worker.
         elastic_config: As for ``ElasticTrainer``, except that ``warm_workers_per_node`` defaults to 0.
-        scheduling_config: As for ``ElasticTrainer``; if it names no tenant, the sweep is a tenant of its own.
-        model_fingerprint: Name of the model, to be given only if no parameter changes the model's speed; by default
-            trials with the same architecture recognise each other.
+        scheduling_config: As for ``ElasticTrainer``. If it names no tenant, the sweep becomes a tenant of its own.
+        model_fingerprint: Name of the model, by which trials share speed measurements. Set it only if no parameter
+            changes the model's speed. By default, trials with the same architecture share measurements.
         weight: Weight of the sweep relative to other jobs; ``AllocatorConfig.tenants`` overrides it.
         promise: Rule that compares running trials, so that the best get more workers (see ``Promise``). None derives
             the rule from Tune's scheduler (ASHA, HyperBand, and median stopping by reports). Without such a scheduler,
@@ -160,10 +160,10 @@ def elastic(
             function trainable, training waits at every report for Tune's decision, so a stopped trial wastes no
             training and frees its processes at once. 1 hides the wait if epochs are short.
         keep_s: Time for which a finished trial's processes wait for the sweep's next trial [s]. They hold no resources
-            meanwhile, and end at the latest 10 s after the last trial.
+            in the meantime, and end at the latest 10 s after the last trial.
         sweep: Name of the sweep and of its tenant; by default the name of the Tune experiment. ``fit()`` raises
-            ``SweepRunsError`` while another sweep of this name runs. A sweep that starts within seconds after another
-            of the same name reuses that sweep's processes. A ``tuning.Sweep`` also sets a deadline or a budget.
+            ``SweepRunsError`` while another sweep of this name runs. A sweep that starts within seconds of the end of
+            another of the same name reuses that sweep's processes. A ``tuning.Sweep`` also sets a deadline or a budget.
 
     Returns:
         A class trainable with ``reset_config`` (``TuneConfig(reuse_actors=True)``).
@@ -202,12 +202,12 @@ class _WhereItIs(Checkpoint):
 
 
 class ElasticTrainable(Trainable):
-    """Trainable in a trial's own process, which drives the trial's elastic job; made by :func:`elastic`."""
+    """Trainable that runs in a trial's own process and drives the trial's elastic job; made by :func:`elastic`."""
 
     _template: Template
 
     def __init_subclass__(cls) -> None:
-        """Refuse a subclass made by ``tune.with_resources``."""
+        """Raise an error for a subclass made by ``tune.with_resources``, which is not supported."""
         if "default_resource_request" in vars(cls):
             raise ValueError(
                 "an elastic trainable asks for no resources of its own: leave tune.with_resources out, say what a "
@@ -217,7 +217,7 @@ class ElasticTrainable(Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
-        """Return the resources of the trial's own process: almost none, on the head node with its controller."""
+        """Return the resources of the trial's own process: almost none, on the head node, where its controller runs."""
         _check_space(config)
         _tell_kept_actors()
         _end_stopped_sweeps()
@@ -230,10 +230,12 @@ class ElasticTrainable(Trainable):
         return PlacementGroupFactory([on.get("resources", _WITHOUT_HEAD)])
 
     def setup(self, config: dict[str, Any], **constants: Any) -> None:
-        """Set up the trial for Tune; its job starts at the first step, when the checkpoint to start from is known.
+        """Set up the trial for Tune.
+
+        The job starts only at the first step, when the checkpoint to start from is known.
 
         Args:
-            **constants: Arguments of ``tune.with_parameters``; the train loop finds them in its config too.
+            **constants: Arguments of ``tune.with_parameters``, which are added to the train loop's config.
         """
         _check_space({**constants, **config})
         self._parameters = dict(config)
@@ -246,7 +248,7 @@ class ElasticTrainable(Trainable):
         self._asked_last = False
 
     def step(self) -> dict[str, Any]:
-        """Start the job if necessary, and return the next report of the train loop."""
+        """Start the job if it is not running yet, and return the train loop's next report."""
         if self._job is None:
             try:
                 self._job = self._start()
@@ -266,9 +268,9 @@ class ElasticTrainable(Trainable):
         return result
 
     def save(self, checkpoint_dir: str | None = None) -> Any:
-        """Return the last checkpoint that the train loop reported, at the path where the job stored it.
+        """Return the checkpoint that the train loop reported last, at the path where the job stored it.
 
-        The result holds None if the train loop reported no checkpoint.
+        The checkpoint in the result is None if the train loop has reported none.
         """
         if self._reported is not None:
             checkpoint = Checkpoint(self._reported, self._place().storage_filesystem)
@@ -279,10 +281,13 @@ class ElasticTrainable(Trainable):
         return self._saved or _TrainingResult(checkpoint=None, metrics={})
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Do nothing, since the workers read the checkpoint."""
+        """Do nothing, since the workers load the checkpoint themselves."""
 
     def restore(self, checkpoint_path: Any) -> None:
-        """Continue from a checkpoint of this trial or another one. Raises NoCheckpointError: there is none."""
+        """Continue from a checkpoint of this trial or another one.
+
+        Raises NoCheckpointError: there is none.
+        """
         if checkpoint_path.checkpoint is None:
             raise NoCheckpointError(self.trial_id)
         where = _WhereItIs(checkpoint_path.checkpoint.path, checkpoint_path.checkpoint.filesystem)
@@ -298,13 +303,13 @@ class ElasticTrainable(Trainable):
         return True
 
     def cleanup(self) -> None:
-        """Stop the trial's job and release everything that it holds."""
+        """Stop the trial's job and release all its resources."""
         job, self._job = self._job, None
         if job is not None:
             job.stop(paused=self._asked_last and not job.done)
 
     def vacate(self) -> None:
-        """Release the job of a trial whose actor Tune keeps for reuse."""
+        """Release the trial's job, while Tune keeps the actor for reuse."""
         self.cleanup()
 
     def _place(self) -> StorageContext:
@@ -460,7 +465,7 @@ def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
 
     Args:
         scheduler: Scheduler of the experiment, with its metric set.
-        criterion: A trial's ``stop`` criterion.
+        criterion: The ``stop`` criterion of a trial.
     """
     scheduler = getattr(scheduler, "_base_scheduler", scheduler)
     metric, mode = getattr(scheduler, "_metric", None), str(getattr(scheduler, "_mode", None))

@@ -41,9 +41,9 @@ class Sweep(NamesArguments):
     Attributes:
         name: Name of the sweep and its tenant; by default the name of the Tune experiment.
         deadline_s: Time after ``fit()`` by which all trials should be done [s]; None for no limit. Trials of each rung
-            (see ``Promise``) get the cheapest numbers of workers that keep it.
+            (see ``Promise``) get the cheapest numbers of workers that meet the deadline.
         budget_usd: Limit on the cost of the trials' workers [USD]; None for no limit. Without a deadline, trials get
-            the fastest numbers of workers that keep it.
+            the fastest numbers of workers that stay within the budget.
         usd_per_worker_h: Price of a worker [USD/h]; required with a budget.
 
     Examples:
@@ -66,13 +66,13 @@ class Sweep(NamesArguments):
 
     @property
     def planned(self) -> bool:
-        """True if the sweep has a deadline or a budget, so that rungs are given sizes."""
+        """True if the sweep has a deadline or a budget, so that a size is planned for each rung."""
         return self.deadline_s is not None or self.budget_usd is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """Training that remains up to one rung, summed over all trials."""
+    """Remaining training up to one rung, summed over all trials."""
 
     trials: int  # that come into it, at least 1
     reports: float  # still to be made by all of them
@@ -81,7 +81,7 @@ class Rung:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RungSizes:
-    """Number of workers per trial in each rung, with the time and cost of the rest of the sweep."""
+    """Number of workers per trial in each rung, with the expected time and cost of the rest of the sweep."""
 
     sizes: tuple[int, ...]
     seconds: float  # until the end
@@ -90,7 +90,7 @@ class RungSizes:
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
-    """Return the remaining rungs of a sweep."""
+    """Return the remaining rungs of a sweep, with the training left in each."""
     found, low, expected = [], 0, float(trials)
     for high in promise.rungs:
         made = [min(max(len(each.values) - low, 0), high - low) for each in records]
@@ -119,7 +119,7 @@ def size_rungs(
     seconds: float = math.inf,
     worker_s: float = math.inf,
 ) -> RungSizes:
-    """Compute the sizes of the rungs that meet the limits at the least cost.
+    """Return the number of workers for each rung that meets the limits at the lowest cost.
 
     Args:
         rates: Reports per second of a trial on 1, 2, ... workers; 0 for an invalid size. At least one is above 0.
@@ -154,10 +154,10 @@ def _front(found: Sequence[_Point]) -> list[_Point]:
 
 
 class SweepPlanner:
-    """Planner of trials' sizes while a sweep runs.
+    """Planner of trial sizes while a sweep runs.
 
     Args:
-        begun_s: Time when the sweep began [s].
+        begun_s: Time at which the sweep started [s].
     """
 
     def __init__(self, sweep: Sweep, promise: Promise, trials: int, begun_s: float) -> None:
@@ -173,10 +173,10 @@ class SweepPlanner:
         slots: Mapping[str, Sequence[int]],
         now_s: float,
     ) -> dict[str, int]:
-        """Return the number of workers for each running trial; empty until some trial's speed is known.
+        """Return the number of workers for each running trial; empty until the speed of some trial is known.
 
         Args:
-            slots: Workers of a trial that fit on each node of the empty cluster, keyed by trial.
+            slots: Number of a trial's workers that fit on each node of the empty cluster, keyed by trial.
         """
         self._spent_s += max(now_s - self._seen_s, 0.0) * sum(view.workers for view in views)
         self._seen_s, self._at_once = now_s, max(self._at_once, len(views))

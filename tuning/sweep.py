@@ -1,6 +1,6 @@
-"""SHELL: a sweep's actor: starts the controllers of its trials, lends them worker processes, weighs trials.
+"""SHELL: actor of a sweep, which starts its trials' controllers, lends them worker processes and weighs trials.
 
-A lost actor is recreated and recovers the trials' metrics from their next reports. The processes that it had lent end
+A lost actor is recreated and recovers the trials' metrics from their next reports. Processes that it had lent out end
 with it, which their trials see as lost workers. The actor ends itself once none of its trials has a controller.
 """
 
@@ -43,7 +43,7 @@ _SILENT_S = 60.0  # the same for one with trials: a searcher may keep its loop b
 
 
 class SweepStoppedError(RuntimeError):
-    """Error raised if the sweep was stopped and starts no more trials."""
+    """Error raised if a trial is started after its sweep was stopped."""
 
     def __init__(self, sweep: str, reason: str) -> None:
         super().__init__(f"sweep {sweep!r} was stopped and starts no trial any more: {reason}")
@@ -54,7 +54,7 @@ class SweepStoppedError(RuntimeError):
 
 
 class SweepRunsError(RuntimeError):
-    """Error raised if another sweep of this name is running on the cluster."""
+    """Error raised if another sweep of the same name is running on the cluster."""
 
     def __init__(self, sweep: str, runs: str) -> None:
         super().__init__(
@@ -70,7 +70,7 @@ class SweepRunsError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SweepDriver:
-    """Driver of a sweep: one ``Tuner.fit()`` or one NNI experiment."""
+    """Identity and limits of a sweep's driver, which runs one ``Tuner.fit()`` or one NNI experiment."""
 
     token: str  # unique among all drivers
     ray_job: str  # Ray job of its process
@@ -82,7 +82,7 @@ class SweepDriver:
     trials: int = 0  # in all, with a plan
 
     def planner(self) -> SweepPlanner | None:
-        """Return a planner that sizes the sweep's rungs; None without limits or a promise."""
+        """Return a planner that sizes the sweep's rungs; None if the sweep has no limits or no promise."""
         if self.limits is None or not self.limits.planned or self.promise is None:
             return None
         return SweepPlanner(self.limits, self.promise, self.trials, self.begun_s)
@@ -119,7 +119,7 @@ def this_driver(
 
 
 def sweep_runs(name: str) -> bool:
-    """True if the sweep of this name has an actor: it is running or ended seconds ago."""
+    """True if the sweep of this name has an actor, so that it is running or ended only seconds ago."""
     return find_actor(f"sweep:{name}") is not None
 
 
@@ -151,7 +151,7 @@ def release_sweep(name: str, driver: SweepDriver) -> None:
 
 
 def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
-    """Stop a running sweep; no more trials start, and running trials end after their current step.
+    """Stop a running sweep: no more trials start, and running trials end after their current step.
 
     The call does not wait for the trials. Once they have ended, the sweep's ``Tuner.fit()`` or ``Experiment.run()``
     returns the results so far.
@@ -171,15 +171,15 @@ def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
 
 
 class StopWatch:
-    """Non-blocking check for a stop of the sweeps that this process drives."""
+    """Non-blocking check that detects a stop of the sweeps that this process drives."""
 
     def __init__(self) -> None:
         self._asked: dict[str, Any] = {}
 
     def look(self, name: str, driver: SweepDriver | None = None) -> str:
-        """Return why this sweep was stopped, once all of its trials have ended; empty before.
+        """Return why this sweep was stopped, once all its trials have ended; empty before that.
 
-        Each call also shows the sweep's actor that the driver is alive.
+        Each call also signals to the sweep's actor that the driver is alive.
         """
         asked = self._asked.pop(name, None)
         if asked is not None and not ray.wait([asked], timeout=0)[0]:
@@ -201,7 +201,7 @@ def find_sweep(name: str, promise: Promise | None) -> Any:
 
 
 def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, Promise | None]:
-    """Open a controller that runs this trial; return it and the promise by which the sweep's trials are compared.
+    """Return a controller that runs this trial, and the promise by which the sweep compares its trials.
 
     The controller is either an idle one of an earlier trial or a new one.
     """
@@ -230,7 +230,7 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
 
 
 def promised(spec: JobSpec, promise: Promise | None) -> JobSpec:
-    """Return a trial's job with the fields that its sweep's promise sets."""
+    """Return a trial's job specification with the fields that the sweep's promise determines."""
     if promise is None or spec.trial is None:
         return spec
     most, rungs = promise.max_t, promise.rungs
@@ -251,7 +251,7 @@ class SweepActor:
     """Actor class of a sweep; use :func:`find_sweep` to get its handle.
 
     Args:
-        promise: Rule by which its trials are compared; None gives every trial the same weight.
+        promise: Rule by which trials are compared; None gives every trial the same weight.
     """
 
     def __init__(self, name: str, promise: Promise | None) -> None:
@@ -284,7 +284,7 @@ class SweepActor:
     async def claim(self, driver: SweepDriver) -> tuple[bool, str] | None:
         """Make ``driver`` the sweep's driver, unless another driver may still be alive.
 
-        Returns None on success, otherwise whether the other driver is certainly running, and its description.
+        Returns None on success; otherwise a flag, True if the other driver is certainly running, and its description.
         """
         now_s, other = time.monotonic(), self._driver
         if other is not None and other.token != driver.token and not _has_ended(other):
@@ -302,12 +302,12 @@ class SweepActor:
         return None
 
     async def release(self, token: str) -> None:
-        """Release the sweep if its driver, which has ended, has this token."""
+        """Release the sweep if its current driver, which has ended, has this token."""
         if self._driver is not None and self._driver.token == token:
             self._driver = None
 
     async def open(self, spec: JobSpec) -> tuple[Any, Promise | None]:
-        """Open a controller that runs this trial; return it and the promise that the sweep compares trials by."""
+        """Return a controller that runs this trial, and the promise by which the sweep compares its trials."""
         assert spec.trial is not None, "only trials are opened here"
         if self._stop_reason:
             raise SweepStoppedError(self._name, self._stop_reason)
@@ -326,7 +326,7 @@ class SweepActor:
         return controller, self._promise
 
     async def attached(self, spec: JobSpec, controller: Any) -> Promise | None:
-        """Attach a driver to a trial's running controller; return the promise that the sweep compares trials by."""
+        """Attach a driver to a trial's running controller; return the promise by which the sweep compares trials."""
         assert spec.trial is not None, "only trials are attached here"
         run, kind = spec.trial.controller, _kind(spec)
         self._processes.admit(run, kind)
@@ -346,13 +346,13 @@ class SweepActor:
             begun.controller.stop.remote(reason=f"the sweep was stopped: {self._stop_reason}")
 
     async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
-        """Record a trial's metric after each report of its current run, which continued after report ``before``."""
+        """Record the metric that a trial's current run reported after each report from number ``before`` on."""
         record = self._records.get(trial, TrialRecord(trial=trial)).told(before, values)
         self._records[trial] = dataclasses.replace(record, running=self._runs(trial))
         self._weigh()
 
     async def closed(self, run: str) -> None:
-        """Mark a run as ended. Its controller may run another trial."""
+        """Record the end of a run, whose controller may now run another trial."""
         ended = self._busy.pop(run, None)
         if ended is not None:
             self._ending[run] = ended
@@ -373,7 +373,7 @@ class SweepActor:
         return len(self._busy)
 
     async def stopped(self, driver: SweepDriver | None = None) -> str:
-        """Return why the sweep was stopped, once all of its trials have ended; empty before.
+        """Return why the sweep was stopped, once all its trials have ended; empty before that.
 
         Args:
             driver: The calling driver; None if the caller has not claimed the sweep.
@@ -398,15 +398,18 @@ class SweepActor:
         return True
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """Return a process on the node, and whether it has ever answered; None for a run that was not admitted."""
+        """Return a process on the node, and True if it has ever answered; None if the run was not admitted."""
         return await self._processes.lend(run, node)
 
     async def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
-        """Accept a process that a run no longer needs; ``fit`` is True if another trial may use it."""
+        """Return a process to the pool after its run; ``fit`` is True if another trial may use it."""
         self._processes.take_back(run, actor, fit=fit)
 
     async def settle(self, run: str, fit: dict[Any, bool]) -> None:
-        """Close a run's processes; ``fit`` maps each process fit for another trial to whether it has answered."""
+        """Close a run and release its processes.
+
+        ``fit`` contains the processes that another trial may use, each with True if it has ever answered.
+        """
         self._processes.settle(run, fit)
 
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:

@@ -1,4 +1,4 @@
-"""SHELL: worker processes that the trials of a sweep reuse one after the other (owned by the sweep's actor)."""
+"""SHELL: worker processes owned by a sweep's actor, which the sweep's trials reuse one after the other."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class _Process:
 
 
 class SweepProcesses:
-    """Pool of worker processes, lent to runs of trials and returned to the pool afterwards.
+    """Pool of worker processes that are lent to runs of trials and returned afterwards.
 
-    A stopped trial's processes are available to other trials at once, without the seconds that a start takes. The pool
-    never holds more processes of a kind on a node than trials of that kind have used there at one time. A trial that is
-    paused and resumed gets a second run, which is unrelated to the processes of its first run.
+    When a trial stops, its processes are available to other trials at once, without the seconds that starting one
+    takes. The pool never holds more processes of a kind on a node than trials of that kind have used there at one time.
+    A trial that is paused and resumed gets a second run, which has no claim to the processes of its first run.
 
     Args:
-        sweep: Name of the sweep, used to request processes from the cluster's warm pool if it has any.
+        sweep: Name of the sweep, used to request processes from the cluster's pool of warm workers, if it has one.
     """
 
     def __init__(self, sweep: str) -> None:
@@ -44,14 +44,14 @@ class SweepProcesses:
         self._lent: dict[str, list[_Process]] = {}
 
     def admit(self, run: str, kind: JobSpec) -> None:
-        """Admit a run, which may borrow processes for trials of this kind until it is settled."""
+        """Admit a run, which may then borrow processes for trials of this kind until it is closed by :meth:`settle`."""
         self._kinds[run] = kind
         self._lent.setdefault(run, [])
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """Return a process on the node, the last one returned or a new one, and whether it has ever answered.
+        """Return a process on the node, and True if it has ever answered; None if the run is not admitted.
 
-        None for a run that was not admitted or is already settled.
+        The process is the most recently returned one, or a new one.
         """
         kind = self._kinds.get(run)
         if kind is None:
@@ -84,10 +84,10 @@ class SweepProcesses:
         ray.kill(actor)  # lent by a sweep's actor that is gone
 
     def settle(self, run: str, fit: Mapping[Any, bool] | None = None) -> None:
-        """Close a finished run. Its processes end, except those that another run may use.
+        """Close a finished run, and end its processes except those that another run may use.
 
         Args:
-            fit: For each process that another run may use, whether it has answered; None if there are none.
+            fit: Processes that another run may use, each with True if it has ever answered; None for none.
         """
         self._kinds.pop(run, None)
         fit = fit or {}

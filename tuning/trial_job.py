@@ -1,7 +1,7 @@
-"""SHELL: one trial as an elastic job: started or found again, reporting, and stopped with everything it holds.
+"""SHELL: one trial as an elastic job: started or found again, read report by report, and stopped.
 
-Ray Tune and NNI trials both reach the allocator this way. The process that holds a :class:`TrialJob` is light: it
-imports neither torch nor the user's code, and renews the job's lease from a thread.
+Trials of both Ray Tune and NNI use this module to reach the allocator. The process that holds a :class:`TrialJob` is
+light: it imports neither torch nor the user's code, and renews the job's lease from a thread.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ELASTIC = ElasticConfig(warm_workers_per_node=0)
 
 
 class NoCheckpointError(RuntimeError):
-    """Error raised if a trial should continue from a checkpoint but has none."""
+    """Error raised if a trial must continue from a checkpoint but has none."""
 
     def __init__(self, trial: str) -> None:
         super().__init__(
@@ -76,7 +76,7 @@ class NoCheckpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """Settings that a sweep's trials share."""
+    """Settings shared by all trials of a sweep."""
 
     spec: JobSpec  # the job of a trial, but for its name, config and places
     promise: Promise | None  # by what trials are compared while they run; None leaves that to the sweep's driver
@@ -102,7 +102,7 @@ def make_template(
     keep_s: float = 30.0,
     sweep: str | Sweep | None = None,
 ) -> Template:
-    """Check and return the settings that trials share; the arguments are those of ``tuning.elastic``."""
+    """Check and return the settings shared by a sweep's trials; the arguments are those of ``tuning.elastic``."""
     if promise is not None and not isinstance(promise, Promise):
         raise TypeError(f"promise must be a tuning.Promise or None, but got {promise!r}")
     if isinstance(train_loop_or_trainer, ElasticTrainer):
@@ -149,9 +149,9 @@ def make_template(
 
 
 def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a trial's parameters for display.
+    """Return a trial's parameters for display: numbers and shortened texts.
 
-    Numbers and shortened texts; nested ones are named as in ``"net/width"``.
+    The name of a nested parameter contains its path, such as ``"net/width"``.
     """
     shown: dict[str, Any] = {}
     for name, value in config.items():
@@ -165,7 +165,7 @@ def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, A
 
 
 class TrialJob:
-    """A trial's elastic job, started (or found running) by the constructor.
+    """Elastic job of a trial, which the constructor starts, or finds if it is already running.
 
     Args:
         sweep: Name of the sweep if the template has none; also its tenant, unless ``SchedulingConfig`` sets one.
@@ -206,13 +206,13 @@ class TrialJob:
 
     @property
     def status(self) -> JobStatus:
-        """Status of the job at the last renewal of its lease."""
+        """Status of the job when its lease was last renewed."""
         return self._handle.last_status
 
     def next_report(self, timeout: float) -> Report | None:
-        """Return the next report; None if none came within ``timeout`` [s], or the job has ended (:attr:`done`).
+        """Return the next report; None if none came within ``timeout`` [s] or the job has ended (:attr:`done`).
 
-        Each call acknowledges the reports returned before. Training blocks in ``report`` rather than run more than
+        Each call acknowledges the reports returned before. Training blocks in ``report`` when it is more than
         ``reports_ahead`` reports ahead of the last acknowledged one.
 
         Raises ValueError: no report up to the promise's second rung contained its metric.
@@ -239,7 +239,7 @@ class TrialJob:
         self._handle.result(timeout=_STOP_TIMEOUT_S)
 
     def stop(self, *, paused: bool = False) -> None:
-        """Stop the job at once and release its workers and resources. No report that the sweep has received is lost.
+        """Stop the job at once and release its workers and resources, keeping all reports that the sweep has received.
 
         Args:
             paused: True if the sweep may resume the trial, although it has no checkpoint to continue from.
@@ -391,10 +391,10 @@ class TrialJob:
 
 
 def claim_run(filesystem: pyarrow.fs.FileSystem, directory: str, last: str, *, private: bool) -> str:
-    """Return a new directory for a start of a trial, so that no run overwrites another run's checkpoints.
+    """Return a new directory for one start of a trial, so that no run overwrites another run's checkpoints.
 
-    Its number is above those of all existing runs, and above the last run's even if that was deleted. On a local file
-    system the directory is created here, so that two concurrent callers get different ones.
+    Its number is higher than those of all existing runs and of the last run, even if that was deleted. On a local file
+    system the directory is created at once, so that two concurrent callers get different ones.
 
     Args:
         last: Name of the trial's last run; empty for none.

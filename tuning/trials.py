@@ -29,14 +29,14 @@ _MOST_RUNGS = 32  # that are shown
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Promise(NamesArguments):
-    """Rule that compares running trials of a sweep, so that the best get more workers; fields as in ASHAScheduler.
+    """Rule that compares a sweep's running trials, so that the best get more workers; fields as in ASHAScheduler.
 
     Attributes:
         metric: Name of the reported metric; a nested one is named as in Ray Tune, "eval/accuracy".
         mode: "max" if a larger metric is better, "min" otherwise.
-        max_t: Number of reports of a trial that is never stopped early; None uses the most reports that any trial has
-            made.
-        grace_period: Number of reports at the first rung; after each rung, the scheduler stops all but the best trials.
+        max_t: Number of reports after which a trial that is never stopped early ends; None uses the largest number of
+            reports that any trial has made.
+        grace_period: Number of reports at the first rung. At each rung, the scheduler stops all but the best trials.
         reduction_factor: Ratio of consecutive rungs (eta); one trial in ``reduction_factor`` passes a rung.
 
     Examples:
@@ -73,7 +73,7 @@ class Promise(NamesArguments):
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        """Numbers of reports after which trials may be stopped (the first ones), and ``max_t``; else empty."""
+        """Report counts at which trials may be stopped (the first rungs), and ``max_t``; empty if ``max_t`` is None."""
         if self.max_t is None:
             return ()
         found = [self.grace_period]
@@ -94,28 +94,28 @@ class Promise(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """Record of a trial's progress and of its metric at each report."""
+    """Record of a trial's progress, and of its metric at each report."""
 
     trial: str
     values: tuple[float, ...] = ()  # the metric after 1, 2, ... reports; NaN where it was not reported.
     running: bool = True  # whether it still trains; one that was cut or has ended is only compared with
 
     def told(self, before: int, values: tuple[float, ...]) -> TrialRecord:
-        """Return the record, updated by a run that continued from report `before` and then reported `values`."""
+        """Return the record after a run continued from report ``before`` and then reported ``values``."""
         kept = self.values[:before]
         return dataclasses.replace(self, values=(*kept, *(math.nan,) * (before - len(kept)), *values))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialWeight:
-    """Weight of a running trial's speed, with its reason."""
+    """Weight of a running trial's speed in the allocator's decisions, with its reason."""
 
     value: float
     reason: str
 
 
 def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str, TrialWeight]:
-    """Return a weight for every running trial. Of two with equally many reports, the better never weighs less.
+    """Return a weight for every running trial; of two with equally many reports, the better never weighs less.
 
     Args:
         records: All known trials of the sweep, including those that have ended.
@@ -139,7 +139,7 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
 
 
 def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise) -> float:
-    """Return s, the trial's chance to pass its next rung, from its rank among trials with at least as many reports."""
+    """Return s, the trial's chance of passing its next rung, by its rank among trials with as many reports or more."""
     eta = promise.reduction_factor
     prior = 1.0 / eta
     at = len(trial.values)
@@ -167,10 +167,10 @@ def _expected(trial: TrialRecord, s: float, promise: Promise, longest: int) -> f
 
 
 def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
-    """Return the compared metric of a report: NaN if it is not a number, None if it is missing.
+    """Return the metric in a report by which trials are compared: NaN if it is not a number, None if missing.
 
     Args:
-        names: Names of the metric; the first one that was reported counts.
+        names: Possible names of the metric; the first one that was reported counts.
     """
     flat = dict(_flat(metrics))
     value = next((flat[name] for name in names if flat.get(name) is not None), None)
@@ -181,7 +181,7 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
 
 
 def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
-    """Return the message about a report whose compared metric is missing or not a number."""
+    """Return an error message about a report in which the compared metric is missing or not a number."""
     flat = dict(_flat(metrics))
     if flat.get(promise.metric) is not None:
         return f"trials are compared by {promise.metric!r}, but {flat[promise.metric]!r} is no number: report one"
@@ -202,7 +202,7 @@ def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
 
 
 def check_searchable(name: object) -> None:
-    """Raise ValueError if the parameter is one that the allocator sets, which therefore cannot be searched."""
+    """Raise ValueError for a parameter that the allocator sets and that therefore cannot be searched."""
     if name in ("num_workers", "scaling_config"):
         raise ValueError(
             f"{name!r} cannot be searched: the allocator changes a trial's workers while it runs, within "
@@ -215,14 +215,14 @@ _PER_RUN = 2  # a scheduler may not have heard of the last one when it decides
 
 
 class CheckpointCache:
-    """Cache of references to checkpoints, keyed by run and path."""
+    """Cache of references to checkpoints held in the cluster's memory, keyed by run and path."""
 
     def __init__(self) -> None:
         self._of_run: dict[str, dict[str, Any]] = {}
         self._until_s: dict[str, float] = {}
 
     def hold(self, run: str, path: str, reference: Any) -> None:
-        """Hold a checkpoint that a run has reported. Only the run's last two are kept."""
+        """Add a checkpoint that a run has reported; only the run's last two are kept."""
         mine = self._of_run.setdefault(run, {})
         mine[path] = reference
         while len(mine) > _PER_RUN:
@@ -233,7 +233,7 @@ class CheckpointCache:
         return next((each[path] for each in self._of_run.values() if path in each), None)
 
     def over(self, run: str, until_s: float) -> None:
-        """Keep an ended run's checkpoints until ``until_s`` [s, monotonic], as PBT may need a paused donor's."""
+        """Keep an ended run's checkpoints until ``until_s`` [s, monotonic], since PBT may clone a paused trial."""
         if run in self._of_run:
             self._until_s[run] = until_s
 

@@ -1,6 +1,6 @@
 """Adaptation policies: user-defined control loops during training.
 
-A policy requests changes as data. Either all workers apply a change between the same two steps, or none does.
+A policy returns requests for changes. A change is applied between two steps, either on all workers or on none.
 """
 
 from __future__ import annotations

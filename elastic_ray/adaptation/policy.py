@@ -1,4 +1,4 @@
-"""Base class of adaptation policies, and the caller of their hooks (pure)."""
+"""Base class of adaptation policies, and the thread that calls their hooks (pure)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ class PolicyError(RuntimeError):
 
 
 class Policy:
-    """Control loop over a run (KungFu's ``BasePolicy``); override the hooks that you need.
+    """Base class of control loops over a run (KungFu's ``BasePolicy``); override the hooks that you need.
 
-    Each hook receives a :class:`PolicyView` and returns a request, several, or None. Every rank calls its own copy with
-    an equal view, so a hook must decide from the view and its own attributes alone, never from a clock or at random.
-    The view holds elapsed time and sample counts. Requests travel with the next step's reduction. If all ranks make the
-    same request, it is applied on all of them after that step; otherwise on none, and the policy is not called again.
+    Each hook receives a :class:`PolicyView` and returns one request, several, or None. Every rank calls its own copy of
+    the policy with an equal view. A hook must therefore decide from the view and its own attributes only, never from a
+    clock or random numbers; the view contains elapsed time and sample counts. Requests are compared across ranks in the
+    next step. If all ranks make the same request, it is applied on all of them after that step. Otherwise it is applied
+    on none, and the policy is not called again.
 
-    Attributes that a hook changes are the policy's state: joining workers receive it, checkpoints include it, and it is
-    rolled back if the step is lost or the hook fails. The state must be numbers, strings, None, or lists, tuples and
-    dicts of these; for anything else, override :meth:`state_dict` and :meth:`load_state_dict`.
+    Attributes that a hook changes form the policy's state. Joining workers receive the state, checkpoints include it,
+    and it is rolled back if the step is lost or the hook fails. It must consist of numbers, strings, None, or lists,
+    tuples and dicts of these; for anything else, override :meth:`state_dict` and :meth:`load_state_dict`.
 
     Attributes:
         watches: names of metrics, as passed to ``elastic_ray.report``, to include in the view (numbers only).
         strict: if True, an error, an invalid or refused request, or a disagreement of ranks ends the job. Otherwise the
             job continues without the request, and an event of kind ``policy`` reports it.
-        deadline_s: longest time that a hook may take [s]; a policy that takes longer is not called again.
+        deadline_s: longest time that a hook may run [s]; a policy whose hook exceeds it is not called again.
         owns_batch: if True, other policies' requests for a batch size are ignored.
 
     Examples:
@@ -54,27 +55,27 @@ class Policy:
     deadline_s: float = 10.0
 
     def before_train(self, view: PolicyView) -> Answer:
-        """Hook before the run's first training step; not called again if the run continues from a checkpoint."""
+        """Respond to the start of training, before the first step; not called when resuming from a checkpoint."""
         return None
 
     def before_epoch(self, view: PolicyView) -> Answer:
-        """Hook before an epoch, called once per epoch."""
+        """Respond to the start of an epoch; called once per epoch."""
         return None
 
     def before_step(self, view: PolicyView) -> Answer:
-        """Hook before a step of the training loader; called again if the step is lost and drawn again."""
+        """Respond to the start of a step of the training loader; called again if the step is lost and drawn again."""
         return None
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Hook after a step has been committed on all ranks."""
+        """Respond to a step that has been committed on all ranks."""
         return None
 
     def after_epoch(self, view: PolicyView) -> Answer:
-        """Hook after an epoch."""
+        """Respond to the end of an epoch."""
         return None
 
     def after_train(self, view: PolicyView) -> Answer:
-        """Hook after the train function has returned; only ``Report`` has an effect here."""
+        """Respond to the return of the train function; only ``Report`` requests still have an effect."""
         return None
 
     def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
@@ -82,11 +83,11 @@ class Policy:
         return ()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state as plain values; by default, the instance's attributes."""
+        """Return the policy's state as plain values; by default, the instance's attributes."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the output of :meth:`state_dict`, from this rank or another one."""
+        """Load a state that :meth:`state_dict` returned, on this rank or another one."""
         if type(self).state_dict is Policy.state_dict:  # a lost step may have made attributes
             for name in vars(self).keys() - state.keys() - _SETTINGS:
                 delattr(self, name)
@@ -130,10 +131,7 @@ class HookTimeoutError(TimeoutError):
 
 
 class HookCaller:
-    """Caller of policies' hooks in a separate thread.
-
-    It makes one call at a time; the thread is a daemon and ends with :meth:`close`.
-    """
+    """Thread that calls policies' hooks one at a time, with a deadline; it ends with :meth:`close`."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
@@ -141,7 +139,7 @@ class HookCaller:
     def call(self, hook: Callable[[], Any], timeout_s: float) -> Any:
         """Call ``hook`` in the thread, and return its result or raise its error.
 
-        A hook that does not return in time keeps its thread; the next call uses another one.
+        If the hook does not return in time, its thread is left running and the next call uses a new thread.
 
         Raises HookTimeoutError: the hook has not returned after ``timeout_s`` [s].
         """
@@ -169,7 +167,7 @@ class HookCaller:
         return value
 
     def close(self) -> None:
-        """Let the thread end once it is free."""
+        """Let the thread end once its current hook returns."""
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None

@@ -1,4 +1,4 @@
-"""Requests that a policy may make, as plain values that can be sent to other ranks (pure)."""
+"""Requests that a policy may return, as plain values that can be sent to other ranks (pure)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from elastic_ray.sync.spec import TOPOLOGIES, Strategy
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resize:
-    """Request to the allocator for another number of workers, within the job's own limits.
+    """Request to the allocator for a different number of workers, within the job's own limits.
 
-    The allocator grants as many as the other jobs' goodput permits: the request gives the job no priority over them.
+    The request gives the job no priority: the allocator grants only workers that do not serve other jobs better.
 
     Attributes:
-        to: exact number of workers; excludes ``min`` and ``max``.
-        min: fewest workers; None leaves the job's own limit.
-        max: most workers; None leaves the job's own limit.
+        to: exact number of workers; cannot be combined with ``min`` or ``max``.
+        min: fewest workers; None keeps the job's own limit.
+        max: most workers; None keeps the job's own limit.
 
     Raises:
         TypeError: a value is not an integer.
@@ -49,19 +49,19 @@ class Resize:
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:
-        """Fewest and most workers requested; None leaves the job's own limit."""
+        """Fewest and most workers requested; None for a bound that keeps the job's own limit."""
         return (self.min, self.max) if self.to is None else (self.to, self.to)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetBatch:
-    """Request for a fixed global batch size from the next step on, whatever the number of workers.
+    """Request for a global batch size that applies from the next step on, whatever the number of workers.
 
-    The loader must allow it (``AdaptiveDataLoader.autoscale_batch_size``). From then on the policy decides on the batch
-    size, and the job no longer chooses it for goodput.
+    The loader must allow it (``AdaptiveDataLoader.autoscale_batch_size``). From then on the policy controls the batch
+    size, and the job no longer chooses it to maximise goodput.
 
     Attributes:
-        batch_size: global batch [samples]; None lets the job choose again.
+        batch_size: global batch size [samples]; None lets the job choose again.
 
     Examples:
         >>> from elastic_ray.adaptation import SetBatch
@@ -81,7 +81,7 @@ class ScaleRate:
     """Request to multiply all models' learning rates by a factor, in addition to schedules and the scaling rule.
 
     Attributes:
-        factor: factor above 0, applied on top of earlier requests (``PolicyView.rate_factor``).
+        factor: factor above 0, multiplied with the factors of earlier requests (``PolicyView.rate_factor``).
 
     Examples:
         >>> from elastic_ray.adaptation import ScaleRate
@@ -128,10 +128,10 @@ class SetStrategy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetTopology:
-    """Request for another topology (path of the data) of all-reduces from the next step on.
+    """Request to route all-reduces over another topology from the next step on.
 
-    The rest of the strategy is unchanged. If the strategy is ``"auto"``, its search ends, and the current strategy is
-    kept.
+    The rest of the strategy is unchanged. If the strategy is ``"auto"``, its search ends and the current strategy
+    stays.
 
     Attributes:
         topology: ``"native"``, ``"two_level"``, ``"ring"``, ``"tree"`` or ``"star"``, as in ``Reduce``.
@@ -154,7 +154,7 @@ class SetTopology:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Request for an automatic checkpoint after the current step, as soon as storage is free.
+    """Request for an automatic checkpoint after the current step, as soon as no other checkpoint is being written.
 
     Examples:
         >>> from elastic_ray.adaptation import Checkpoint
@@ -165,10 +165,12 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stop:
-    """Request to end the training after the current step, as if all epochs were done; later code still runs.
+    """Request to end the training after the current step, as if all epochs were done.
+
+    Code after the epoch loop still runs.
 
     Attributes:
-        reason: a sentence for the job's events.
+        reason: sentence recorded in the job's events.
 
     Examples:
         >>> from elastic_ray.adaptation import Stop
@@ -190,7 +192,7 @@ class Pause:
     Resume it with `elastic-ray resume`, ``JobHandle.resume()`` or the web page.
 
     Attributes:
-        reason: a sentence for the job's events.
+        reason: sentence recorded in the job's events.
 
     Examples:
         >>> from elastic_ray.adaptation import Pause

@@ -1,7 +1,7 @@
-"""Policies of one run on one rank: calls them, keeps their state, and applies requests that all ranks make.
+"""Caller of a run's policies on one rank, which keeps their state and applies requests that all ranks make.
 
-Every rank calls its own copies with equal views. Their requests are pending until the sums of a committed step show
-that all ranks made the same ones.
+Every rank calls its own copies of the policies with equal views. The sums that ranks exchange in each step show whether
+all of them made the same requests. Until then, requests are pending.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True)
 class SharedValues:
-    """Effects of policies on a run, equal on all ranks."""
+    """Effects of policies on a run (rate factor, batch, wanted workers), equal on all ranks."""
 
     rate_factor: float = 1.0  # product of all ``ScaleRate`` requests
     batch_size: int | None = None  # global batch that a policy has set [samples]; None where the job chooses
@@ -83,7 +83,7 @@ class SharedValues:
         self.wish, self.wished_by = None if bounds == (None, None) else bounds, -1
 
     def asked_by(self, policy: int) -> None:
-        """Attribute a worker request without an owner to the policy whose requests were just applied."""
+        """Attribute the latest worker request, if it has no owner, to the policy whose requests were just applied."""
         if self.wish is not None and self.wished_by < 0:
             self.wished_by = policy
         if policy in self.off and self.wished_by == policy:
@@ -127,7 +127,7 @@ _SIZE = 1 + 2 * _DIGITS
 
 
 class PolicyRunner:
-    """Policies of one run on one rank; also holds their state for joiners, checkpoints and lost steps.
+    """Caller of one run's policies on one rank, with their state for joiners, checkpoints and lost steps.
 
     Args:
         tell: sends a message to the job's user from rank 0 only.
@@ -158,8 +158,8 @@ class PolicyRunner:
     def add(self, policies: Iterable[Policy]) -> None:
         """Add policies, to be called after the existing ones.
 
-        A policy that exists already is not added again, nor is a copy (same class and equal attributes) from another
-        source, such as the trainer and the loop. Equal policies in the same call are all added.
+        A policy that exists already is not added again. Neither is a copy (same class and equal attributes) that was
+        given in another place, such as in the loop after the trainer. Equal policies in the same call are all added.
 
         Raises PolicyError: the state of a policy is not plain.
         """
@@ -179,11 +179,11 @@ class PolicyRunner:
         self.ballot.have(len(self._policies))
 
     def wants(self, hook: str) -> bool:
-        """True if an active policy has this hook."""
+        """True if an active policy overrides this hook."""
         return any(overrides(policy, hook) for number, policy in enumerate(self._policies) if self._is_asked(number))
 
     def call(self, hook: str, view: PolicyView) -> None:
-        """Call this hook of every active policy that has it, in order."""
+        """Call this hook of every active policy that overrides it, in order."""
         for number, policy in enumerate(self._policies):
             if self._is_asked(number) and overrides(policy, hook):
                 self._ask(number, policy, hook, view)
@@ -335,7 +335,7 @@ class PolicyRunner:
                 _check_plain(value, f"{name_of(policy)}.{name}")
 
     def end(self, steps: int) -> None:
-        """End the run after `steps`: apply pending ``Report`` requests, since no other step follows to agree in."""
+        """End the run after `steps` steps, applying pending ``Report`` requests without agreement between ranks."""
         if self.ballot.take_entered():
             self._repeat()
         for policy, pending in zip(self._policies, self._pending, strict=True):
@@ -359,13 +359,13 @@ class PolicyRunner:
         return [[dataclasses.asdict(pending) for pending in self._pending], self._states]
 
     def adopt(self, answers: Sequence[Any]) -> None:
-        """Adopt the answers of another worker of the unit, which calls the policies for all of them."""
+        """Adopt the requests and states of the worker that calls the policies for its whole unit."""
         pending, self._states = answers
         self._pending = [Pending(**each) for each in pending]
 
     @property
     def facts(self) -> list[Any]:
-        """Plain description of the policies, for comparison."""
+        """Description of the policies as plain values, which ranks compare."""
         return [[name_of(policy), initial] for policy, initial in zip(self._policies, self._initial, strict=True)]
 
     def restore(self, tree: Mapping[str, Any]) -> None:
@@ -456,7 +456,7 @@ def _check_plain(value: Any, where: str) -> None:
 
 @dataclasses.dataclass(slots=True)
 class Pending:
-    """Unsettled requests and failures of one policy; false if there are none."""
+    """Requests and failures of one policy on which ranks have not agreed yet; false if there are none."""
 
     requests: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # as plain values
     hooks: list[str] = dataclasses.field(default_factory=list)  # which hook asked for each
@@ -472,13 +472,13 @@ class Pending:
         self.hooks += [hook] * len(requests)
 
     def fail(self, failure: str, *, ends: bool = False) -> None:
-        """Record a hook's failure; with ``ends``, the policy is not called again on this rank."""
+        """Record a hook's failure; with ``ends``, the policy is no longer called on this rank."""
         self.failures.append(failure)
         self.is_off = self.is_off or ends
 
 
 class Verdict(enum.Enum):
-    """Verdict of all ranks on one policy."""
+    """Result of comparing one policy's requests on all ranks."""
 
     NOTHING = enum.auto()
     AGREED = enum.auto()
@@ -486,10 +486,11 @@ class Verdict(enum.Enum):
 
 
 class PolicyBallot:
-    """Control values for policies: for each, a flag if this rank has requests or failures, and a digest of them.
+    """Values by which ranks compare their policies' requests: for each policy, a flag and a digest.
 
-    Each digit d of a digest travels with its square: all W ranks have the same digit exactly when W sum(d^2) = sum(d)^2
-    (Cauchy-Schwarz). All ranks that commit a step thus know the result of its sums, and no extra collective is needed.
+    The values are part of the control sums, which all ranks add up in every step. Each digit d of a digest is sent with
+    its square: all W ranks have the same digit exactly when W sum(d^2) = sum(d)^2 (Cauchy-Schwarz). All ranks that
+    commit a step therefore know the result, and no extra collective is needed.
 
     Args:
         said: returns each policy's requests and failures on this rank, as plain values; None if it has none.
@@ -508,11 +509,11 @@ class PolicyBallot:
         self._policies = policies
 
     def begin(self) -> None:
-        """Enter a new group and discard verdicts of the previous one."""
+        """Enter a new group and discard the results of the previous group."""
         self._verdicts, self._entered = (), True
 
     def take_entered(self) -> bool:
-        """Return True if a group was entered since the last call."""
+        """Return True if a new group was entered since the last call."""
         entered, self._entered = self._entered, False
         return entered
 
@@ -525,11 +526,11 @@ class PolicyBallot:
         return [value for said in self._said() for value in flag_and_digest(said)] if self._policies else ()
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Store the verdicts that follow from the sums over all ranks."""
+        """Compute the result for each policy from the sums over all ranks."""
         self._verdicts = tuple(verdict(sums[first : first + _SIZE], world_size) for first in range(0, len(sums), _SIZE))
 
     def take(self) -> tuple[Verdict, ...]:
-        """Return the latest verdict on each policy, and clear the verdicts."""
+        """Return the latest result for each policy, and clear the results."""
         verdicts, self._verdicts = self._verdicts, ()
         return verdicts
 
@@ -556,7 +557,7 @@ def _canonical(value: Any) -> str:
 
 
 def verdict(sums: Sequence[float], world_size: int) -> Verdict:
-    """Return the verdict from the sums of all ranks' contributions for one policy."""
+    """Return the result for one policy from the sums of all ranks' contributions."""
     saying = round(sums[0])
     if saying == 0:
         return Verdict.NOTHING

@@ -1,4 +1,4 @@
-"""View of a run for policies: one frozen value, equal on all ranks (pure)."""
+"""Read-only view of a run, passed to policies and equal on all ranks (pure)."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from placement.goodput.model import NoiseScale
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyView:
-    """View of a run between two steps.
+    """Read-only view of a run between two steps, passed to the hooks of policies.
 
-    Everything in it is the same on all ranks, including the clock. Times that come from the workers' own measures refer
-    to the step before the one that has just ended.
+    All values, including elapsed time, are equal on all ranks. Times measured by workers refer to the step before the
+    one that has just ended.
 
     Attributes:
         step: number of committed optimizer steps.
         epoch: current epoch, from 0.
         epochs: declared number of epochs; None if not declared.
-        epoch_progress: fraction of the epoch's samples used so far, 0..1, in the current pass.
+        epoch_progress: fraction of the epoch's samples used so far in the current pass, 0..1.
         samples: samples trained on since the run started.
         workers: number of ranks in the current group.
-        generation: number of the current group; changes with each resize.
+        generation: number of the current group; increases with each resize.
         nodes: number of nodes with workers.
-        min_workers: fewest workers of the job; None if the group is fixed, as under ``torchrun``.
-        max_workers: most workers of the job; None if the group is fixed.
+        min_workers: smallest allowed number of workers; None if the group is fixed, as under ``torchrun``.
+        max_workers: largest allowed number of workers; None if the group is fixed.
         batch_size: global batch of a full step [samples].
-        initial_batch_size: global batch that the learning rate was chosen for [samples].
+        initial_batch_size: global batch for which the user set the learning rate [samples].
         max_batch_size: largest batch that the loader allows [samples]; None if the batch is fixed.
         critical_batch: largest batch that wastes no samples, as measured by the job's branches [samples]; None if not
             measured.
         learning_rates: learning rates of the first model's parameter groups, as set by user code and schedulers.
         rate_factor: product of all ``ScaleRate`` requests so far.
         noise: gradient noise of the first model; None before it is measured.
-        step_s: duration of a step on rank 0 [s]; 0 before one was measured in this group.
-        sync_s: time that rank 0 spent waiting for reductions in that step [s].
-        worker_measures: measures of each rank; empty before the first step of a group.
+        step_s: duration of a step on rank 0 [s]; 0 before a step of this group was measured.
+        sync_s: time that rank 0 spent waiting for reductions in the same step [s].
+        worker_measures: measurements of each rank; empty before the first step of a group.
         elapsed_s: time since the run's first step, including pauses [s].
         worker_s: ``elapsed_s`` summed over the workers [worker-seconds].
         strategies: names of the models' strategies.
-        metrics: watched metrics (``Policy.watches``) in rank 0's last report; missing ones are left out.
+        metrics: values of the watched metrics (``Policy.watches``) in rank 0's last report; missing metrics are left
+            out.
         tokens_per_sample: tokens per sample if the loader's batch is declared in tokens; otherwise None.
         reports: number of the report that ``metrics`` come from.
         sums: contents of this epoch's accumulators, in the order in which the loop created them.
@@ -85,7 +86,7 @@ class PolicyView:
 
     @property
     def progress(self) -> float | None:
-        """Fraction of the declared epochs that is done, 0..1; None if no epochs are declared."""
+        """Fraction of the declared epochs completed so far, 0..1; None if no epochs are declared."""
         if not self.epochs:
             return None
         return min(1.0, (self.epoch + self.epoch_progress) / self.epochs)
@@ -97,7 +98,7 @@ class PolicyView:
 
     @property
     def samples_left(self) -> float | None:
-        """Samples until the end of the declared epochs, assuming future epochs are as large as past ones.
+        """Samples until the end of the declared epochs, assuming that future epochs are as large as past ones.
 
         None if no epochs are declared, and before the first sample.
         """
@@ -130,7 +131,7 @@ class PolicyView:
 
 
 class WatchedMetrics:
-    """Reported metrics that policies watch; part of the control sums."""
+    """Reported metrics that policies watch, sent from rank 0 to all ranks with the control sums of each step."""
 
     resting: None = None
 
@@ -146,7 +147,7 @@ class WatchedMetrics:
         self._names = tuple(sorted({*self._names, *names}))
 
     def restore(self, latest: Mapping[str, float], reports: int) -> None:
-        """Restore the metrics known to another rank or stored in a checkpoint."""
+        """Restore the metrics received from another rank or a checkpoint."""
         self.latest, self.reports = dict(latest), reports
 
     def reported(self, metrics: Mapping[str, Any], number: int) -> None:
@@ -176,7 +177,7 @@ class WatchedMetrics:
         return [float(self._own_reports), *(value for pair in pairs for value in pair)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Read the metrics of rank 0 from the sums."""
+        """Read rank 0's metrics from the sums over all ranks."""
         if self._names and sums[0] > 0:
             self.reports = round(sums[0])
             pairs = zip(self._names, sums[1::2], sums[2::2], strict=True)

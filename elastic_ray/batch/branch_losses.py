@@ -1,4 +1,4 @@
-"""Comparison of branches of a job at several batches: up to which batch each sample is worth as much (pure)."""
+"""Comparison of a job's branches to find the largest batch at which samples keep their value (pure)."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class BranchResult:
 
     @property
     def critical_batch(self) -> int | None:
-        """Largest batch up to which the metric is at most ``tolerance`` worse; None if noise hides it."""
+        """Largest batch at which the metric is at most ``tolerance`` worse; None if noise makes it unclear."""
         found = self.losses[0].batch_size
         for each in self.losses[1:]:
             if each.worse > self.tolerance and each.worse - each.error > 0:
@@ -123,10 +123,11 @@ class BranchResult:
 
 
 def compare(plan: BranchPlan, step: int, samples: int, curves: Mapping[int, Curve]) -> BranchResult:
-    """Compare the losses over the second half of the samples, on which all branches trained in the same order.
+    """Compare the branches' losses over the second half of their samples.
 
-    Let d_i be the difference of the mean losses in the i-th of n parts of that half, and L the mean loss at the current
-    batch. Then worse = mean(d) / |L|, and error = std(d) / sqrt(n) / |L|.
+    All branches train on the same samples in the same order. Let d_i be the difference of the mean losses in the i-th
+    of n parts of that half, and L the mean loss at the current batch. Then worse = mean(d) / |L|, and error = std(d) /
+    sqrt(n) / |L|.
 
     Args:
         step: Step of the job at which the branches started.

@@ -1,8 +1,8 @@
-"""Growth of the batch: when it may grow and when it must shrink again, judged by the observed gradients (pure).
+"""Control of batch growth: judges by the observed gradients when the batch may grow or must shrink (pure).
 
-The goodput model finds the best batch if its noise scale holds. This module judges whether it does: a signal that
-does not exceed its own scatter does not mean infinite noise, and a growth after which gradients grow has gone too far,
-whatever the model says.
+The goodput model finds the best batch if its noise scale is right. This module judges whether it is. A signal no larger
+than its own scatter does not mean infinite noise. A growth after which gradients grow has gone too far, whatever the
+model says.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _LEAST_GROWTH = 1.1  # smaller ones are no growth
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBack:
-    """Smaller batch to return to, and the reason."""
+    """Smaller batch to which the job must return, and the reason."""
 
     batch_size: int  # global batch to go back to [samples]
     reason: str  # a sentence
 
 
 class GrowthWatch:
-    """Watch of one job's gradients, from report to report.
+    """Monitor of one job's gradients, which limits the growth of the batch.
 
     Args:
         init_batch_size: Global batch M0 [samples], below which the batch never shrinks.
@@ -133,7 +133,7 @@ class GrowthWatch:
         return self._signal is not None and self._signal.updates >= _SIZES
 
     def step_back(self) -> StepBack | None:
-        """Return a smaller batch if the gradients demand one, else None. A second call does not repeat it."""
+        """Return a smaller batch if the gradients require one; otherwise, and when called again, return None."""
         signal, now = self._signal, self._batch_size
         if signal is None or now <= self._least:
             return None

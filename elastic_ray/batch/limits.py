@@ -1,4 +1,4 @@
-"""Limits of the batch size set by a user, and divisions of a batch among workers and micro-steps."""
+"""Limits of a job's batch size, and divisions of a batch among workers and micro-steps."""
 
 from __future__ import annotations
 
@@ -65,24 +65,24 @@ class BatchLimits:
 
     @property
     def fixed(self) -> bool:
-        """True if the global batch is always M0."""
+        """True if the global batch is always M0, the initial batch."""
         return self.max_batch_size is None
 
     @property
     def per_worker(self) -> bool:
-        """True if each worker has M0, so that the global batch grows with the workers."""
+        """True if each worker has M0 samples, so that the global batch grows with the number of workers."""
         return not self.fixed and self.local_bsz_bounds == (self.init_batch_size, self.init_batch_size)
 
     @property
     def one_size(self) -> bool:
-        """True if M0 is the only global batch, though it may be divided differently."""
+        """True if M0 is the only allowed global batch, although its division may change."""
         return self.max_batch_size in (None, self.init_batch_size)
 
     def size_of(self, cut: BatchChoice, replicas: int) -> int:
-        """Return the global batch of a division on R workers [samples].
+        """Return the global batch [samples] that results from a division on R workers.
 
-        It is R m (s + 1), or the largest allowed batch if that is less. Some micro-steps then have fewer samples than
-        m, but no worker has fewer than its least.
+        The result is R m (s + 1), or the largest allowed batch if that is less. In the latter case, some micro-steps
+        have fewer samples than m, but no worker has fewer than its minimum.
         """
         size = cut.batch_size(replicas)
         if self.max_batch_size is None:
@@ -126,14 +126,14 @@ def split(
     accumulation: bool = False,
     limit: int | None = None,
 ) -> BatchChoice:
-    """Return the division of a global batch over R workers that is nearest to it, rounding up if it is not even.
+    """Return the division over R workers that is nearest to a global batch, rounding up if it is not even.
 
     share = ceil(M / R) samples per worker, in k = ceil(share / upper) micro-steps of m = ceil(share / k).
 
     Args:
         lower: Smallest m; if shares are smaller, the batch grows.
         upper: Largest m; if shares are larger, the batch shrinks unless accumulation is allowed.
-        accumulation: Whether k may be above 1.
+        accumulation: True if k may be above 1.
         limit: Largest M, observed as long as every worker has a sample and its smallest m.
     """
     share = -(-batch_size // replicas)
@@ -148,7 +148,7 @@ def split(
 
 
 def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoice:
-    """Return the division of a global batch over R workers that is nearest to it within ``limits``.
+    """Return the division over R workers, within ``limits``, that is nearest to a global batch.
 
     If only one batch size is allowed, the division covers it, and :meth:`BatchLimits.size_of` returns that size for any
     number of workers.
@@ -164,9 +164,10 @@ def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoi
 
 
 def bounded(limits: BatchLimits, cut: BatchChoice, bound: int | None) -> BatchChoice:
-    """Return the division with at most ``bound`` samples at once per worker, because more do not fit into memory.
+    """Return the division with at most ``bound`` samples per worker at once, because more do not fit into memory.
 
-    If the batch is fixed or accumulation is allowed, more and smaller micro-steps keep its size; otherwise it shrinks.
+    If the batch is fixed or accumulation is allowed, more and smaller micro-steps keep the batch size. Otherwise, the
+    batch shrinks.
     """
     if bound is None or cut.atomic_bsz <= bound:
         return cut

@@ -30,13 +30,13 @@ _TELL = 0.1  # relative change of a step time that is told
 
 
 class BatchPlanner:
-    """Collects step reports, keeps a fitted model per GPU type, and chooses batches.
+    """Planner of a job's batch, which collects step reports and keeps a fitted model per GPU type.
 
     The GPU type is that of the group's nodes. A group on several types has type None, and is measured separately.
 
     Args:
         fit_every_s: Shortest time between two fits [s].
-        shares_by_type: Whether workers of a group on several GPU types get shares by their speeds, so that its steps
+        shares_by_type: True if workers of a group on several GPU types get shares by their speeds, so that its steps
             measure each type. The batch then stays constant.
     """
 
@@ -75,7 +75,7 @@ class BatchPlanner:
 
     @property
     def model(self) -> GoodputModel | None:
-        """Goodput model on the current GPU type: the job's own, else another job's; None if there is neither."""
+        """Goodput model on the current GPU type, preferably the job's own; None if no job has measured one."""
         return self.tuner.model if self.tuner is not None else None
 
     @property
@@ -138,7 +138,7 @@ class BatchPlanner:
         return max(0.0, noise.var) * self.loader.limits.init_batch_size / noise.sqr
 
     def goodput(self) -> float | None:
-        """Return goodput [samples/s] of the current configuration; None before there is a model."""
+        """Return the goodput of the current configuration [samples/s]; None if there is no model yet."""
         report, model = self.latest, self.model
         if model is None or report is None or report.shape is None:
             return None
@@ -197,7 +197,7 @@ class BatchPlanner:
         return choice
 
     def take_over(self, group: GenerationSpec, gpu: str | None) -> None:
-        """Adopt the current generation, whose batch an earlier controller chose."""
+        """Adopt the current generation, whose batch was chosen by an earlier controller."""
         if self.loader is not None:
             self._tuner_on(gpu, self.loader.limits)
         self._choice, self._replicas, self._chosen_for = group.batch, group.world_size, group.generation
@@ -205,7 +205,7 @@ class BatchPlanner:
         self.equal_shares = group.equal_shares
 
     def withdraw(self) -> None:
-        """Withdraw the latest choice, whose generation will not be formed, unless it has already been reported from."""
+        """Withdraw the latest choice, unless its generation has already been formed and sent a report."""
         if self.latest is not None and self.latest.generation >= self._chosen_for:
             return
         self._choice, self._replicas, self._gpu = self._before

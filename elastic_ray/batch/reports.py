@@ -1,4 +1,4 @@
-"""Reports of a train loop to its job: its data, its models, and its steps (pure)."""
+"""Reports from a train loop to its job about data, models and steps (pure)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class NoiseSignal:
 
 
 def outdated(before: str, now: str, *, same_workers: bool) -> bool:
-    """True if times under the strategy `before` no longer count, because the job now trains with another strategy.
+    """True if times measured under the strategy `before` are obsolete, because the job has changed its strategy.
 
     Args:
-        same_workers: Whether both times were measured with the same numbers of workers and nodes.
+        same_workers: True if both strategies were measured with the same numbers of workers and nodes.
     """
     both_chosen = before.startswith(CHOSEN) and now.startswith(CHOSEN)
     return before != now and (same_workers or not both_chosen)

@@ -1,6 +1,6 @@
-"""Learning-rate rules: the factor on the rate if the batch is ``scale`` times the initial one.
+"""Learning-rate scaling rules: factors on the learning rate for a batch ``scale`` times the initial one.
 
-A rule is a pure value: given the scale, the noise of each parameter group and the progress, it returns one factor per
+A rule is a pure value. From the scale, the noise of each parameter group and the progress, it computes one factor per
 group. The optimizer wrapper multiplies the rate by the factor inside ``optimizer.step`` and restores it afterwards.
 """
 
@@ -16,10 +16,10 @@ from placement.goodput.model import NoiseScale
 
 @runtime_checkable
 class ScalingRule(Protocol):
-    """Protocol of a learning-rate rule, called by the optimizer wrapper before each step; users may write their own."""
+    """Protocol of a learning-rate scaling rule, called before each optimizer step; users may write their own."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
-        """Return a finite factor of at least 0 for each parameter group.
+        """Return one finite factor, 0 or more, for each parameter group.
 
         Args:
             scale: Global batch M / initial batch M0, above 0; below 1 if memory forces a smaller batch.

@@ -1,6 +1,6 @@
-"""Batches declared in tokens (pure): converted to samples when a loader is made, and back for display.
+"""Batches declared in tokens, converted to samples when a loader is made and back for display (pure).
 
-Everything in between counts samples.
+All other code counts samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBT]?)\s*", re.IGNORECASE)
 
 
 def token_count(name: str, value: Any, *, least: int = 1) -> int:
-    """Return a number of tokens that is given as a number, or as text with a unit (K, M, B or T).
+    """Return a number of tokens, given as a number or as text with a unit (K, M, B or T).
 
     >>> token_count("batch_tokens", "0.25B")
     250000000
@@ -60,7 +60,7 @@ class TokenBatch:
     counted: bool = False  # the loop counts them
 
     def samples(self, tokens: int) -> int:
-        """Return the samples in a number of tokens, rounded down, at least 1."""
+        """Return the number of samples that hold this many tokens, rounded down; at least 1."""
         return max(1, math.floor(tokens / self.per_sample + 1e-9))
 
     @property
@@ -75,7 +75,7 @@ class TokenBatch:
         return None if self.most is None and len(self.ramp) == 1 else self.samples(largest)
 
     def limits(self, limits: BatchLimits, per_sample: float, most: int | None) -> tuple[TokenBatch, BatchLimits]:
-        """Return the batch and its limits for samples with a different number of tokens.
+        """Return the batch and its limits in samples, for a given number of tokens per sample.
 
         Args:
             most: Samples per epoch, which no batch exceeds; None if unknown.
@@ -94,15 +94,15 @@ class TokenBatch:
 def read_token_batch(
     batch_tokens: Any, max_batch_tokens: Any, tokens_per_sample: Any, *, counted_first: float | None
 ) -> TokenBatch | None:
-    """Return the batch that a loader was given in tokens; None if it was given in samples.
+    """Return the batch that a loader's user declared in tokens; None if it was declared in samples.
 
     Args:
-        batch_tokens: Tokens per step, or a ramp of them, as ``[(0, 65_536), ("0.25B", 262_144)]``.
+        batch_tokens: Tokens per step, or a schedule such as ``[(0, 65_536), ("0.25B", 262_144)]``.
         max_batch_tokens: Largest batch [tokens]; None keeps the batch constant.
         tokens_per_sample: A number, or ``"weigh"`` to count tokens by the loop's weights.
-        counted_first: Assumed tokens per sample until the loop has counted; None if unknown.
+        counted_first: Assumed tokens per sample until the loop has counted them; None if unknown.
 
-    Raises TypeError, ValueError: An argument is invalid. The message names it and how to fix it.
+    Raises TypeError, ValueError: An argument is invalid. The message names it and says how to fix it.
     """
     if batch_tokens is None:
         for name, value in (("max_batch_tokens", max_batch_tokens), ("tokens_per_sample", tokens_per_sample)):

@@ -1,4 +1,4 @@
-"""Batch tuner: records step times, and decides when changing the batch is worthwhile.
+"""Batch tuner, which records step times and decides when a change of the batch is worthwhile.
 
 Pure: it has no clock and no threads, and uses neither Ray nor torch. A fit takes milliseconds to tens of milliseconds.
 Callers that must not block a training loop run ``fit_snapshot(tuner.snapshot())`` in a thread and pass the result to
@@ -67,7 +67,7 @@ class BatchDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TunerSnapshot:
-    """Frozen copy of a tuner's knowledge, for a fit in a thread, a checkpoint, or another process."""
+    """Frozen copy of a tuner's observations, for a fit in a thread, a checkpoint, or another process."""
 
     limits: BatchLimits  # the user's limits
     observations: tuple[Observation, ...] = ()  # median times of each configuration, the latest seen last
@@ -78,7 +78,7 @@ class TunerSnapshot:
 
 
 def fit_snapshot(snapshot: TunerSnapshot) -> GoodputModel | None:
-    """Return the goodput model fitted to the observations; None while steps or the noise scale are missing."""
+    """Return the goodput model fitted to the observations; None if there are no steps or no noise scale yet."""
     if not snapshot.observations or snapshot.noise is None:
         return None
     limits = snapshot.limits
@@ -99,10 +99,10 @@ _Configuration = tuple[int, int, int, int]  # nodes, replicas, atomic_bsz, accum
 
 
 class BatchTuner:
-    """Collects observations of one job and decides its batch.
+    """Tuner that collects step times of one job and chooses its batch.
 
     For each configuration (N, R, m, s), the median of the latest reports counts. A warm-up, a pause or another tenant's
-    burst therefore has no effect, while a lasting change of speed has one after a few reports.
+    burst therefore has no effect, while a lasting change of speed has an effect after a few reports.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -119,18 +119,21 @@ class BatchTuner:
         self._watch = GrowthWatch(limits.init_batch_size)
 
     def set_limits(self, limits: BatchLimits) -> None:
-        """Use these limits from now on, because samples have a different length than assumed."""
+        """Replace the limits, because samples turned out to have another length than assumed."""
         self.limits = limits
 
     @property
     def atomic_bsz_range(self) -> tuple[int | None, int | None] | None:
-        """Current bounds of the local batch, for ``GoodputModel.best``; None = no bounds."""
+        """Current bounds of the local batch, as passed to ``GoodputModel.best``; None for no bounds."""
         lower = None if self.limits.fixed else self.limits.lower
         return None if lower is None and self.upper is None else (lower, self.upper)
 
     @property
     def model(self) -> GoodputModel | None:
-        """Latest fit with the latest noise scale, each from other jobs until the job has its own; None if missing."""
+        """Goodput model with the latest fit and noise scale; None if either is missing.
+
+        Other jobs provide each of them until the job has its own.
+        """
         prior = self._prior
         throughput = self._throughput or (prior.model.throughput_model if prior else None)
         noise = self._noise or (prior.model.noise if prior else None)
@@ -182,7 +185,7 @@ class BatchTuner:
         self._batch_size = batch_size
 
     def set_prior(self, prior: Prior) -> bool:
-        """Use a model fitted by other jobs until this tuner has its own fit; True if that changes the tuner's model.
+        """Use a model fitted by other jobs until this tuner has its own fit; True if the tuner's model changes.
 
         The model's noise is converted to this job's M0, because var = tr(Sigma) / M0.
         """
@@ -208,7 +211,7 @@ class BatchTuner:
         self._watch.observe(batch_size=batch_size, steps=steps, signal=signal, loss=loss)
 
     def snapshot(self) -> TunerSnapshot:
-        """Return a frozen copy of the tuner's knowledge."""
+        """Return a frozen copy of the tuner's observations."""
         return TunerSnapshot(
             limits=self.limits,
             observations=tuple(_observation(*item) for item in self._records.items()),
@@ -219,7 +222,7 @@ class BatchTuner:
         )
 
     def fit(self) -> GoodputModel | None:
-        """Fit now and use the result; None while steps or the noise scale are missing."""
+        """Fit the model now and use it; None if there are no steps or no noise scale yet."""
         self.set_model(fit_snapshot(self.snapshot()))
         return self.model
 
@@ -254,7 +257,7 @@ class BatchTuner:
         return f"{failed}; the local bound is now {bound}"
 
     def limit_local(self, bound: int | None) -> bool:
-        """Allow no larger local batch than ``bound``, which ranks have found; return whether the bound has changed."""
+        """Limit the local batch to ``bound``, as found by the ranks; True if the bound has changed."""
         if bound is None or (self.upper is not None and self.upper <= bound):
             return False
         self.upper = bound

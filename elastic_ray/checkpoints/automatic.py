@@ -39,7 +39,7 @@ class CorruptStateError(UnreadableStateError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateFile:
-    """A complete automatic checkpoint."""
+    """Complete automatic checkpoint in storage."""
 
     path: str  # of its directory, on the run's file system
     resume_point: ResumePoint  # where it stands, as beside reported checkpoints

@@ -52,7 +52,7 @@ Kept = tuple[str, Mapping[str, Any]]
 
 
 class CheckpointRetention:
-    """Policy for a run's checkpoints: which to keep, and which a new one displaces.
+    """Retention policy for a run's checkpoints: which to keep, and which to delete when a new one is added.
 
     Without a score, the newest ``num_to_keep`` are kept. With a score, the best ``num_to_keep`` are kept, plus the
     latest if it is not among them, because a run must always be able to continue from its latest state. A checkpoint
@@ -103,7 +103,7 @@ class CheckpointRetention:
 
     @property
     def latest(self) -> Kept | None:
-        """The newest checkpoint; None if there is none."""
+        """Newest checkpoint; None if there is none."""
         return self._kept[-1] if self._kept else None
 
     def _rank(self, index: int) -> tuple[float, int]:

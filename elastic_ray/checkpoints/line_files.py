@@ -30,11 +30,11 @@ class LineFile:
     A caller whose append failed can therefore retry without duplicating lines.
 
     On file systems that cannot append, such as object stores, the whole file is rewritten. With ``in_parts``, lines go
-    to files of about a thousand lines in a directory beside it, so that time and memory do not grow with their number.
+    to files of about a thousand lines in a directory next to this file, so that no rewrite grows without limit.
 
     Args:
         private: make the file readable by its owner only.
-        in_parts: expect too many lines to rewrite all of them.
+        in_parts: use several files where the file system cannot append, because there will be many lines.
     """
 
     def __init__(self, filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool, in_parts: bool = False) -> None:

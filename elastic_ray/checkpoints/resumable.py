@@ -32,10 +32,10 @@ def find_stored(
     verify: bool = False,
     heard: Callable[[], bool] = lambda: True,
 ) -> StoredProgress:
-    """Read the checkpoints that storage holds of a run.
+    """Find a run's checkpoints in storage and return them.
 
     Args:
-        is_trial: the job is a trial: its sweep decides where it continues, and its own directory is ignored.
+        is_trial: True if the job is a trial; its own directory is ignored, as its sweep decides where it continues.
         with_states: also look for automatic checkpoints.
         verify: read reported checkpoints completely and compare their checksums.
         heard: called for every checkpoint, so that a waiting caller sees progress.

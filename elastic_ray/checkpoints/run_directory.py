@@ -90,7 +90,7 @@ def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tupl
 
 
 class RunStorage:
-    """The directory of one run, used by its controller and its workers.
+    """Directory of one run, used by its controller and its workers.
 
     Methods block on the file system, which may never answer: call them through ``placement.storage.storage_calls``.
     """
@@ -111,7 +111,7 @@ class RunStorage:
 
     @property
     def where(self) -> str:
-        """The directory as text for messages."""
+        """Directory as text, for messages."""
         return self.path if self.local else f"{self.filesystem.type_name.removeprefix('py::')}://{self.path}"
 
     @property

@@ -1,6 +1,6 @@
-"""SHELL: the directory that a train function logs into, copied to the run's storage if that is not local.
+"""SHELL: log directory of a train function, copied to the run's storage if that is not local.
 
-Each process that logs writes files of its own, as TensorBoard's writers do. Nothing is ever read back.
+Each process that logs writes its own files, as TensorBoard's writers do. Nothing is ever read back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m elastic_ray.cli``, for use when the installed command is not on the path."""
+"""``python -m elastic_ray.cli``, for use if the installed command is not on the path."""
 
 from elastic_ray.cli.app import main
 

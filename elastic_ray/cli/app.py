@@ -45,14 +45,14 @@ class Commands(click.Group):
         return list(_HOMES)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Return the command with this name; None if there is none."""
+        """Return the command with this name; None if it does not exist."""
         if name not in _HOMES:
             return None
         command: click.Command = getattr(import_module(f"elastic_ray.cli.{_HOMES[name]}"), name)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error of Ray becomes one line, while a bug of this package keeps its traceback."""
+        """Run the command; Ray's errors are shown as one line, while a bug of this package keeps its traceback."""
         try:
             return super().invoke(ctx)
         except click.ClickException as error:

@@ -1,4 +1,4 @@
-"""``elastic-ray branch JOB``: measures up to which batch size a running job's samples keep their value."""
+"""``elastic-ray branch JOB``: measures the batch size up to which a running job's samples keep their value."""
 
 from __future__ import annotations
 

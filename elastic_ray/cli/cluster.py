@@ -1,6 +1,6 @@
-"""SHELL: the cluster that the commands connect to: its jobs' controllers, its allocator, its nodes.
+"""SHELL: access of the commands to the cluster: its jobs' controllers, its allocator and its nodes.
 
-Controllers are called directly instead of through a ``JobHandle``, because looking at a job must neither renew its
+Controllers are called directly instead of through a ``JobHandle``, because viewing a job must neither renew its
 driver's lease nor collect its result.
 """
 
@@ -48,7 +48,7 @@ class RefusedError(click.ClickException):
 
 
 def connect() -> None:
-    """Join the running cluster as ``ray`` does: at RAY_ADDRESS, else the one on this machine.
+    """Connect to a running cluster as ``ray`` does: at RAY_ADDRESS, else on this machine.
 
     Raises ClickException: no cluster runs, or it cannot be joined. RefusedError: the token is missing or wrong.
     """
@@ -85,12 +85,12 @@ def joined_address() -> str:
 
 
 def session() -> str:
-    """Return the session name of the joined cluster's head, which is different for each head."""
+    """Return the session name of the connected cluster's head, which is different for each head."""
     return str(ray.get_runtime_context().get_session_name())
 
 
 def known_jobs() -> tuple[JobAnswers, ...]:
-    """Return the answers of all living controllers: those of plain jobs and those of a sweep's trials."""
+    """Return the answers of all living controllers: those of jobs and of sweeps' trials."""
     found = actors_named(_PREFIX)
     calls = {name: (controller.status.remote(), controller.spec.remote()) for name, controller in found}
     refs = [ref for pair in calls.values() for ref in pair]
@@ -126,7 +126,7 @@ class JobClient:
         """Call a method of the controller and return its result.
 
         Raises:
-            ClickException: The controller refuses, with its own message, or does not answer.
+            ClickException: The controller rejects the call, with its own message, or does not answer.
             JobGoneError: The job has ended.
         """
         try:
@@ -166,7 +166,7 @@ class JobClient:
 
 
 class JobGoneError(click.ClickException):
-    """Error raised if the job and its controller have ended in the meantime."""
+    """Error raised if a job and its controller have ended since the job was found."""
 
     def __init__(self, job: str) -> None:
         super().__init__(f"job {job!r} has just ended")
@@ -236,13 +236,13 @@ def ended_jobs() -> tuple[EndedJobNote, ...]:
 
 
 def ended_job(name: str) -> EndedJobNote | None:
-    """Return the note of the job with this name or submission that ended last; None if there is none."""
+    """Return the note about the job with this name or submission that ended last; None if there is none."""
     same = [each for each in ended_jobs() if name in (each.status.job, each.submission)]
     return max(same, key=lambda each: each.ended_s, default=None)
 
 
 def not_found(name: str, there: Sequence[str]) -> click.ClickException:
-    """Return the error for a job that does not exist or has ended."""
+    """Return an error that says that a job does not exist or has ended."""
     if (ended := ended_job(name)) is not None:
         return click.ClickException(f"job {name!r} has ended: {ended.status.phase.value}, {ended.cause}")
     running = f"running: {', '.join(sorted(there))}" if there else "no job runs"
@@ -250,7 +250,7 @@ def not_found(name: str, there: Sequence[str]) -> click.ClickException:
 
 
 def snapshot() -> CoreSnapshot | None:
-    """Return the allocator's jobs, nodes and decisions; None if there is no allocator (the first job starts it)."""
+    """Return the allocator's jobs, nodes and decisions; None if no job has started an allocator yet."""
     answer: CoreSnapshot | None = _ask_allocator("snapshot")
     return answer
 
@@ -271,7 +271,7 @@ def explain(job: str) -> Explanation | None:
 
 
 def scaling() -> ScalingDecision | None:
-    """Return the last decision about the cluster's size; None if the allocator does not manage nodes."""
+    """Return the latest decision about the cluster's size; None if the allocator does not manage nodes."""
     answer: tuple[ScalingDecision | None, Mapping[str, float]] | None = _ask_allocator("scaling")
     return answer[0] if answer is not None else None
 
@@ -313,7 +313,7 @@ def operator_settings(file: str) -> OperatorSettings:
 
 
 def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-    """Return the operator's settings in force; with ``wanted``, the settings as they would be if it were applied.
+    """Return the operator's settings: the ones in force, or those that applying ``wanted`` would give.
 
     Raises ClickException: a quota is for a resource that no node has.
     """
@@ -369,7 +369,7 @@ def _ask_allocator(method: str, *arguments: Any) -> Any | None:
 
 
 def forgive(name: str) -> str:
-    """Clear the allocator's record of failures on a node, named by address or id prefix, and return the node's id.
+    """Clear the allocator's record of failures on a node, given by address or id prefix; return the node's id.
 
     Raises ClickException: the name matches no living node or several, or nothing has failed on the node.
     """
@@ -401,7 +401,7 @@ def ray_nodes() -> list[dict[str, Any]]:
 
 
 def on_every_node(look: Callable[[], Any], node_ids: Sequence[str]) -> Mapping[str, Any]:
-    """Call a function on each of these nodes and return the results, or failure reasons as text, keyed by node id."""
+    """Call a function on each of these nodes; return the results, or texts about failures, keyed by node id."""
     task: Any = ray.remote(look)
     calls = {
         node_id: task.options(

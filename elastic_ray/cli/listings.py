@@ -1,4 +1,4 @@
-"""Listings of the command line: frozen rows built from the cluster's answers, and their cells as text (pure)."""
+"""Listings of the command line: immutable rows built from the cluster's answers, and their cells as text (pure)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DECISION_COLUMNS = ("WHEN", "TRIGGER", "JOB", "WORKERS", "REASON")
 
 
 def comes_from(own: str, submission: str) -> bool:
-    """True if the submission id ``own`` equals ``submission``, or is that name with a number appended."""
+    """True if the submission id ``own`` is ``submission``, or ``submission`` with a number appended."""
     return re.fullmatch(rf"{re.escape(submission)}(\.\d+)?", own) is not None
 
 
@@ -84,7 +84,7 @@ class Submission:
 
     @property
     def phase(self) -> str:
-        """Phase of the script, in the terms used for jobs; ``script`` means that it runs."""
+        """Phase of the script, in the terms used for jobs; ``script`` means that it is running."""
         words = {"PENDING": "submitted", "RUNNING": "script", "SUCCEEDED": "finished"}
         return words.get(self.status, self.status.lower())
 
@@ -95,13 +95,13 @@ class JobRow(JobStatus):
 
     Attributes:
         phase: A value of ``JobPhase``; ``silent`` if the controller does not answer. For a script, ``submitted``,
-            ``script`` (running), or how it ended. For the line that stands for a sweep, ``sweep``.
+            ``script`` (running), or how it ended. For a row that summarises a sweep, ``sweep``.
         min_workers, max_workers, tenant, priority, submitted_s: As in ``JobView``.
         held_at: Size set by ``elastic-ray resize``; None leaves the size to the allocator.
         reason: Reason for the allocator's last decision about the job.
         nodes: Workers planned by the allocator, keyed by node id.
         user: Owner of the job; empty for a script.
-        ended_s: Time at which the job ended [s since the epoch]; None before.
+        ended_s: Time at which the job ended [s since the epoch]; None if it has not ended.
         submission: Id of the Ray submission that started the job; empty if it was started otherwise.
     """
 
@@ -141,7 +141,7 @@ def ended_row(ended: EndedJobNote) -> JobRow:
 
 
 def with_status(row: JobRow, status: JobStatus) -> JobRow:
-    """Return the row updated with all fields of a status."""
+    """Return the row with its fields updated from a status."""
     told = {field.name: getattr(status, field.name) for field in dataclasses.fields(JobStatus)}
     return dataclasses.replace(row, **(told | {"job": row.job, "phase": status.phase.value}))
 
@@ -152,7 +152,7 @@ def job_rows(
     submissions: Sequence[Submission] = (),
     ended: Sequence[EndedJobNote] = (),
 ) -> tuple[JobRow, ...]:
-    """Return the rows of all jobs known to a controller or the allocator, and of scripts without jobs, oldest first.
+    """Return a row for each job known to a controller or the allocator and each script without a job, oldest first.
 
     Ended jobs are appended in the given order, except those whose name belongs to a job that is still listed.
     """
@@ -213,7 +213,7 @@ def _script_row(script: Submission) -> JobRow:
 
 
 def metric_cell(row: JobRow, metric: str = "") -> str:
-    """Return the value of ``metric``, or else of the job's own metric with its name; empty if it was not reported."""
+    """Return the value of ``metric``, or by default of the job's own metric with its name; empty if not reported."""
     name = metric or row.shown_metric
     value = number_in(row.metrics, name)
     return "" if value is None else f"{value:.4g}" if metric else f"{printable(name)} {value:.4g}"
@@ -225,7 +225,7 @@ def with_metric(columns: Sequence[str], metric: str) -> tuple[str, ...]:
 
 
 def no_metric(rows: Sequence[JobRow], metric: str) -> str:
-    """Return a message that no row has a number of this name; empty if one has, or nothing is reported yet."""
+    """Return a message if rows report metrics but none a number of this name; otherwise empty."""
     told = [row for row in rows if row.metrics]
     if not metric or not told or any(number_in(row.metrics, metric) is not None for row in told):
         return ""
@@ -355,6 +355,6 @@ def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:
 
 
 def decisions(snapshot: CoreSnapshot, job: str | None, last: int) -> tuple[DecisionRecord, ...]:
-    """Return the last decisions, about one job or about all if ``job`` is None, oldest first."""
+    """Return the last decisions, oldest first; only those about ``job`` unless it is None."""
     log = [record for record in snapshot.log if job is None or record.job == job]
     return tuple(log[len(log) - min(last, len(log)) :])

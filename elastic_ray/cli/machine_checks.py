@@ -1,4 +1,4 @@
-"""Checks of ``elastic-ray doctor`` on one machine; each returns its result and, on failure, a remedy."""
+"""Checks of ``elastic-ray doctor`` on one machine; each returns a result and, if it fails, a remedy."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def check_nccl() -> Check:
 
 
 def check_links() -> Check:
-    """Check how this machine's GPUs reach each other, and measure the speed of copies."""
+    """Check how this machine's GPUs are connected, and measure the speed of copies between them."""
     import torch
 
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -196,7 +196,7 @@ TRAPS = {
 
 
 def check_traps() -> Check:
-    """Check for environment variables that are known to slow NCCL and CUDA down or make them fail."""
+    """Check for environment variables that are known to slow down NCCL and CUDA or to make them fail."""
     here = {name: os.environ.get(name, "0") for name in TRAPS}
     found = [f"{name}={value}: {TRAPS[name]}" for name, value in here.items() if value not in ("", "0")]
     wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
@@ -209,7 +209,7 @@ def check_traps() -> Check:
 
 
 def is_there(wanted: str, names: list[str]) -> bool:
-    """True if an interface matches ``wanted`` as NCCL reads it: prefixes, ``=`` exact names, ``^`` excluded names."""
+    """True if any interface name matches ``wanted`` in NCCL's syntax: prefixes, ``=`` exact, ``^`` excluded names."""
     if wanted.startswith("^"):
         return True
     exact, given = wanted.startswith("="), wanted.lstrip("=").split(",")

@@ -1,4 +1,4 @@
-"""Output as tables and JSON: coloured on a terminal, plain aligned text elsewhere (pure except for printing)."""
+"""Output of commands as tables and JSON, coloured on a terminal, plain elsewhere (pure except for printing)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table fitted to the terminal's width, in which a cell with a state has the state's colour."""
+    """Return a table fitted to the terminal's width, in which each cell with a state has the state's colour."""
     from rich.table import Table
     from rich.text import Text
 
@@ -80,7 +80,7 @@ def show_json(value: Any) -> None:
 
 
 def to_json(value: Any) -> str:
-    """Return JSON of dataclasses, mappings, sequences and numbers; any other value is converted to text."""
+    """Convert dataclasses, mappings, sequences and numbers to JSON; any other value becomes text."""
     return printable_json(json.dumps(_plain(value), indent=2, allow_nan=False, ensure_ascii=False))
 
 

@@ -19,7 +19,7 @@ _END_S = 60.0
 
 
 def replay_submitted(path: str, step: int) -> Finding:
-    """Train the steps around ``step`` again with the run's own script, and return the result of the comparison.
+    """Retrain the steps around ``step`` with the run's own script, and return the result of the comparison.
 
     Raises ClickException: the run has no such checkpoint, its code is unknown, or the replay ends too early.
     """

@@ -1,4 +1,4 @@
-"""``elastic-ray resume --all STORAGE``: submits jobs again that were running when their cluster ended."""
+"""``elastic-ray resume --all STORAGE``: resubmits jobs that were running when their cluster ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Found:
 
 
 def resume_all(storage: str) -> None:
-    """Submit every job in a storage path again that was running when its cluster ended.
+    """Resubmit every job in a storage path that was running when its cluster ended.
 
     Raises ClickException: storage cannot be read. Raises Exit: with code 1 if any job is not resumed.
     """

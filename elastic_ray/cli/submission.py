@@ -1,4 +1,4 @@
-"""SHELL: scripts that run on the cluster through Ray's job submission."""
+"""SHELL: scripts that Ray runs on the cluster as submitted jobs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _TAKEN = "already exists"
 
 
 def client() -> Any:
-    """Return a client of the dashboard of the cluster in use.
+    """Return a client of the cluster's dashboard, to which jobs are submitted.
 
-    That is RAY_API_SERVER_ADDRESS, else RAY_ADDRESS, else the cluster on this machine.
+    The cluster is that at RAY_API_SERVER_ADDRESS, else RAY_ADDRESS, else the one on this machine.
 
     Raises ClickException: there is no cluster, or it has no dashboard. RefusedError: the token is missing or wrong.
     """
@@ -63,7 +63,7 @@ def free_id(name: str, refused: Sequence[str] = ()) -> str:
 
 
 def next_id(name: str, taken: Sequence[str]) -> str:
-    """Return ``name`` if unused, else ``name`` with a number above all taken ones; gaps are not filled.
+    """Return ``name`` if it is unused, else ``name`` with a number above all used ones; gaps are not filled.
 
     >>> next_id("bert", ["bert", "bert.4", "bert.x", "albert.9"])
     'bert.5'
@@ -139,7 +139,7 @@ def output(submission: str) -> str:
 
 
 def follow(submission: str, show: Callable[[str], None]) -> None:
-    """Pass a script's output to ``show`` as it is printed, until the script ends; waits for a script to start."""
+    """Pass a script's output to ``show`` as it is printed, from the script's start to its end."""
     there = client()
     while str(there.get_job_status(submission).value) == "PENDING":
         time.sleep(_POLL_S)

@@ -23,7 +23,7 @@ SUFFIXES = (".yaml", ".yml")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
-    """Options of ``elastic-ray submit`` in a file; paths are relative to that file."""
+    """Options of ``elastic-ray submit`` read from a file; paths are relative to that file."""
 
     script: Path  # that makes an ``ElasticTrainer``
     arguments: tuple[str, ...] = ()
@@ -237,7 +237,7 @@ def send(
         job: Options with a name and a working directory.
         again: Command-line arguments that would submit the job again.
         replay: Number of the step after which a replay ends; 0 if this is not a replay.
-        resume: If True, the script's sweeps continue from their directories.
+        resume: True if the script's sweeps should continue from their directories.
 
     Raises TakenError: the submission id already exists. ClickException: Ray refuses the submission.
     """
@@ -275,12 +275,13 @@ def send_again(
     replay: int = 0,
     resume: bool = False,
 ) -> None:
-    """Submit a job again from the arguments stored by its earlier submission.
+    """Resubmit a job with the arguments stored by its earlier submission.
 
     Args:
-        workers: Limits (min, max) to use instead of the stored ones; None keeps those.
+        workers: Limits (min, max) to use instead of the stored ones; None keeps the stored ones.
 
-    Raises TakenError: the submission id already exists. ClickException: submission fails, say because a file is gone.
+    Raises TakenError: the submission id already exists. ClickException: submission fails, for instance because a file
+    is gone.
     """
     with submit.make_context("submit", list(again)) as context:
         told = {name: value for name, value in context.params.items() if name not in ("wait", "as_json")}
@@ -292,7 +293,7 @@ def send_again(
 
 
 def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: str = "python") -> str:
-    """Return the shell command that Ray runs.
+    """Return the shell command that Ray runs to start the script.
 
     The environment variables affect the script's own process only, not processes that it starts through Ray.
     """

@@ -20,7 +20,7 @@ _ENDED = frozenset(phase.value for phase in JobPhase if phase.ended)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SweepStatus:
-    """Status of a sweep, based on trials that run or ended within the last hour."""
+    """Status of a sweep, computed from trials that are running or ended within the last hour."""
 
     sweep: str
     running: int  # trials that have not ended; ``done`` were trained to their end, ``cut`` were stopped before
@@ -52,7 +52,7 @@ def sweeps_of(rows: Iterable[JobRow]) -> dict[str, list[JobRow]]:
 
 
 def sweep_status(sweep: str, trials: Sequence[JobRow]) -> SweepStatus:
-    """Return the status of a sweep from its trials, of which there is at least one."""
+    """Return the status of a sweep from its trials; there must be at least one."""
     ranked = best_first(trials)
     best = ranked[0] if ranked[0].score is not None else None
     live = [row for row in trials if not _has_ended(row)]
@@ -85,7 +85,7 @@ def _is_done(row: JobRow) -> bool:
 
 
 def best_first(trials: Sequence[JobRow]) -> list[JobRow]:
-    """Return the trials sorted by their last reported score, best first; trials without a score come last."""
+    """Return the trials sorted by latest reported score, best first; trials without a score come last."""
 
     def key(row: JobRow) -> tuple[bool, float, str]:
         least = row.trial is not None and row.trial.mode == "min"
@@ -95,7 +95,7 @@ def best_first(trials: Sequence[JobRow]) -> list[JobRow]:
 
 
 def called(trials: Sequence[JobRow]) -> dict[str, str]:
-    """Return display names of trials, keyed by job, made of the parameters that differ between trials."""
+    """Return a display name for each trial, keyed by job, made of the parameters that differ between trials."""
     said = {row.job: row.trial.parameters for row in trials if row.trial is not None}
     names = dict.fromkeys(name for each in said.values() for name in each)
     differ = [name for name in names if len({repr(each.get(name)) for each in said.values()}) > 1]
@@ -103,7 +103,7 @@ def called(trials: Sequence[JobRow]) -> dict[str, str]:
 
 
 def parameters_text(parameters: Mapping[str, Any]) -> str:
-    """Return text such as ``lr=0.0003 width=128``; a nested parameter is shown by the last part of its name."""
+    """Return parameters as text such as ``lr=0.0003 width=128``; a nested one is named by the last part of its path."""
     return " ".join(
         f"{name.rpartition('/')[2]}={f'{value:.3g}' if isinstance(value, float) else value}"
         for name, value in parameters.items()
@@ -123,12 +123,12 @@ def sweep_line(status: SweepStatus, best: str) -> str:
 
 
 def grouped(rows: Sequence[JobRow], *, ended: bool = True) -> tuple[JobRow, ...]:
-    """Return the rows with one added row per sweep, before the sweep's running trials.
+    """Return the rows with a summary row for each sweep, placed before the sweep's running trials.
 
-    Trials that have ended are left out, as the sweep's row counts them.
+    Trials that have ended are left out, as the summary row counts them.
 
     Args:
-        ended: If True, keep other jobs that have ended.
+        ended: True to keep other jobs that have ended.
     """
     sweeps = sweeps_of(rows)
     shown: list[JobRow] = []

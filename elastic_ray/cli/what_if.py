@@ -85,7 +85,7 @@ def row(here: Outlook) -> tuple[str, ...]:
 
 
 def rows(now: Sequence[Outlook], then: Sequence[Outlook]) -> list[tuple[str, ...]]:
-    """Return the cells of each job's outlook on the current nodes and on the others, such as ``4 -> 8``."""
+    """Return the cells of each job's outlook on the current and on the other nodes, such as ``4 -> 8``."""
     return [
         (
             there.job,

@@ -1,1 +1,1 @@
-"""Communication of one generation's ranks: how they find each other and exchange messages."""
+"""Communication between the ranks of one generation: how they connect and exchange messages."""

@@ -1,7 +1,7 @@
-"""Bootstrap data of a generation's members in their controller's memory, needed before they can connect (pure).
+"""Bootstrap data that members of a generation exchange through their controller before they connect (pure).
 
-This replaces a rendezvous server, so no extra port is opened. Members reach the data through Ray actor calls, so Ray
-controls who may call a controller at all, and each call proves that it comes from a worker of this job.
+The controller replaces a rendezvous server, so no extra port is opened. Members reach it through Ray actor calls,
+so Ray controls who can call it at all. In addition, each call proves that it comes from a worker of this job.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LONGEST_WAIT_S = 60.0
 
 
 class BootstrapRefusedError(Exception):
-    """Error raised if a caller is not a member of a current or announced generation, or exceeds a limit."""
+    """Error raised if the caller is not a member of a current or announced generation, or exceeds a limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapCall:
-    """Call by a member that is forming a generation."""
+    """Call by a member of a generation that is forming."""
 
     generation: int
     worker: str
@@ -37,7 +37,7 @@ class BootstrapCall:
 
 
 def call_mac(secret: str, generation: int, worker: str) -> bytes:
-    """Return the authentication code of a worker's calls for a generation."""
+    """Return the message authentication code for a worker's calls in a generation."""
     return sign(secret, "bootstrap", generation, worker)
 
 
@@ -76,13 +76,13 @@ class _Table:
 
 
 class Bootstrap:
-    """Bootstrap server of a job's generations.
+    """Bootstrap server for a job's generations.
 
-    The server lives in one event loop. If its data is lost, the generation is not formed.
+    The server runs in a single event loop. If its data is lost, the generation is not formed.
 
     Args:
-        is_member: returns True if a worker belongs to the given current or announced generation; generation 0 is the
-            group of the worker's own unit.
+        is_member: Returns True if a worker belongs to the given generation, which is current or announced. Generation
+            0 stands for the group of the worker's own unit.
     """
 
     def __init__(self, secret: str, is_member: Callable[[int, str], bool]) -> None:
@@ -91,9 +91,9 @@ class Bootstrap:
         self._units: dict[str, _Table] = {}
 
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
-        """Store a member's values, and return all values once those it wants exist or its time is up.
+        """Store a member's values, and return all values once the requested ones exist or the time is up.
 
-        Raises BootstrapRefusedError: the caller is not a member, or the generation was abandoned meanwhile.
+        Raises BootstrapRefusedError: the caller is not a member, or the generation was abandoned in the meantime.
         """
         if not verify(call.mac, self._secret, "bootstrap", call.generation, call.worker):
             raise BootstrapRefusedError("a call that proves nothing")

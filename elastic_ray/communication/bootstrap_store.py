@@ -1,4 +1,4 @@
-"""SHELL over torch.distributed: rendezvous store of gloo and NCCL, implemented by calls to the job's controller."""
+"""SHELL over torch.distributed: rendezvous store for gloo and NCCL, backed by calls to the job's controller."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _LOOK_S = 1.0  # between two looks whether the group is still wanted
 
 
 class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch does not export it to type checkers
-    """Store of one member for forming one group; a value that was received is not requested again.
+    """Rendezvous store of one member for forming one group; received values are cached.
 
-    Torch calls the store from C++, from whichever thread forms the group. Keep a reference to it for as long as that
-    group lives.
+    Torch calls the store from C++, in whichever thread forms the group. Keep a reference to the store for as long as
+    the group lives.
 
     Args:
-        timeout_s: longest total wait, from now on [s]; then nothing more is requested, unless :meth:`stay_open` was
-            called.
-        called_off: returns True once the group is no longer wanted, which ends all waits.
+        timeout_s: Longest total wait from now on [s]. After that no more values are requested, unless
+            :meth:`stay_open` was called.
+        called_off: Returns True once the group is no longer wanted, which ends all waits.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._untold: dict[str, bytes] = {}
 
     def tell_at_once(self) -> None:
-        """Publish values immediately from now on, instead of with the next wait."""
+        """Publish values immediately from now on, instead of together with the next wait."""
         self._waits = False
 
     def stay_open(self) -> None:
-        """Give each wait its own timeout from now on, because NCCL connects two ranks only when they first send."""
+        """Give each later wait its own timeout, because NCCL connects two ranks only when they first send."""
         self._stays_open = True
 
     def set(self, key: str, value: Any) -> None:
@@ -64,14 +64,14 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             self._caller.tell({key: content})
 
     def get(self, key: str) -> bytes:
-        """Wait for a value and return it."""
+        """Wait until a value exists, and return it."""
         self.wait([key])
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until these keys exist.
+        """Wait until all of these keys exist.
 
-        Raises RuntimeError: they did not arrive in time, or the controller refuses to answer.
+        Raises RuntimeError: a key did not arrive in time, or the controller refuses to answer.
         """
         until_s = time.monotonic() + self._timeout_s if self._stays_open else self._until_s
         if timeout is not None:
@@ -99,11 +99,11 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return tuple(dict.fromkeys((*keys, *(key for key in wanted if key not in self._known))))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all keys are known locally; does not call the controller, because watchdogs call this often."""
+        """True if all keys are known locally; watchdogs call this often, so the controller is not called."""
         return all(key in self._known for key in keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return several values once all of them exist."""
+        """Wait until several values exist, and return them."""
         self.wait(keys)
         return [self._known[key] for key in keys]
 
@@ -113,28 +113,28 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a value from this rank's copy."""
+        """Delete a value from this rank's cache."""
         return self._known.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """Return the number of values in this rank's copy."""
+        """Return the number of values in this rank's cache."""
         return len(self._known)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: the deadline is fixed."""
+        """Do nothing, because the deadline is fixed."""
 
     def has_extended_api(self) -> bool:
-        """Return False: append, queues and similar operations are not supported."""
+        """Return False, because append, queues and similar operations are not supported."""
         return False
 
     def add(self, key: str, amount: int) -> int:
-        """Raise NotImplementedError: counting is not supported, because no group here needs it."""
+        """Raise NotImplementedError: counters are not supported, because no group here needs them."""
         raise NotImplementedError(
             f"a rendezvous through the controller cannot count, but a count was requested: {key!r}"
         )
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Raise NotImplementedError: comparing is not supported, because no group here needs it."""
+        """Raise NotImplementedError: compare-and-set is not supported, because no group here needs it."""
         raise NotImplementedError(
             f"a rendezvous through the controller cannot compare, but a comparison was requested: {key!r}"
         )

@@ -1,7 +1,8 @@
 """SHELL over torch.distributed: one communicator per generation, with waits that can be cancelled.
 
-Why not ``init_process_group``: low-level backends over a ``PrefixStore`` let two generations coexist. The next
-generation forms in the background while the current one trains, and a broken one can be abandoned.
+Two generations must be able to coexist: the next one forms in the background while the current one trains, and a
+broken one can be abandoned. ``init_process_group`` does not allow this, but low-level backends over a
+``PrefixStore`` do.
 """
 
 from __future__ import annotations
@@ -21,11 +22,20 @@ import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
 from elastic_ray.communication.bootstrap_store import BootstrapStore
-from elastic_ray.communication.connections import Connections, drop_ended_groups, keep_group, refuse_connections
+from elastic_ray.communication.connections import (
+    Connections,
+    drop_ended_groups,
+    keep_group,
+    leave_at_exit,
+    refuse_connections,
+    start_transfer,
+)
 from elastic_ray.communication.nccl import CUDA_POLL_S, abort_nccl, begin_nccl, connect_nccl, has_run, identity_of
 from elastic_ray.monitoring.measures import OPERATIONS
 
 _BRIEFLY = timedelta(milliseconds=100)
+PATIENCE_S = 2.0
+"""A rank that waits for longer than this says what for; half of what a disagreement takes to be found out."""
 _MAC_TAG = 8
 _MAC_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answers within that
 _PARTING_POLL_S = 2e-3
@@ -36,27 +46,27 @@ class CommunicationFailedError(Exception):
 
 
 class Communicator:
-    """Collectives of one generation, for CPU tensors over gloo and for CUDA tensors over NCCL.
+    """Collectives of one generation, over gloo for CPU tensors and over NCCL for CUDA tensors.
 
-    NCCL does not allow two ranks on one GPU. If ranks share a GPU, as test threads and GPU partitions do, CUDA tensors
-    also use gloo, through CPU memory.
+    NCCL does not allow two ranks on one GPU. If ranks share a GPU (as threads of a test, or on GPU partitions), CUDA
+    tensors also use gloo, through CPU memory.
 
-    Gradients use a group of their own, the gradient group, with separate connections. If ranks disagree, so that one
-    reduces gradients while another votes, both wait, and no message reaches a buffer that it was not meant for.
+    Gradients use separate connections, the gradient group. If one rank mistakenly reduces gradients while another one
+    votes, both wait, and no message ends up in the wrong buffer.
 
     Args:
-        store: store through which the ranks find each other; None for a group of one. Once the group is formed, only
-            NCCL uses the store, when two ranks first send to each other.
-        prefix: name of this generation in the store; it must be unique.
-        world_size: number of ranks; with 1 no group is formed.
-        timeout_s: longest wait of one collective for a slow peer [s].
-        form_timeout_s: longest wait for all ranks to arrive and connect [s].
-        host: address of this machine that its peers can reach.
-        gpu: index of this rank's GPU, to form an NCCL group too if all ranks have different GPUs; None on all ranks for
-            none.
-        secret: shared secret that the ranks use to authenticate each other after connecting, since anyone who can reach
-            gloo can connect to it. Empty to skip authentication.
-        called_off: returns True once the group is no longer wanted; polled while it forms.
+        store: Store through which the ranks find each other; None for a group of one. After the group has formed,
+            only NCCL uses it, when two ranks first send to each other.
+        prefix: Unique name of this generation in the store.
+        world_size: Number of ranks; no group is formed if it is 1.
+        timeout_s: Longest time for which a collective waits for a slow peer [s].
+        form_timeout_s: Longest wait for all ranks to connect [s].
+        host: Address at which peers can reach this machine.
+        gpu: Index of this rank's GPU. If all ranks have different GPUs, an NCCL group is formed as well. None on all
+            ranks if they have no GPUs.
+        secret: Shared secret with which connected ranks authenticate each other, because anyone who can reach gloo's
+            port can connect to it. Empty to skip authentication.
+        called_off: Returns True once the group is no longer wanted; polled while the group forms.
 
     Raises CommunicationFailedError: a peer did not arrive within ``form_timeout_s``, or does not belong to the group.
     """
@@ -92,6 +102,7 @@ class Communicator:
         if world_size == 1:
             return
         self._store = store  # torch keeps its C++ side only
+        leave_at_exit(self)
         until_s = time.monotonic() + form_timeout_s
         named = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         others = set(Connections.of_process())
@@ -152,17 +163,17 @@ class Communicator:
                 raise CommunicationFailedError(f"{prefix}: rank {peer} cannot prove that it is a worker of this job")
 
     def void(self) -> None:
-        """Cancel all waits in this generation, current and future; callable from any thread."""
+        """Cancel all current and future waits in this generation; may be called from any thread."""
         self._voided.set()
         self._wake.set()
         if self._nccl is not None:
             abort_nccl(self._nccl)
 
     def close(self) -> None:
-        """Release the connections of an unused group; joins gloo's threads, which takes 20 to 80 ms.
+        """Release the connections of an unused group, and join gloo's threads, which takes 20 to 80 ms.
 
-        Reference counting would not release them: the group and its collectives refer to each other. Threads and
-        sockets would stay until Python's cycle collector runs, in whichever thread triggers it.
+        The group and its collectives refer to each other, so reference counting does not release them. Without this
+        call, threads and sockets would remain until Python's cycle collector runs, in whichever thread triggers it.
         """
         self._closed = True
         self._gloo = self._nccl = None
@@ -170,15 +181,15 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """Backend of gradients on a GPU: ``nccl`` or ``gloo``; empty for a single rank."""
+        """Backend of gradients on a GPU, ``nccl`` or ``gloo``; empty for a single rank."""
         return "" if self.world_size == 1 else "gloo" if self._nccl is None else "nccl"
 
     def leave(self, timeout_s: float) -> None:
-        """End all operations and gloo's threads before the interpreter exits, after which they must not return to it.
+        """End all operations and gloo's threads within ``timeout_s`` [s], before the interpreter exits.
 
-        A thread waiting for a peer, or a gloo thread with a callback, would otherwise be ended inside C++ code that
-        allows no unwinding: "terminate called without an active exception" or a segmentation fault, and a wrong exit
-        status.
+        Otherwise, threads that wait for a peer or run a gloo callback would be ended inside C++ code that cannot be
+        unwound, which leads to "terminate called without an active exception" or a segmentation fault, and a wrong
+        exit status.
         """
         self._closed = True
         joining = threading.Thread(target=self._drop_gloo, name="leave-group", daemon=True)
@@ -202,9 +213,9 @@ class Communicator:
         """Start summing ``tensor`` over all ranks, in place; returns the work for :meth:`wait`.
 
         Args:
-            tensor: tensor of the same size on each rank.
-            op: a ``ReduceOp`` other than the sum; None for the sum.
-            timeout_s: longest wait for a peer [s]; the group's timeout by default.
+            tensor: Tensor of the same size on each rank.
+            op: Torch's ``ReduceOp``; None for the sum.
+            timeout_s: Longest wait for a peer [s]; None for the group's timeout.
         """
         self.traffic["all_reduce"] += tensor.nbytes
         if op is None and timeout_s is None:
@@ -217,17 +228,17 @@ class Communicator:
         return self._guard(lambda: self._backend(tensor).allreduce([tensor], options))
 
     def ends_within(self, work: Any, wait_s: float) -> bool:
-        """True if `work` ends within `wait_s` [s]; returns early if the generation is cancelled."""
+        """True if `work` ends within `wait_s` [s]. The wait ends early if the generation is cancelled."""
         deadline = time.monotonic() + wait_s
         while not (work.is_completed() or self._voided.is_set()) and time.monotonic() < deadline:
             time.sleep(_PARTING_POLL_S)
         return bool(work.is_completed())
 
     def keep_for(self, work: Any) -> None:
-        """Keep the group's connections until a started operation has ended, even if all other references are gone.
+        """Keep the group's connections open until a started operation has ended, even if nothing else refers to it.
 
-        Dropping a gloo group waits for its operations, and this operation may no longer matter. It ends when a peer
-        drops its side.
+        Dropping a gloo group waits for its operations, but the result of this operation may no longer matter. It ends
+        when a peer drops its side.
         """
         keep_group(work, self._gloo)
 
@@ -242,28 +253,28 @@ class Communicator:
         self.wait(self._guard(lambda: self._backend(tensor).broadcast([tensor], options)))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Start gathering all ranks' ``tensor`` (of equal size) into ``output``; returns the work for :meth:`wait`."""
+        """Start gathering equally large tensors of all ranks into ``output``; returns the work for :meth:`wait`."""
         self.traffic["all_gather"] += tensor.nbytes
         return self._guard(lambda: self._backend(tensor)._allgather_base(output, tensor))
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Any:
-        """Start sending a piece of ``tensor`` to each rank; returns the work for :meth:`wait`.
+        """Start sending one piece of ``tensor`` to each rank; returns the work for :meth:`wait`.
 
         Args:
-            output: buffer for the received pieces, in rank order.
-            tensor: pieces to send, in rank order.
-            output_splits, input_splits: sizes of the pieces along the first dimension.
+            output: Buffer for the received pieces, in rank order.
+            tensor: Pieces to send, in rank order.
+            output_splits, input_splits: Sizes of the pieces along the first dimension.
         """
         self.traffic["all_to_all"] += tensor.nbytes
         options, splits = dist.AllToAllOptions(), (list(output_splits), list(input_splits))
         return self._guard(lambda: self._backend(tensor).alltoall_base(output, tensor, *splits, options))
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose operations succeed or fail as one on all workers of a unit; one agreement covers all.
+        """Return a context whose operations all succeed, or all fail, on all workers of a unit.
 
-        Code in it must use no collective of the unit itself.
+        The unit agrees only once for the whole context. Code within the context must not use collectives of the unit.
         """
         return contextlib.nullcontext()
 
@@ -282,9 +293,10 @@ class Communicator:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[list[Any]]:
-        """Combine NCCL sends and receives in this context into one operation, started and added to the list at the end.
+        """Combine NCCL sends and receives in this context into one operation, which starts when the context ends.
 
-        Without a batch, NCCL would create a two-rank communicator for each pair that exchanges data.
+        The operation's work is then appended to the list that the context yields. Without a batch, NCCL would create
+        a two-rank communicator for each pair that exchanges data.
         """
         batched: list[Any] = []
         if self._nccl is None:
@@ -299,7 +311,7 @@ class Communicator:
             batched += [work] if work is not None else []
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
-        """Gather all ranks' ``values`` (equally many), in rank order; optionally through the gradient group."""
+        """Gather equally many integers from all ranks, in rank order; ``with_gradients`` uses the gradient group."""
         mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
         mine[self.rank] = torch.tensor(list(values), dtype=torch.int64)
         if self.world_size > 1:
@@ -307,7 +319,7 @@ class Communicator:
         return [[int(v) for v in row] for row in mine]
 
     def broadcast_bytes(self, content: bytes, root: int, *, with_gradients: bool = False) -> bytes:
-        """Return the ``content`` of rank ``root`` on every rank; optionally through the gradient group."""
+        """Return the ``content`` of rank ``root`` on every rank; ``with_gradients`` uses the gradient group."""
         length = self.gather_ints([len(content)], with_gradients=with_gradients)[root][0]
         told = torch.zeros(length, dtype=torch.uint8)
         if self.rank == root and content:
@@ -319,11 +331,11 @@ class Communicator:
         return told.numpy().tobytes()
 
     def wait(self, work: Any, *, patience_s: float = math.inf, since_s: float | None = None) -> bool:
-        """Wait for a started operation; True if it has ended within ``patience_s``.
+        """Wait for a started operation; return True if it has ended within ``patience_s``.
 
         Args:
-            patience_s: longest wait before returning False [s]; 0.1 s is the minimum.
-            since_s: start of a wait that is split into several calls, from which the group's timeout counts [s,
+            patience_s: Longest wait before returning False [s], at least 0.1 s.
+            since_s: Time at which the group's timeout starts, for a wait that consists of several calls [s,
                 monotonic]; None for now.
 
         Raises CommunicationFailedError: the peer is gone, the timeout has passed, or the generation was cancelled.
@@ -341,17 +353,21 @@ class Communicator:
         return True
 
     def mark_broken(self) -> None:
-        """Mark the communicator as broken: a peer violates the protocol, so operations may stay pending forever."""
+        """Mark the communicator as broken, because a peer violated the protocol and operations may never end."""
         self.broken = True
 
-    def wait_all(self, works: Sequence[Any], batched: Sequence[Any] = ()) -> None:
+    def wait_all(
+        self, works: Sequence[Any], batched: Sequence[Any] = (), speak: Callable[[], None] | None = None
+    ) -> None:
         """Wait for sends and receives in a separate thread, because gloo can neither poll nor cancel them.
 
         Args:
             works: works of sends and receives; None for those in a batch.
             batched: works started by the batch.
+            speak: called again and again in a long wait.
 
-        Raises CommunicationFailedError: as in :meth:`wait`; the thread ends with the group's timeout at the latest.
+        Raises CommunicationFailedError: the peer is gone, the timeout has passed, or the generation was cancelled.
+        The thread ends at the group's timeout at the latest.
         """
         works = [*(work for work in works if work is not None), *batched]
         failure: list[str] = []
@@ -372,17 +388,20 @@ class Communicator:
             self._wake.set()
 
         self._wake.clear()
-        deadline = time.monotonic() + self.timeout_s + 1.0
-        threading.Thread(target=block, name="transfer", daemon=True).start()
+        since_s = time.monotonic()
+        deadline = since_s + self.timeout_s + 1.0
+        start_transfer(block)
         while not done.is_set() and not self._voided.is_set() and time.monotonic() < deadline:
             self._wake.wait(0.25)
             self._wake.clear()
+            if speak is not None and not done.is_set() and time.monotonic() > since_s + PATIENCE_S:
+                speak()
         if failure or not done.is_set():
             self.broken = True
             raise CommunicationFailedError(failure[0] if failure else "the generation was called off")
 
     def waited_briefly(self, work: Any) -> bool:
-        """True if gloo's own wait succeeded: the cheapest wait, but short, because it cannot be cancelled."""
+        """True if a short wait by gloo itself succeeded: the cheapest way to wait, but it cannot be cancelled."""
         if self._nccl is not None:
             return False
         try:
@@ -465,11 +484,11 @@ def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: flo
 # gloo's collectives take CUDA tensors. Its sends and receives do not look where a tensor is, and would read its
 # address as one of the CPU's.
 class StagedTransfer:
-    """Transfer in progress through CPU memory, for ``Communicator.wait_all``.
+    """Transfer in progress that goes through CPU memory, for ``Communicator.wait_all``.
 
     Args:
         host: CPU buffer that the transfer reads or writes, kept alive with this object.
-        into: tensor that receives the buffer's content; None for a send.
+        into: Tensor that receives the buffer's content; None for a send.
     """
 
     def __init__(self, work: Any, host: torch.Tensor, into: torch.Tensor | None = None) -> None:
@@ -505,14 +524,14 @@ class _Closed:
 
 
 class GradientGroup:
-    """Collectives of the gradient group, used only by synchronisation; a group of one rank starts none.
+    """Collectives of the gradient group, which is used only for synchronisation.
 
-    Wait for the returned works with ``Communicator.wait``.
+    Wait for the returned works with ``Communicator.wait``. A group of one rank starts no operations.
 
     Args:
-        guard: runs an operation unless the generation was cancelled, and converts errors to
+        guard: Runs an operation unless the generation was cancelled, and converts errors to
             ``CommunicationFailedError``.
-        traffic: bytes passed to collectives, keyed by operation; updated by each call.
+        traffic: Bytes passed to collectives, keyed by operation; updated by each call.
     """
 
     def __init__(
@@ -532,7 +551,7 @@ class GradientGroup:
         return self._guard(self._backends[tensor.device.type].allreduce, [tensor])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Start gathering all ranks' ``tensor`` (of equal size) into ``output``, concatenated in rank order."""
+        """Start gathering equally large tensors of all ranks into ``output``, concatenated in rank order."""
         self._traffic["all_gather"] += tensor.nbytes
         return self._guard(self._backends[tensor.device.type]._allgather_base, output, tensor)
 
@@ -545,8 +564,9 @@ class GradientGroup:
     ) -> Any:
         """Start sending piece ``i`` of ``tensor`` to rank ``i``; ``output`` receives the pieces in rank order.
 
-        Without splits all pieces are equal; splits count along the first dimension. Unlike sends and receives, this can
-        be polled and cancelled, so ranks with nothing to exchange participate with splits of 0.
+        Splits are sizes along the first dimension; without splits, all pieces have the same size. Unlike sends and
+        receives, this operation can be polled and cancelled. For this reason, ranks with nothing to exchange
+        participate with splits of 0.
         """
         self._traffic["all_to_all"] += tensor.nbytes
         options = dist.AllToAllOptions()
@@ -556,7 +576,7 @@ class GradientGroup:
         return self._guard(self._backends[tensor.device.type].alltoall_base, output, tensor, into, out, options)
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
-        """Start summing the tensor over all ranks, in place on ``root``; on other ranks it may be overwritten."""
+        """Start summing the tensor over all ranks, in place on ``root``; other ranks' tensors may be overwritten."""
         self._traffic["reduce"] += tensor.nbytes
         options = dist.ReduceOptions()
         options.rootRank = root
@@ -576,7 +596,7 @@ _RETIRED_GRACE_S = 5.0
 
 
 class RetiredCommunicators:
-    """Drops unused groups: a healthy one at once, a broken one when its last operation has timed out.
+    """Disposal of unused groups: healthy ones are dropped at once, broken ones when their last operation times out.
 
     Dropping a gloo group joins its threads, which takes tens of milliseconds. A separate thread does this, so that no
     training step waits. The thread lives as long as there are groups to drop.
@@ -588,7 +608,7 @@ class RetiredCommunicators:
         self._dropping: threading.Thread | None = None
 
     def retire(self, communicator: Communicator) -> None:
-        """Schedule a communicator to be dropped, without blocking."""
+        """Schedule a communicator to be dropped in the background."""
         grace_s = communicator.timeout_s + _RETIRED_GRACE_S if communicator.broken or communicator.voided else 0.0
         with self._news:
             self._retired.append((time.monotonic() + grace_s, communicator))
@@ -598,7 +618,7 @@ class RetiredCommunicators:
                 self._dropping.start()
 
     def drop_healthy(self, timeout_s: float) -> None:
-        """Wait until every healthy group has been dropped, at most ``timeout_s`` [s]."""
+        """Wait up to ``timeout_s`` [s] until every healthy group has been dropped."""
         with self._news:
             self._news.wait_for(lambda: all(each.broken or each.voided for _, each in self._retired), timeout_s)
 

@@ -1,7 +1,8 @@
-"""TCP connections of a group and their sending times (Linux); groups kept alive or absent (no torch)."""
+"""TCP connections of a group and the time they spend sending (Linux), and groups that are kept alive (no torch)."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import logging
@@ -10,7 +11,8 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 Connection = tuple[int, int]
@@ -25,14 +27,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") el
 
 
 class Connections:
-    """TCP connections of this process, to observe only: they belong to gloo, which may close them at any time."""
+    """Read-only view of this process's TCP connections, which gloo owns and may close at any time."""
 
     def __init__(self, connections: Collection[Connection] = ()) -> None:
         self._connections = tuple(sorted(connections))
 
     @staticmethod
     def of_process() -> list[Connection]:
-        """Return all sockets of this process; empty if ``/proc`` is not readable."""
+        """Return all sockets of this process; an empty list if ``/proc`` is not readable."""
         found: list[Connection] = []
         if _LIBC is None:
             return found
@@ -47,14 +49,15 @@ class Connections:
         return found
 
     def sending_s(self) -> float:
-        """Return the total time in which connections had unacknowledged bytes and a receiver with room for them [s].
+        """Return the total time for which connections were busy sending [s].
 
-        The kernel counts in ticks of 1 to 10 ms, so data that is acknowledged at once counts as no time.
+        A connection is busy while it has unacknowledged bytes and the receiver has room for them. The kernel counts
+        in ticks of 1 to 10 ms, so data that is acknowledged at once counts as no time.
         """
         return sum(_sending_s(descriptor) for descriptor, number in self._connections if _is(descriptor, number))
 
     def shut_down(self) -> None:
-        """Shut the connections down, which ends operations waiting for a peer; data already sent still arrives."""
+        """Shut down all connections, which ends operations that wait for a peer; data already sent still arrives."""
         for descriptor, number in self._connections:
             if _is(descriptor, number):
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as same:
@@ -100,8 +103,41 @@ def drop_ended_groups() -> None:
     del ended  # joins their threads, which nobody else is to wait for
 
 
+_LEAVE_S = 2.0
+_OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
+_TRANSFERS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def leave_at_exit(group: Any) -> None:
+    """Call ``group.leave`` before the interpreter exits, if the group still exists."""
+    _OPEN.add(group)
+
+
+def start_transfer(wait: Callable[[], None]) -> None:
+    """Start a thread that waits for transfers of a group."""
+    thread = threading.Thread(target=wait, name="transfer", daemon=True)
+    _TRANSFERS.add(thread)
+    thread.start()
+
+
+def _leave_all(process: int) -> None:
+    """Leave all groups of this process before the interpreter exits."""
+    if os.getpid() != process:
+        return  # a child that was forked shares the connections
+    leaving = [threading.Thread(target=each.leave, args=(_LEAVE_S,), daemon=True) for each in list(_OPEN)]
+    for each in leaving:
+        each.start()
+    for each in leaving:
+        each.join()
+    for each in list(_TRANSFERS):
+        each.join(_LEAVE_S)  # its wait has ended, and it has yet to come back from gloo
+
+
+atexit.register(_leave_all, os.getpid())
+
+
 class NoGroup:
-    """Placeholder that raises RuntimeError on any use."""
+    """Placeholder for a missing group that raises RuntimeError on any use."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("the session has not entered a generation yet, or has left the last one")
@@ -114,13 +150,13 @@ _RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter's whole 
 
 
 def refuse_connections(told: Iterable[bytes]) -> int:
-    """Make the kernel drop new connections to the published sockets on which this process listens.
+    """Make the kernel drop new connections to the listening sockets whose addresses this process has published.
 
     gloo keeps listening while a group exists, even after all members have connected. Connections from strangers would
-    use up its file descriptors, and their data would be read. Existing connections are not affected.
+    use up its file descriptors, and gloo would read their data. Existing connections are not affected.
 
     Args:
-        told: values that peers received, in which gloo encodes socket addresses in the kernel's format.
+        told: Values that were sent to peers, in which gloo encodes socket addresses in the kernel's format.
 
     Returns the number of sockets found.
     """

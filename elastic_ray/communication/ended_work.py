@@ -1,4 +1,4 @@
-"""Work objects of torch's process groups that are complete when returned (torch)."""
+"""Work objects for torch's process groups that are complete as soon as they are returned (torch)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ BACKEND = "elastic_ray"
 
 
 class EndedWork(dist._Work):  # type: ignore[name-defined,misc]
-    """Work of a process group that is already complete."""
+    """Completed work of a process group."""
 
     def __init__(self, tensors: Any = ()) -> None:
         super().__init__()
         self._tensors = list(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return True: the work is complete."""
+        """Return True, because the work is complete."""
         return True
 
     def is_completed(self) -> bool:
-        """Return True: the work is complete."""
+        """Return True, because the work is complete."""
         return True
 
     def is_success(self) -> bool:
-        """Return True: the work is complete."""
+        """Return True, because the work is complete."""
         return True
 
     def result(self) -> list[Any]:

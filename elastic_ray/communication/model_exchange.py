@@ -1,4 +1,4 @@
-"""SHELL over TCP: each rank publishes its model, and pulls the newest ones of other ranks without waiting for them."""
+"""SHELL over TCP: exchange of models, in which ranks pull each other's newest models without waiting for them."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class _Pulls:
 
 
 class ModelExchange:
-    """A rank's published model, and the models that it pulls in a thread of its own, from one random rank at a time."""
+    """Published model of this rank, with a background thread that pulls models from random other ranks."""
 
     def __init__(self) -> None:
         self._server: _Published | None = None
@@ -160,7 +160,7 @@ class ModelExchange:
         self._into: Sequence[torch.Tensor] = ()  # tensors of the pull in progress
 
     def enter(self, communicator: Communicator, *, called_off: Callable[[], bool]) -> None:
-        """Enter a group; all ranks call this. Raises CommunicationFailedError: the group broke."""
+        """Enter a group. All ranks call this. Raises CommunicationFailedError: the group broke."""
         self.close()
         rank, ranks = communicator.rank, communicator.world_size
         if ranks == 1:
@@ -181,7 +181,7 @@ class ModelExchange:
             raise
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, and close all connections to other ranks."""
         server, pulls = self._server, self._pulls
         self._server, self._pulls, self._pulled = None, None, None
         if server is not None:
@@ -195,19 +195,21 @@ class ModelExchange:
         return self._server is not None
 
     def publish(self, layout: int, parts: Sequence[torch.Tensor]) -> None:
-        """Let other ranks pull a copy of this model; ``layout`` is equal where models have the same tensors."""
+        """Make a copy of this model available to other ranks; ``layout`` is a digest of its tensors' shapes."""
         if self._server is not None:
             self._server.publish(layout, parts)
 
     def arrived(self, into: Sequence[torch.Tensor]) -> bool:
-        """True once after a model has been pulled into these tensors."""
+        """True if a model has been pulled into these tensors since the last call."""
         pulled = self._pulled
         if pulled is None or not pulled.done():
             return False
         self._pulled = None
         return self._into is into and pulled.result()
 
-    def ask(self, layout: int, into: Sequence[torch.Tensor]) -> None:
-        """Pull another rank's newest model into these CPU tensors, unless a pull is in progress."""
-        if self._pulled is None and self._pulls is not None:
-            self._into, self._pulled = into, self._pulls.start(layout, into)
+    def ask(self, layout: int, into: Sequence[torch.Tensor]) -> bool:
+        """Pull another rank's newest model into these CPU tensors; False if a pull is in progress."""
+        if self._pulled is not None or self._pulls is None:
+            return False
+        self._into, self._pulled = into, self._pulls.start(layout, into)
+        return True

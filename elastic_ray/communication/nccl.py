@@ -1,4 +1,4 @@
-"""SHELL over torch.distributed: NCCL groups that never block a process forever."""
+"""SHELL over torch.distributed: NCCL groups whose operations never block a process forever."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _ABORT_S = _START_S + 10.0
 
 
 def identity_of(gpu: int) -> str:
-    """Return the identity by which NCCL distinguishes GPUs; two ranks with the same identity are an error in NCCL.
+    """Return the identity by which NCCL distinguishes GPUs; NCCL rejects two ranks with the same identity.
 
-    NCCL compares only GPUs of one host: if each process has its own ``NCCL_HOSTID``, several ranks may share a GPU.
+    NCCL compares only GPUs of one host. If each process sets its own ``NCCL_HOSTID``, several ranks can share a GPU.
     """
     return f"{os.environ.get('NCCL_HOSTID', '')}/{torch.cuda.get_device_properties(gpu).uuid}"
 
 
 def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Return an NCCL backend that connects in the background and blocks for a limited time only."""
+    """Return an NCCL backend that connects in the background and whose calls block only for a limited time."""
     # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to continue.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
@@ -48,15 +48,15 @@ def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
 def connect_nccl(
     backend: Any, store: Any, device: torch.device, until_s: float, called_off: Callable[[], bool]
 ) -> None:
-    """Connect the ranks of an NCCL backend without starting a collective, since the current group may be busy.
+    """Connect the ranks of an NCCL backend without starting a collective, because the current group may be busy.
 
-    Two communicators that start collectives in different orders on different ranks may wait for each other forever.
-    So the caller starts the new group's first collective, after all ranks have left the current group in the same step.
+    Two communicators can deadlock if ranks start their collectives in different orders. The caller must therefore
+    start the new group's first collective only after all ranks have left the current group in the same step.
 
     Args:
-        store: The store that the backend was created with, kept alive while it is in use.
+        store: Store with which the backend was created; it is kept alive while it is in use.
         until_s: Deadline [s, monotonic].
-        called_off: Function that returns True once the group is no longer wanted.
+        called_off: Returns True once the group is no longer wanted.
 
     Raises RuntimeError: a peer is gone, the deadline has passed, or the group is no longer wanted.
     """
@@ -130,9 +130,9 @@ class _Connecting(threading.Thread):
 
 
 def abort_nccl(backend: Any) -> None:
-    """Abort an NCCL backend in a separate thread; if the abort does not return, kill this process.
+    """Abort an NCCL backend in a separate thread, and kill this process if the abort does not return.
 
-    The process then counts as lost. Kernels of a communicator that cannot be aborted occupy the GPU forever.
+    Otherwise the communicator's kernels would occupy the GPU forever. A killed process counts as lost.
     """
 
     def abort() -> None:
@@ -155,11 +155,12 @@ def abort_nccl(backend: Any) -> None:
 def has_run(works: Sequence[Any], voided: threading.Event, deadline: float) -> bool:
     """True if the operations have completed by the deadline and were not aborted.
 
-    If a peer is gone they never complete, even though NCCL's ``wait`` returns: it only orders later work on the GPU.
+    If a peer is gone, they never complete, although NCCL's ``wait`` returns: it only orders later work on the GPU.
 
     Args:
-        works: Operations, of NCCL or gloo.
-        deadline: Time until which to wait [s, monotonic].
+        works: Operations of NCCL or gloo.
+        voided: Set when the generation is cancelled, which ends the wait.
+        deadline: End of the wait [s, monotonic].
     """
     while not all(work.is_completed() for work in works):
         if voided.is_set() or time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""SHELL over TCP: a port of one rank that the other ranks of its group ask, and nobody else."""
+"""SHELL over TCP: server on one rank that only answers the other ranks of its group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BACKLOG = 16  # connections that may wait to be accepted, at least
 
 
 class RankServer(ABC):
-    """Server for ``callers`` ranks, which show its token first; its port is closed once all have come."""
+    """Server for ``callers`` ranks, which must present its token; it stops listening once all are connected."""
 
     def __init__(self, host: str, token: bytes, callers: int, name: str) -> None:
         self._token, self._expected, self._name = token, callers, name
@@ -30,7 +30,7 @@ class RankServer(ABC):
 
     @abstractmethod
     def answer(self, caller: socket.socket) -> None:
-        """Answer a rank's requests until its connection ends. Raises OSError: it has ended."""
+        """Answer a rank's requests until its connection ends. Raises OSError: the connection has ended."""
 
     def end(self) -> None:
         """Disconnect all ranks, and release the port."""
@@ -93,7 +93,7 @@ class RankServer(ABC):
 
 
 def shut(one: socket.socket) -> None:
-    """Close a socket that another thread may be waiting for."""
+    """Close a socket even if another thread is waiting on it."""
     with contextlib.suppress(OSError):
         one.shutdown(socket.SHUT_RDWR)
     one.close()

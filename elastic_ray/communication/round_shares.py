@@ -1,7 +1,7 @@
-"""SHELL over TCP: decides which rank makes which steps of a round, so that fast ranks make steps of late ones.
+"""SHELL over TCP: assignment of a round's steps to ranks, by which fast ranks make steps of slow ones.
 
-A server on rank 0 counts the steps that have begun for each rank. A rank counts a step before it makes the
-step, so each step is made once.
+A server on rank 0 counts the steps that have been started for each rank. A rank increments the count before it
+makes a step, so that each step is made only once.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class _SharedRound:
 
 
 class RoundShares:
-    """Steps of a round that this rank makes: its own steps, and steps of ranks that are late."""
+    """Assignment of a round's steps to this rank: its own steps, and steps of ranks that are late."""
 
     def __init__(self) -> None:
         self._server: _Counts | None = None
@@ -160,7 +160,7 @@ class RoundShares:
         self._since_s = self._answer_s = self._step_s = 0.0
 
     def enter(self, communicator: Communicator, *, wanted: bool, called_off: Callable[[], bool]) -> None:
-        """Enter a group; all ranks call this with the same ``wanted``, and False shares no steps.
+        """Enter a group, whose ranks share their steps if ``wanted``; all ranks call this with the same ``wanted``.
 
         Raises CommunicationFailedError: the group broke, or rank 0 cannot be reached.
         """
@@ -185,7 +185,7 @@ class RoundShares:
             raise
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, and close all connections to other ranks."""
         self.end_round(lost=True)
         if self._member is not None:
             self._member.close()
@@ -204,14 +204,14 @@ class RoundShares:
         return self._round is not None
 
     def begin_round(self, number: int, steps: int) -> None:
-        """Start a round of ``steps`` steps per rank; ``number`` must exceed that of the group's earlier rounds."""
+        """Start a round of ``steps`` steps per rank; round numbers must increase within a group."""
         assert self._member is not None, "the group stands"
         self._round = _SharedRound(self._member, number, steps)
         self._own, self._since_s = 0, time.monotonic()
         self._count_ahead()
 
     def end_round(self, *, lost: bool = False) -> None:
-        """End the round on this rank, and wait for a request in progress unless the round is ``lost``."""
+        """End the round on this rank. Unless the round is ``lost``, wait for a request that is in progress."""
         ended, self._round = self._round, None
         asking: list[Future[Any]] = [each for each in (self._counted, self._looked) if each is not None]
         self._counted = self._looked = None
@@ -221,7 +221,7 @@ class RoundShares:
                 wait(asking, self._member.timeout_s)
 
     def is_own(self, step: int) -> bool:
-        """True if this rank makes its own step of this number; False if another rank has begun it, or will.
+        """True if this rank makes its own step with this number; False if another rank has started it or will.
 
         Raises CommunicationFailedError: rank 0 is gone.
         """
@@ -234,7 +234,7 @@ class RoundShares:
         return step == self._own
 
     def of_another(self) -> tuple[int, int] | None:
-        """Return (rank, step number) of a late rank's step that this rank now begins; None if none is left for it.
+        """Return the (rank, step number) of a late rank's step that this rank must make now; None if none remains.
 
         Raises CommunicationFailedError: rank 0 is gone.
         """

@@ -1,19 +1,21 @@
 """SHELL over torch.distributed: the fixed group of one unit's workers, for user code and for agreement.
 
-A fact that one worker of a unit could learn alone or earlier than the others (a broken group, a prepared generation, a
-request of the controller) takes effect only once all of them know it. They are then at the same place in the program,
-so that a unit acts as one rank of the job.
+A unit is one worker of several processes. Some facts can reach one worker of a unit alone or earlier than the
+others: a broken group, a prepared generation, a request of the controller. Such a fact takes effect only once all
+workers of the unit know it, at the same place in the program. The unit thus acts as one rank of the job.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import socket
 import stat
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -34,16 +36,16 @@ _chosen: set[str] = set()  # interfaces that were chosen here: a process may ser
 
 
 class UnitLostError(RuntimeError):
-    """Error raised if another worker of this worker's unit is gone, so that this worker must end too."""
+    """Error raised if another worker of the unit is gone, so that this worker must exit too."""
 
 
 class UnitGroup:
-    """Fixed group of the workers of one unit. On one node they meet through a file that only their user can read.
+    """Fixed group of the workers of one unit.
 
     Args:
-        cuda: make torch's default group support CUDA tensors too.
-        store: where workers on several nodes meet; None for the file.
-        host: address of this worker's node, for workers on several.
+        cuda: Whether torch's default group also supports CUDA tensors.
+        store: Rendezvous store for workers on several nodes. None uses a file that only the workers' user can read.
+        host: Address of this worker's node, for workers on several nodes.
 
     Raises UnitLostError: the other workers did not arrive.
     """
@@ -78,7 +80,7 @@ class UnitGroup:
         """Make the unit's group torch's default group.
 
         Args:
-            initialise: torch's ``init_process_group``.
+            initialise: Function ``init_process_group`` of torch.
         """
         backend = "cpu:gloo,cuda:nccl" if self._cuda else "gloo"
         store = dist.PrefixStore("default", self._store)  # type: ignore[attr-defined]
@@ -97,7 +99,7 @@ class UnitGroup:
 
     @property
     def mesh(self) -> Any:
-        """Torch's DeviceMesh over the unit; all of its workers must request it at the same point in the program."""
+        """DeviceMesh of the unit; all workers of the unit must request it at the same point in the program."""
         if self._mesh is None:
             from torch.distributed.device_mesh import init_device_mesh
 
@@ -106,7 +108,7 @@ class UnitGroup:
         return self._mesh
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return every worker's values (equally many on each), by position. Raises UnitLostError: one is gone."""
+        """Return all workers' values (equally many on each), in order of position; raises UnitLostError."""
         rows = torch.zeros(self.place.size, len(values), dtype=torch.float64)
         rows[self.place.position] = torch.tensor(list(values), dtype=torch.float64)
         try:
@@ -116,12 +118,34 @@ class UnitGroup:
         found: list[list[float]] = rows.tolist()
         return found
 
+    def over_shards(self, sums: list[tuple[tuple[int, int], str, float]]) -> list[tuple[tuple[int, int], str, float]]:
+        """Return accumulators' sums over all parts of the unit's samples, each part counted once.
+
+        Raises:
+            UnitLostError: a worker of the unit is gone.
+            RuntimeError: the unit's workers have added to different names; raised on all of them.
+        """
+        if self.place.shards == 1:
+            return sums
+        names = sorted({name for _, name, _ in sums})
+        told = float(zlib.crc32(repr([each[:2] for each in sums]).encode())), float(len(sums))
+        if any(tuple(row) != told for row in self.gather(told)):
+            raise RuntimeError(
+                "all workers of a unit must add to the same names of the same Accumulators in a step, at least 0.0, "
+                f"but they differ; this worker has added to {names or 'none'}"
+            )
+        if not sums:
+            return sums
+        rows = self.gather([float(self.place.shard), *(value for _, _, value in sums)])
+        parts = {row[0]: row[1:] for row in rows}  # workers of one part have the same sums
+        return [(key, name, math.fsum(own)) for (key, name, _), *own in zip(sums, *parts.values(), strict=True)]
+
     def agree(self, well: bool) -> bool:
         """Return True if ``well`` is True on every worker of the unit."""
         return all(bool(row[0]) for row in self.gather([float(well)]))
 
     def of_leader(self, content: bytes) -> bytes:
-        """Return the content given by the worker that represents the unit. Raises UnitLostError: one is gone."""
+        """Return the content that the leading worker has passed. Raises UnitLostError: a worker is gone."""
         size = round(self.gather([float(len(content))])[0][0])
         data = (
             torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -147,10 +171,10 @@ def _interface(host: str) -> str:
 
 
 class UnitCommunicator(Communicator):
-    """Collectives among equal positions of all units, which succeed on every worker of this unit, or on none.
+    """Collectives among equal positions of all units, which succeed on all workers of this unit or on none.
 
-    During a backward pass the workers of a unit may be at different places, as in pipeline stages. Each then continues
-    by itself, and the unit agrees on the result before the optimizer steps.
+    During a backward pass, the workers of a unit may be at different places, for example in pipeline stages. Each
+    worker then continues by itself, and the unit agrees on the result before the optimizer steps.
     """
 
     def __init__(self, unit: UnitGroup, *args: Any, **options: Any) -> None:
@@ -160,7 +184,7 @@ class UnitCommunicator(Communicator):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Make the operations within this context succeed on all workers of the unit, or on none."""
+        """Make the operations within this context succeed on all workers of the unit or on none."""
         if self._alone or self.world_size == 1 or torch._C._current_graph_task_id() != -1:
             yield
             return
@@ -176,17 +200,19 @@ class UnitCommunicator(Communicator):
             raise CommunicationFailedError(_OTHERS_FAILED)
 
     def wait(self, work: Any, *, patience_s: float = 0.0, since_s: float | None = None) -> bool:
-        """Wait for a started operation, ignoring ``patience_s``: the clock must not make workers behave differently."""
+        """Wait for a started operation, ignoring ``patience_s``: workers of a unit must not depend on the clock."""
         with self.together():
             return super().wait(work, since_s=since_s)
 
-    def wait_all(self, works: Sequence[Any], batched: Sequence[Any] = ()) -> None:
-        """Wait for sends and receives."""
+    def wait_all(
+        self, works: Sequence[Any], batched: Sequence[Any] = (), speak: Callable[[], None] | None = None
+    ) -> None:
+        """Wait for sends and receives, without ``speak``; see :meth:`wait`."""
         with self.together():
             super().wait_all(works, batched)
 
     def waited_briefly(self, work: Any) -> bool:
-        """True if a short wait succeeded; always False if the unit must agree, in which case use :meth:`wait`."""
+        """True if a short wait succeeded. Always False if the unit must agree; call :meth:`wait` in that case."""
         return (self._alone or torch._C._current_graph_task_id() != -1) and super().waited_briefly(work)
 
     def _failure(self, cause: str) -> CommunicationFailedError:

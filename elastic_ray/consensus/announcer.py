@@ -1,26 +1,30 @@
-"""Announcements between ranks before collectives: a small all-reduce of fixed size.
+"""Announcements between ranks before collectives, each a small all-reduce of fixed size.
 
-Gradient reductions are announced the first time. After that, a rank announces them only if it has waited for long: they
-use the gradient group, where a rank that does something else can only delay them, not corrupt them.
+Gradient reductions are announced the first time. After that, a rank announces one only if it has waited for a
+long time. They use the gradient group, where a rank that does something else can only delay them but not corrupt
+them.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.communicator import PATIENCE_S, CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import (
     Announced,
     Intent,
     RanksDisagreeError,
     disagreement,
     joined_by_idle,
+    lacks_message,
     layouts_differ,
     notes_differ,
+    transfer,
 )
 
 # Values that ride along, added up over the ranks; parts of the control sums have room of their own after them.
@@ -28,8 +32,6 @@ PAYLOAD_SIZE = 32
 # Ranks that have returned wait for those that have not, which may be busy for hours: exporting a model, for instance.
 # So do announcements of those that have waited for a slow one: it takes part when it next announces something itself.
 _FINISHED_S = 7 * 24 * 3600.0
-# A rank that waits for longer than this says what for; half of what a disagreement takes to be found out.
-_PATIENCE_S = 2.0
 _HEARING_S = 0.2
 _TAGS = 64
 # Bytes of a strategy's name, and how long a rank that cannot continue waits for those of the others.
@@ -39,15 +41,15 @@ _NAME_BYTES, _NAMES_S = 64, 5.0
 class Announcer:
     """Announcements of one rank in one group.
 
-    Each rank contributes four numbers at its own position: its intent, how many loader steps it has committed, a
-    fingerprint of its parameters (0 if not requested), and the number of its phase. A phase consists of an announcement
-    (made or only recorded) and the collectives that it is about; one phase must end before the next starts. An
-    announcement made while waiting may be outdated by the time the other ranks make theirs. The phase numbers then
-    differ, and all ranks announce again.
+    Each rank contributes four numbers at its own position: its intent, the number of loader steps that it has
+    committed, a fingerprint of its parameters (0 if not requested), and the number of its phase. A phase consists of
+    an announcement (sent or only recorded) and the collectives that it announces; it must end before the next one
+    starts. An announcement that a rank makes while it waits may be outdated when the other ranks make theirs. In that
+    case the phase numbers differ, and all ranks announce again.
 
     Args:
-        communicator: the group, with at least two ranks.
-        room: largest number of payload values; the same on all ranks.
+        communicator: Communicator of a group with at least two ranks.
+        room: Largest number of payload values; equal on all ranks.
     """
 
     def __init__(self, communicator: Communicator, *, room: int = PAYLOAD_SIZE) -> None:
@@ -64,20 +66,23 @@ class Announcer:
         self._sums: list[float] | None = None
         self._heard = -1  # the last phase of which all ranks have said that they are in it
         self._refused: Exception | None = None
+        self._unanswered = False  # the phase's announcement
+        self._transfers = Counter[tuple[bool, int, int]]()  # that have started: received or sent, other rank, tag
 
     def start(self, what: Announced, loader_steps: int, *, fingerprint: int = 0, payload: Sequence[float] = ()) -> None:
-        """Announce this rank's next action; call :meth:`agree` before starting its collectives.
+        """Announce this rank's next action. Call :meth:`agree` before starting the action's collectives.
 
         Raises:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: this rank has not completed its previous announcement.
         """
         self._begin(what, loader_steps, fingerprint, payload)
+        self._unanswered = True
         if self._work is None:
             self._post()
 
     def start_quietly(self, what: Announced, loader_steps: int) -> None:
-        """Record this rank's next action without announcing it: reductions to be awaited with :meth:`wait` only.
+        """Record this rank's next action without announcing it; wait for its reductions with :meth:`wait` only.
 
         Raises RanksDisagreeError: this rank has not completed its previous announcement.
         """
@@ -85,7 +90,7 @@ class Announcer:
 
     @property
     def in_phase(self) -> bool:
-        """True while announced collectives have not all been started, as within a backward pass."""
+        """True while some announced collectives have not been started, for example during a backward pass."""
         return self._open is not None
 
     def interject(self, what: Announced) -> None:
@@ -95,16 +100,17 @@ class Announcer:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: other ranks do something else in this phase; raised on every rank.
         """
-        if self._work is not None:
-            self._sums = self.agree()
+        sums = self.agree() if self._unanswered else self._sums
         before, strategy = (self._entry, self._payload), self._strategy
         self._entry, self._payload, self._strategy = (what.code, *self._entry[1:]), (), what.strategy
-        self._post()
+        self._sums = None
+        if self._work is None:  # else of a long wait before
+            self._post()
         self.agree()
-        (self._entry, self._payload), self._strategy = before, strategy
+        (self._entry, self._payload), self._strategy, self._sums = before, strategy, sums
 
     def agree(self) -> list[float]:
-        """Wait for all ranks' announcements; returns the sums of their payloads.
+        """Wait for the announcements of all ranks, and return the sums of their payloads.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -119,18 +125,19 @@ class Announcer:
             work, self._work = self._work, None
             self.communicator.wait(work)
             if self._all_in_phase():
+                self._unanswered = False
                 return self._values[4 * self._world :].tolist()  # type: ignore[no-any-return]
             self._post()
 
     def wait(self, work: Any) -> None:
-        """Wait for a reduction that was started quietly; announce it to the other ranks if this takes long.
+        """Wait for a reduction that was started quietly; if the wait is long, announce it to the other ranks.
 
         Raises:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: the ranks do different things; raised on every rank.
         """
         since_s = time.monotonic()
-        patience_s = _PATIENCE_S
+        patience_s = PATIENCE_S
         try:
             while not self.communicator.wait(work, patience_s=patience_s, since_s=since_s):
                 self._speak()
@@ -141,26 +148,73 @@ class Announcer:
                 self._all_in_phase()  # a rank that heard of a disagreement earlier may have ended because of it
             raise
 
+    def begin_transfer(self, peer: int, tag: int, *, received: bool) -> Announced:
+        """Count a message to or from one rank; return the announcement of a long wait for it."""
+        self._transfers[received, peer, tag] += 1
+        return transfer(peer, tag, self._transfers[received, peer, tag], received=received)
+
+    def speak_in_transfer(self, what: Announced, loader_steps: int) -> None:
+        """Announce that this rank has waited for long for a message, and receive the others' announcements.
+
+        Raises RanksDisagreeError: the other rank waits for a message of this one, or has returned.
+        """
+        if self._open is not None or (self._work is not None and not self._work.is_completed()):
+            return
+        if self._work is not None:
+            work, self._work = self._work, None
+            self.communicator.wait(work)
+            self._check_transfers(what)
+        before = self._entry, self._payload
+        self._entry, self._payload = (what.code, loader_steps, 0), ()
+        self._post(timeout_s=_FINISHED_S)
+        self.communicator.keep_for(self._work)
+        self._entry, self._payload = before
+
+    def _check_transfers(self, own: Announced | None = None) -> bool:
+        """True if a rank waits for a message.
+
+        Raises RanksDisagreeError: it waits for this rank, which does something else that takes all ranks.
+
+        Args:
+            own: This rank's own wait for a message, which another rank may yet end.
+        """
+        codes = [int(code) for code in self._values[: self._world]]
+        waits = {rank: told.transfer for rank, code in enumerate(codes) if (told := _transfer_of(code)) is not None}
+        me, awaited = self.communicator.rank, None if own is None else own.transfer[1]
+        missing = [
+            rank
+            for rank, (received, peer, tag, number) in waits.items()
+            if peer == me and lacks_message(self._transfers[not received, rank, tag], number)
+        ]
+        finished = awaited is not None and codes[awaited] & 15 == Intent.FINISH
+        if finished or any(awaited in (None, rank) for rank in missing):
+            codes[me] = self._entry[0] if own is None else own.code
+            steps = [int(each) for each in self._values[self._world : 2 * self._world]]
+            self._refused = RanksDisagreeError(disagreement(codes, steps))
+            raise self._refused
+        return bool(waits)
+
     def done(self) -> None:
         """Record that all announced collectives have been started."""
         self._open = None
 
     @property
     def joined_by_idle(self) -> Announced | None:
-        """Announcement of the ranks with samples in which the other ranks can participate; None if there is none."""
+        """Announcement of ranks with samples in which ranks without samples can participate; None if there is none."""
         return joined_by_idle([int(code) for code in self._values[: self._world]])
 
     @property
     def fingerprints(self) -> list[int]:
-        """Fingerprints in the latest announcement, by rank."""
+        """Fingerprints in the latest announcement, in rank order."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
     def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:
-        """Announce that this rank no longer needs other ranks; True if all ranks have done so within ``wait_s``.
+        """Announce that this rank no longer needs other ranks; return True if all ranks do so within ``wait_s`` [s].
 
-        The announcement remains as long as the group exists: a rank that announces something else later still meets it.
+        The announcement remains valid as long as the group exists: a rank that announces something else later still
+        meets it.
 
-        Raises RanksDisagreeError: another rank was seen to continue within this time.
+        Raises RanksDisagreeError: another rank was seen to continue training during the wait.
         """
         self._begin(what, loader_steps, fingerprint, ())
         self._open = None
@@ -193,11 +247,11 @@ class Announcer:
         return self._work, self._tensor
 
     def check_same_step(self, tags: Sequence[float], note: int) -> bool:
-        """True if all ranks, having reduced gradients of the same step, have also read the same data for it.
+        """Check that all ranks have reduced gradients of the same step; return True if they read the same data.
 
         Args:
-            tags: sums of all ranks' :meth:`step_tag`.
-            note: 1 if this rank's gradients include those of the last update, see ``notes_differ``.
+            tags: Sums of :meth:`step_tag` over all ranks.
+            note: 1 if this rank's gradients include those of the last update, else 0.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -217,10 +271,10 @@ class Announcer:
 
     @staticmethod
     def step_tag(loader_steps: int, sample_tag: int = 0) -> tuple[float, float]:
-        """Return a tag and its square, which each rank adds to a reduction; exact in float32.
+        """Return a tag of a step, and its square, which each rank adds to a reduction; exact in float32.
 
         Args:
-            sample_tag: tag of a sample that all ranks have read for this step; 0 if each reads its own.
+            sample_tag: Tag of a sample that all ranks have read for this step; 0 if each rank reads its own samples.
         """
         tag = float((loader_steps + sample_tag) % _TAGS)
         return tag, tag * tag
@@ -235,7 +289,7 @@ class Announcer:
                 "the middle of it was caught. Let errors inside backward() and collectives leave the train function"
             )
             raise self._refused
-        self._open, self._sums = what, None
+        self._open, self._sums, self._unanswered = what, None, False
         self._strategy = what.strategy
         self._phase += 1
         self._entry, self._payload = (what.code, loader_steps, fingerprint), payload
@@ -268,7 +322,7 @@ class Announcer:
         """
         values, world = self._values, self._world
         codes, loader_steps, phases = values[:world], values[world : 2 * world], values[3 * world : 4 * world]
-        if (phases != self._phase).any():
+        if self._check_transfers() or (phases != self._phase).any():
             return False
         differ = (codes != codes[0]).any() and self.joined_by_idle is None
         if differ or (loader_steps != loader_steps[0]).any():
@@ -301,3 +355,7 @@ class Announcer:
         except CommunicationFailedError:
             return ()
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in told]
+
+
+def _transfer_of(code: int) -> Announced | None:
+    return Announced.from_code(code) if code & 15 == Intent.TRANSFER else None

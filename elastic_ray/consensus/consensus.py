@@ -1,4 +1,4 @@
-"""Consensus of one rank with the others: announcements, votes, control values, and their conclusions."""
+"""Consensus of one rank with the other ranks: announcements, votes, control values, and conclusions from them."""
 
 from __future__ import annotations
 
@@ -42,23 +42,25 @@ Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
 
 
 class AgreedChanges:
-    """Decisions that the ranks of the current group have agreed on but not yet carried out.
+    """Decisions on which the ranks of the current group have agreed, but which are not carried out yet.
 
     Attributes:
-        generation: generation to enter after this step, 0 for none.
-        stop: the job ends for good after this step.
-        preempted: the job stops after this step and will continue later.
-        batch: batch shape to change to, None for no change.
-        comparison: all ranks must compare their models in their next announcement.
-        wants_consensus: on rank 0, all ranks are to make their models identical after the next step, to save it.
-        wants_comparison: on rank 0, all ranks are to compare their models, because it has reported a checkpoint.
-        ran_out: a rank ran out of memory in the current step: this rank, or, once the sums are known, any rank.
-        saves: checkpoints are reported in the current group.
-        reports: number of rank 0's ``report`` calls; shared because another rank, with fewer calls, may become rank 0.
-        critical_batch: critical batch measured by the job's branches; None if unknown, and in a group's first step.
+        generation: Generation to enter after this step; 0 for none.
+        stop: Whether the job ends for good after this step.
+        preempted: Whether the job stops after this step and will continue later.
+        batch: Batch shape to change to; None for no change.
+        comparison: Whether all ranks must compare their models in their next announcement.
+        wants_consensus: On rank 0, whether all ranks should make their models identical after the next step, to save
+            them.
+        wants_comparison: On rank 0, whether all ranks should compare their models, because it has reported a
+            checkpoint.
+        ran_out: Whether this rank, or any rank once the sums are known, ran out of memory in the current step.
+        saves: Whether checkpoints are reported in the current group.
+        reports: Number of rank 0's ``report`` calls. It is shared because a rank with fewer calls may become rank 0.
+        critical_batch: Critical batch measured by the job's branches; None if unknown, and in a group's first step.
 
     Args:
-        wishes: the controller's requests to this rank.
+        wishes: Source of the controller's requests to this rank.
     """
 
     def __init__(self, wishes: WorkerMembership | UnitWishes) -> None:
@@ -81,26 +83,26 @@ class AgreedChanges:
         self.wants_comparison = self.comparison = self.saves = False
 
     def compared(self) -> None:
-        """Clear the request that all ranks compare their models."""
+        """Clear the request to compare models, because all ranks have compared them."""
         self.comparison = False
 
     def take_consensus(self) -> bool:
-        """Return True if all ranks must make their models identical now, and clear the request."""
+        """Return True if all ranks must make their models identical now; clear this request."""
         asked, self._consensus = self._consensus, False
         return asked
 
     def take_generation(self) -> int:
-        """Return the agreed generation and clear it; if it is not entered now, the ranks must agree again."""
+        """Return the generation to enter (0 for none) and clear it; if not entered, ranks must agree on it again."""
         generation, self.generation = self.generation, 0
         return generation
 
     def take_batch(self) -> BatchChoice | None:
-        """Return the agreed batch shape and clear it."""
+        """Return the agreed batch shape, and clear it; None for no change."""
         batch, self.batch = self.batch, None
         return batch
 
     def is_unrecorded(self) -> bool:
-        """True at the third report on a rank other than 0, if rank 0 has never reported."""
+        """True at the third report by a rank other than 0, if rank 0 has never reported."""
         self._others += 1
         return self._others == _UNRECORDED and not self._heard
 
@@ -123,7 +125,7 @@ class AgreedChanges:
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Apply the sums over all ranks, from which every rank draws the same conclusions."""
+        """Apply the control values summed over all ranks, from which every rank draws the same conclusions."""
         if sums[0] > 0 and (ahead := agreed_generations_ahead(sums[0], sums[1], world_size)):
             self.generation = self._wishes.generation + ahead
         self.stop = self.stop or sums[2] > 0
@@ -144,18 +146,18 @@ class AgreedChanges:
     def vote(
         self, communicator: Communicator, added: Sums, agree: Callable[[Sequence[float]], Sequence[float]]
     ) -> list[tuple[tuple[int, int], str, float]]:
-        """Agree in a separate collective, and sum the values that the ranks have added to their accumulators.
+        """Vote in a separate collective, and sum the values that ranks have added to their accumulators.
 
         Args:
-            added: values added on this rank, keyed by accumulator and name.
-            agree: announces the vote with a payload, and returns the payload's sums.
+            added: Values added on this rank, keyed by accumulator and name.
+            agree: Announces the vote with a payload, and returns the payload's sums over all ranks.
 
-        Returns accumulator, name and sum over the ranks, in the same order everywhere.
+        Returns the accumulator, name and sum of each value, in the same order on every rank.
 
         Raises:
             CommunicationFailedError: the collective failed.
-            RanksDisagreeError: the ranks are not at the same place.
-            RuntimeError: the ranks have added to different names.
+            RanksDisagreeError: the ranks are not at the same place in the program.
+            RuntimeError: the ranks have added values under different names.
         """
         names = [(key, name) for key in sorted(added) for name in sorted(added[key])]
         world_size = communicator.world_size
@@ -179,9 +181,9 @@ class AgreedChanges:
 
 
 def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
-    """Return this rank's sums, with 0 for names that only rank 0 has: a rank without a batch cannot know the names.
+    """Return this rank's sums, with 0 for each name that only rank 0 has used.
 
-    Raises CommunicationFailedError: the collective failed.
+    A rank without a batch cannot know these names. Raises CommunicationFailedError: the collective failed.
     """
     if communicator.world_size == 1:
         return added
@@ -207,41 +209,41 @@ _READS_DIFFER = (
 
 
 class ControlPart(Protocol):
-    """Protocol of control values that travel with reductions, and of the conclusions from their sums.
+    """Protocol of control values that are sent with gradient reductions, and of the conclusions from their sums.
 
-    They only travel with reductions that commit a training step. Two ranks of which only one has received a conclusion
-    have therefore never committed the same steps.
+    The values are only sent with reductions that commit a training step. If only one of two ranks has received a
+    conclusion, the two have therefore not committed the same steps.
     """
 
     @property
     def resting(self) -> Sequence[float] | None:
-        """Contribution of a part that is not in use on this rank, and concludes nothing; None of one that is."""
+        """Constant contribution of a part that is not in use on this rank and concludes nothing; None if in use."""
 
     def begin(self) -> None:
         """Enter a new group and discard conclusions of the previous one."""
 
     def size(self, world_size: int) -> int:
-        """Return the number of values; the same on all ranks of a group."""
+        """Return the number of values; equal on all ranks of a group."""
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this rank's contribution; its sums must be exact in float32 if exactness matters."""
+        """Return this rank's contribution. Sums that must be exact have to be so in float32."""
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Apply the sums over all ranks, which are the same on every rank that receives them."""
+        """Apply the sums over all ranks; every rank that receives them receives the same."""
 
 
 class RankConsensus:
     """Consensus of one rank with the other ranks of its group.
 
     Args:
-        changes: decisions that are agreed on but not yet carried out.
-        position: this rank's progress.
-        parts: further values that travel with the control sums.
-        warn: called with a warning for the job's user.
-        is_last_epoch: returns True if no other epoch follows, to the knowledge of all ranks.
+        changes: Decisions that are agreed on but not yet carried out.
+        position: Progress of this rank.
+        parts: Further values to send with the control sums.
+        warn: Called with a warning for the job's user.
+        is_last_epoch: Returns True if all ranks know that no other epoch follows.
 
     Attributes:
-        announcer: the current group's announcements before collectives.
+        announcer: Announcements of the current group before collectives.
     """
 
     def __init__(
@@ -264,11 +266,11 @@ class RankConsensus:
         self._plan: DataPlan | None = None
 
     def add(self, *parts: ControlPart) -> None:
-        """Add parts to the control sums; the same on all ranks, before the first group."""
+        """Add parts to the control sums, before the first group; all ranks must add the same parts."""
         self._parts.extend(parts)
 
     def follow_group(self) -> None:
-        """Set up announcements and the control sums' parts for the membership's current group."""
+        """Set up announcements and control sums for the current group."""
         sizes = [(part, part.size(self._group.world_size)) for part in self._parts]
         self._riding = [(part, size) for part, size in sizes if size]
         if self._group.members:
@@ -283,11 +285,11 @@ class RankConsensus:
                 part.begin()
 
     def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
-        """Announce this rank's next action to the other ranks; call :meth:`agreed` before starting its collectives.
+        """Announce this rank's next action. Call :meth:`agreed` before starting the action's collectives.
 
         Args:
-            payload: values to be summed over the ranks.
-            plan: data plan to compare with those of the other ranks, instead of the parameters.
+            payload: Values to be summed over the ranks.
+            plan: Data plan to compare with the other ranks' plans; None to compare parameters instead, if requested.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -302,10 +304,10 @@ class RankConsensus:
         self.announcer.start(what, self._position.state.progress.loader_steps, fingerprint=fingerprint, payload=payload)
 
     def announce_reductions(self, what: Announced, *, known: bool) -> bool:
-        """Announce that this rank reduces gradients next, if an announcement is necessary.
+        """Announce that this rank reduces gradients next, unless the announcement is unnecessary.
 
         Args:
-            known: all ranks have made these reductions before, and cannot make any others.
+            known: Whether all ranks have made these reductions before, and cannot make any others.
 
         Returns True if :meth:`agreed` must be called before the results are used.
 
@@ -332,7 +334,7 @@ class RankConsensus:
         return may and self._replicas.due(steps, always=asked)
 
     def agreed(self) -> list[float]:
-        """Wait until all ranks have announced the same action; returns the sums of their payloads.
+        """Wait until all ranks have announced the same action, and return the sums of their payloads.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -345,19 +347,19 @@ class RankConsensus:
         return sums
 
     def agree_on(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> list[float]:
-        """Announce an action and wait for the other ranks; see :meth:`announce` and :meth:`agreed`."""
+        """Announce an action and wait for the other ranks, like :meth:`announce` followed by :meth:`agreed`."""
         self.announce(what, payload, plan)
         sums = self.agreed()
         self.announcer.done()
         return sums
 
     def announce_finished(self, what: Announced, wait_s: float, fingerprint: int = 0) -> list[int]:
-        """Announce that this rank no longer needs other ranks; see :meth:`Announcer.announce_finished`.
+        """Announce that this rank no longer needs other ranks; return the fingerprints of all ranks.
 
         Args:
-            fingerprint: fingerprint of this rank's parameters after the last epoch; 0 if unknown.
+            fingerprint: Fingerprint of this rank's parameters after the last epoch; 0 if unknown.
 
-        Returns the fingerprints of all ranks; empty if some ranks have not announced this within ``wait_s``.
+        The result is empty if some ranks have not announced the same within ``wait_s`` [s].
         """
         if self.announcer.announce_finished(what, self._position.state.progress.loader_steps, wait_s, fingerprint):
             return self.announcer.fingerprints
@@ -365,7 +367,7 @@ class RankConsensus:
 
     @property
     def control_size(self) -> int:
-        """Number of control values that every gradient reduction carries in the current group."""
+        """Number of control values that each gradient reduction of the current group carries."""
         return CONTROL_SIZE + sum(part.size(self._group.world_size) for part in self._parts)
 
     def control_values(self, rank: int) -> list[float]:
@@ -394,19 +396,20 @@ class RankConsensus:
             first += size
 
     def step_tag(self, note: int = 0) -> tuple[float, float]:
-        """Return the tag that this rank adds to a reduction, so that :meth:`check_same_step` detects different steps.
+        """Return the tag that this rank adds to a reduction, by which :meth:`check_same_step` compares steps.
 
         Args:
-            note: 1 if the gradients include those of the last update, see ``notes_differ``.
+            note: 1 if the gradients include those of the last update, else 0.
         """
         step = self._position.outermost
         sample_tag = step.sample_tag if step is not None and not self._reads_differ else 0
         return Announcer.step_tag(self._position.state.progress.loader_steps, sample_tag + note)
 
     def check_same_step(self, tags: Sequence[float], note: int = 0) -> None:
-        """Check that all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`.
+        """Check that all ranks have reduced gradients of the same step; raises like :meth:`Announcer.check_same_step`.
 
-        Ranks that have read different samples for the step cause one warning: random augmentation may explain it.
+        If ranks have read different samples for the step, a warning is issued once, because random augmentation may
+        explain the difference.
         """
         if not self.announcer.check_same_step(tags, note):
             self._reads_differ = True
@@ -434,19 +437,20 @@ class RankConsensus:
         join: Callable[[Announced], None] | None = None,
         plan: DataPlan | None = None,
     ) -> list[tuple[tuple[int, int], str, float]]:
-        """Agree in a separate collective, and sum the values that the ranks have added to their accumulators.
+        """Vote in a separate collective, and sum the values that ranks have added to their accumulators.
 
         Args:
-            some_are_idle: some ranks have no samples in this step, and do not know the names that others have added to.
-            join: on a rank without samples, participates in an action announced by the other ranks; None on other
-                ranks.
+            some_are_idle: Whether some ranks have no samples in this step; they do not know the names that other
+                ranks use.
+            join: On a rank without samples, participates in an action that the other ranks have announced; None on
+                other ranks.
 
-        Returns accumulator, name and sum over the ranks, in the same order everywhere.
+        Returns the accumulator, name and sum of each value, in the same order on every rank.
 
         Raises:
             CommunicationFailedError: the group broke.
-            RanksDisagreeError: the ranks are not at the same place.
-            RuntimeError: the ranks have added to different names.
+            RanksDisagreeError: the ranks are not at the same place in the program.
+            RuntimeError: the ranks have added values under different names.
         """
         communicator = self._group.communicator
         if some_are_idle:

@@ -1,7 +1,7 @@
-"""Intents of ranks: each rank's next action, as a number announced before every collective (pure).
+"""Intents: what each rank does next, announced as a number before collectives (pure).
 
-Ranks that do different things must not meet in one collective: different sizes crash a process, and equal sizes sum
-values that do not belong together.
+Ranks that do different things must not meet in one collective: if sizes differ, a process crashes, and if they
+are equal, unrelated values are summed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RanksDisagreeError(RuntimeError):
 
 
 class Intent(enum.IntEnum):
-    """Intent of a rank: its next action."""
+    """Next action of a rank."""
 
     GRADIENTS = 1
     EDGE = 2
@@ -34,7 +34,10 @@ class Intent(enum.IntEnum):
     IDLE = 11
     GATHER = 12
     PLAN = 13
+    TRANSFER = 14
 
+
+_TAG_BITS, _NUMBER_BITS = 15, 8
 
 _SAME_CALLS = (
     "Every rank must make the same calls (backward, break, continue, return) in the same steps: let such a decision "
@@ -46,7 +49,7 @@ _STEPPED = "which parameters have a gradient, and learning rates"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Announced:
-    """Announcement of a rank: its intent with details, also encoded as one number."""
+    """Announcement of a rank's next action with details, which is also encoded as one number."""
 
     intent: Intent
     index: int = 0  # number of the model, or depth of the loader pass, by kind
@@ -60,7 +63,7 @@ class Announced:
 
     @classmethod
     def from_code(cls, code: int) -> Announced:
-        """Decode an announcement from its :attr:`code`."""
+        """Return the announcement encoded by :attr:`code`."""
         return cls(Intent(code & 15), (code >> 4) & ((1 << _INDEX_BITS) - 1), code >> (4 + _INDEX_BITS))
 
     def __str__(self) -> str:
@@ -111,14 +114,35 @@ class Announced:
                 return "begins, or continues in a new group, a pass over a loader"
             case Intent.FINISH:
                 return "has returned from the train function"
+            case Intent.TRANSFER:
+                received, peer, tag, _ = self.transfer
+                verb, to, lacks = ("receive", "from", "sent") if received else ("send", "to", "asked for")
+                return f"waits to {verb} a message {to} rank {peer} (tag {tag}), which that rank has not {lacks}"
+
+    @property
+    def transfer(self) -> tuple[bool, int, int, int]:
+        """True for a receiver; the other rank; the tag; and the message's number, modulo 256."""
+        rest, number = divmod(self.detail, 1 << _NUMBER_BITS)
+        return bool(self.index), rest >> _TAG_BITS, rest % (1 << _TAG_BITS), number
+
+
+def transfer(peer: int, tag: int, number: int, *, received: bool) -> Announced:
+    """Return the announcement of a rank that waits for its message number `number` from or to another rank."""
+    detail = (((peer << _TAG_BITS) | tag) << _NUMBER_BITS) | number % (1 << _NUMBER_BITS)
+    return Announced(Intent.TRANSFER, int(received), detail)
+
+
+def lacks_message(made: int, number: int) -> bool:
+    """True if a rank that has made so many transfers has not made this one, whose number is known modulo 256."""
+    return 0 < (number - made) % (1 << _NUMBER_BITS) < 1 << (_NUMBER_BITS - 1)
 
 
 def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: Sequence[str] = ()) -> str:
-    """Return an error text on the different actions of the ranks, and the steps each has committed.
+    """Return an error message that lists what each rank does, and how many steps it has committed.
 
     Args:
-        codes: announced code of each rank; 0 if a rank has announced nothing.
-        strategies: name of each rank's gradient strategy or collective; empty if unknown.
+        codes: Announced code of each rank; 0 if a rank has announced nothing.
+        strategies: Name of each rank's gradient strategy or collective; empty if unknown.
     """
     doing: dict[str, list[int]] = {}
     several = len(set(loader_steps)) > 1
@@ -141,7 +165,7 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
 
 
 def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
-    """Return the error text for a rank about to start a step after another rank has ended its training."""
+    """Return the error message for a rank that is about to start a step after another rank has ended training."""
     return (
         f"the ranks do different things in step {others_steps} (steps of all loaders counted): rank {rank} has "
         f"returned from the train function after {steps} steps; rank {other} begins another step. {_SAME_CALLS}"
@@ -159,10 +183,10 @@ def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
 
 
 def notes_differ(notes: Sequence[int], step: int) -> str:
-    """Return the error text for ranks of which only some added to the gradients of the last update.
+    """Return the error message for ranks of which only some added to the gradients of the last update.
 
     Args:
-        notes: 1 for each rank that did, else 0.
+        notes: Flag of each rank: 1 if it added to these gradients, else 0.
     """
     doing: dict[str, list[int]] = {}
     for rank, note in enumerate(notes):
@@ -177,10 +201,10 @@ def notes_differ(notes: Sequence[int], step: int) -> str:
 
 
 def joined_by_idle(codes: Sequence[int]) -> Announced | None:
-    """Return the announcement of the ranks with samples if the other ranks can participate; None otherwise.
+    """Return the announcement of ranks with samples in which ranks without samples can participate; None if none.
 
     Args:
-        codes: announced code of each rank; that of a rank without samples describes the end at which it waits.
+        codes: Announced code of each rank; a rank without samples announces the end of step or pass at which it waits.
     """
     told = {Announced.from_code(code) for code in codes if code}
     ends = {each for each in told if each.intent is Intent.IDLE}
@@ -200,7 +224,7 @@ def joined_by_idle(codes: Sequence[int]) -> Announced | None:
 
 
 def layouts_differ(codes: Sequence[int]) -> bool:
-    """True if two ranks reduce gradients of the same model in different layouts."""
+    """True if any two ranks reduce gradients of the same model in different bucket layouts."""
     known = [Announced.from_code(code) for code in codes if code]
     layouts = {(each.index, each.detail) for each in known if each.intent is Intent.GRADIENTS}
     return len(layouts) > len({index for index, _ in layouts})
@@ -213,21 +237,22 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def agreed_generations_ahead(sum_of_distances: float, sum_of_squares: float, world_size: int) -> int:
-    """Return how many generations ahead all ranks have prepared, from two sums over them; 0 if they differ.
+    """Return how many generations ahead all ranks are prepared; 0 if ranks differ.
 
-    Each rank contributes d and d squared, where d is the number of its prepared generation minus that of the current
-    one (0 if none is prepared). All d are equal exactly when ``world_size`` x sum(d^2) = sum(d)^2 (Cauchy-Schwarz).
+    Each rank contributes d and d squared to the two sums. d is the number of its prepared generation minus that of
+    the current one (0 if none is prepared). All d are equal if and only if ``world_size`` x sum(d^2) = sum(d)^2
+    (Cauchy-Schwarz).
     """
     total, squares = round(sum_of_distances), round(sum_of_squares)
     return total // world_size if total > 0 and world_size * squares == total * total else 0
 
 
 def names_ballot(names: Sequence[tuple[tuple[int, int], str]]) -> list[float]:
-    """Return a digest of the names of sums, its square, the number of names and its square; exact in float64."""
+    """Return a digest of the accumulators' names and their number, each with its square; exact in float64."""
     digest, count = zlib.crc32(repr(list(names)).encode()) & 0xFFFFF, len(names)
     return [float(digest), float(digest * digest), float(count), float(count * count)]
 
 
 def names_agree(sums: Sequence[float], world_size: int) -> bool:
-    """True if the summed ballots show the same digest and count on all ranks; see :func:`agreed_generations_ahead`."""
+    """True if all ranks have contributed the same :func:`names_ballot`, judging by the sums of the ballots."""
     return all(world_size * round(b) == round(a) ** 2 for a, b in zip(sums[::2], sums[1::2], strict=True))

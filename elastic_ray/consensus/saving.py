@@ -1,4 +1,4 @@
-"""Agreement on a checkpoint: either all ranks write their parts after a step, or rank 0 writes it all (pure)."""
+"""Agreement on a checkpoint: either all ranks write parts after a step, or rank 0 writes all of it (pure)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEVER = (0.0, 0.0, 0.0, 1.0)
 
 
 class Readiness(enum.Enum):
-    """Readiness of a rank to write its part."""
+    """Readiness of a rank to write its part of a checkpoint: now, later, or never."""
 
     READY = enum.auto()
     NOT_YET = enum.auto()
@@ -27,7 +27,7 @@ class Readiness(enum.Enum):
 
 
 class Saving(enum.Enum):
-    """Mode of saving that the ranks have agreed on."""
+    """Mode in which the ranks have agreed to save a checkpoint."""
 
     TOGETHER = enum.auto()
     ALONE = enum.auto()
@@ -36,7 +36,7 @@ class Saving(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOrder:
-    """Order to all ranks to write their parts of one checkpoint now."""
+    """Order to write this rank's part of a checkpoint now; all ranks get it at the same step."""
 
     token: str  # tells it apart from others of as many steps
     rank: int  # of this worker
@@ -44,14 +44,14 @@ class SaveOrder:
 
 
 class SaveAgreement:
-    """Agreement of the ranks on how to save: all sum their ballots and decide alike from the sums.
+    """Agreement of the ranks on how to save: they sum their ballots and draw the same conclusion from the sums.
 
-    Ballots that need no inspection of the state travel with the control sums of every step (as a ``ControlPart``). If
-    rank 0's request for a checkpoint arrives in the same sums, nothing else must be agreed on. If models must be made
-    identical first, or no step follows, the ranks sum the results of :meth:`ballot` in a separate collective.
+    Ballots that need no inspection of the state are sent with the control sums of every step (as a ``ControlPart``).
+    No further agreement is needed if rank 0's request for a checkpoint arrives in the same sums. If models must first
+    be made identical, or no step follows, the ranks sum the results of :meth:`ballot` in a separate collective.
 
     Attributes:
-        refusals: ranks in the current group that can never write their part; 0 also if none was asked.
+        refusals: Number of ranks in the current group that can never write their part; 0 before they were asked.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class SaveAgreement:
         self.refusals = 0
 
     def serve(self, writer: PartSaver) -> None:
-        """Set the writer of this rank's part."""
+        """Set the object that writes this rank's part."""
         self._writer, self.resting = writer, None
 
     def begin(self) -> None:
@@ -74,15 +74,15 @@ class SaveAgreement:
 
     @property
     def together(self) -> bool:
-        """True if, to this rank's knowledge, the ranks save together."""
+        """True if all ranks write their parts, as far as this rank knows."""
         return self._writer is not None and not self.given_up and not self.refusals
 
     def ballot(self, rank: int, world_size: int, *, divided: bool, now: bool) -> list[float]:
-        """Return this rank's ballot, to be summed; exact in float64.
+        """Return this rank's ballot, to be summed over all ranks; exact in float64.
 
         Args:
-            divided: the state is divided among ranks; equal on all ranks.
-            now: as in ``PartSaver.readiness``.
+            divided: Whether the state is divided among ranks; equal on all ranks.
+            now: Whether the checkpoint must be written now, so that a rank that is not ready yet cannot take part.
         """
         self._order = None
         if not divided or world_size == 1:
@@ -93,11 +93,11 @@ class SaveAgreement:
         return [1.0, *_said(rank, readiness)]
 
     def decide(self, sums: Sequence[float], rank: int, world_size: int, *, now: bool) -> Saving:
-        """Return the mode of saving that follows from the sums; the same on all ranks.
+        """Return the mode of saving that results from the summed ballots; equal on all ranks.
 
         Args:
-            sums: sums of the ballots over all ranks.
-            now: as in :meth:`ballot`.
+            sums: Sums of the ballots over all ranks.
+            now: Value passed to :meth:`ballot`.
         """
         divided, high, low, not_yet, never = (round(each) for each in sums)
         if divided != world_size:
@@ -111,34 +111,34 @@ class SaveAgreement:
         return Saving.TOGETHER
 
     def prepare(self, rank: int, world_size: int) -> None:
-        """Start whatever preparation this rank lacks for a requested checkpoint."""
+        """Start the preparations that this rank still needs for a requested checkpoint."""
         if self._writer is not None and not self.given_up:
             self._writer.readiness(rank, world_size, now=False)
 
     # -- on the control sums ---------------------------------------------------------------------------------------
 
     def size(self, world_size: int) -> int:
-        """Return the number of values that travel with the control sums.
+        """Return the number of values that are sent with the control sums.
 
         The number is constant, because it affects the layout of gradient buckets.
         """
         return _RIDING
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this rank's ballot in case a checkpoint is requested now."""
+        """Return this rank's ballot for the control sums, for the case that a checkpoint is requested now."""
         return _NEVER if self._writer is None or self.given_up else _said(rank, self._writer.standing())
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Receive the sums over all ranks."""
+        """Store the ballots summed over all ranks, for :meth:`take_heard`."""
         self._heard = tuple(sums)
 
     def take_heard(self, world_size: int) -> tuple[float, ...]:
-        """Return the latest sums for :meth:`decide` and clear them; empty if there are none since the last call."""
+        """Return the latest sums for :meth:`decide`, and clear them; empty if none have arrived since the last call."""
         heard, self._heard = self._heard, None
         return (float(world_size), *heard) if heard is not None else ()
 
     def take_order(self) -> SaveOrder | None:
-        """Return the agreed order and clear it."""
+        """Return the order to write this rank's part, and clear it; None if there is no order."""
         order, self._order = self._order, None
         return order
 

@@ -1,4 +1,4 @@
-"""Controller requests that all workers of a unit know; a unit votes as one rank of the job."""
+"""Controller requests that are known to all workers of a unit, which votes as one rank of the job."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _TOKEN_BITS = 32
 
 
 class UnitWishes:
-    """Requests known to all workers of a unit; replaces the worker's membership in votes.
+    """Controller requests that are known to all workers of a unit; replaces the worker's membership in votes.
 
     Args:
-        membership: this worker's membership, which may know more than those of the unit's other workers.
-        unit: the workers that must share the same knowledge.
+        membership: Membership of this worker, which may know more than the memberships of the unit's other workers.
+        unit: Workers that must have the same knowledge.
 
     Attributes:
-        voided: the current group was cancelled.
-        measured: number of parameter groups with measured statistics on each worker, by position.
+        voided: Whether the current group was cancelled.
+        measured: Number of parameter groups with measured statistics on each worker, in order of position.
     """
 
     def __init__(self, membership: WorkerMembership, unit: UnitGroup) -> None:
@@ -46,12 +46,12 @@ class UnitWishes:
         self.critical_batch = 0
 
     def settle(self, *, well: bool, due: bool, measured: float = 0.0) -> bool:
-        """Share all workers' knowledge at the same place of the program; True if all is well on all of them.
+        """Exchange requests with the unit's workers at the same place in the program; True if all are ``well``.
 
         Args:
-            well: this worker has done everything since the last call successfully.
-            due: this worker has something to save.
-            measured: number of parameter groups whose statistics it has measured.
+            well: Whether everything on this worker has succeeded since the last call.
+            due: Whether this worker has a checkpoint to save.
+            measured: Number of parameter groups whose statistics this worker has measured.
 
         Raises UnitLostError: another worker is gone.
         """
@@ -81,7 +81,7 @@ class UnitWishes:
         return all(bool(row[0]) for row in rows)
 
     def take_save(self) -> int:
-        """Return the token of the checkpoint that is due on the leading worker and clear it; 0 for none."""
+        """Return the token of the checkpoint that the leading worker wants to save, and clear it; 0 for none."""
         token, self._save = self._save, 0
         return token
 
@@ -90,5 +90,5 @@ class UnitWishes:
         return self._unit.agree(well)
 
     def alike(self, value: float) -> list[float]:
-        """Return every worker's value, by position."""
+        """Return the value that each worker of the unit has passed, in order of position."""
         return [row[0] for row in self._unit.gather([value])]

@@ -1,1 +1,1 @@
-"""Data for elastic jobs: which rank uses which sample, with every sample used exactly once per epoch."""
+"""Data loading for elastic jobs: divides samples among ranks so that each is used exactly once per epoch."""

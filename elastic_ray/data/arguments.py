@@ -126,7 +126,7 @@ class LoaderArguments:
         return {**own.pop("options"), **own}
 
     def facts(self, *, drop_last: bool) -> dict[str, Any]:
-        """Return the settings that must agree on all ranks for equal batches, as plain values keyed by name."""
+        """Return the settings that must be equal on all ranks, as plain values keyed by name."""
         samplers = {"sampler": self.sampler, "batch_sampler": self.batch_sampler}
         return {
             "drop_last": drop_last,
@@ -137,13 +137,13 @@ class LoaderArguments:
 
     @property
     def draws(self) -> bool:
-        """True if the order depends on the seed."""
+        """True if the sample order depends on the seed."""
         unordered = self.shuffles or self.sampler is not None or self.batch_sampler is not None
         return unordered or isinstance(self.dataset, IterableDataset)
 
     @property
     def shuffles(self) -> bool:
-        """True if each epoch has a new order: the default, except with ``whole_batches``."""
+        """True if each epoch has a new order, which is the default except with ``whole_batches``."""
         return (not self.whole_batches) if self.shuffle is None else self.shuffle
 
 
@@ -162,7 +162,7 @@ def batch_of_worker(given: LoaderArguments, *, plain: bool) -> int:
 
 
 def taken_over(given: LoaderArguments, batch_size: int | None = None) -> LoaderArguments:
-    """Return the loader arguments that reproduce the torch DataLoader given as ``dataset``.
+    """Return loader arguments that reproduce the torch DataLoader passed as ``dataset``.
 
     Args:
         batch_size: global batch size that replaces the DataLoader's own; None keeps the DataLoader's.
@@ -236,7 +236,7 @@ def _order_of(sampler: Any) -> dict[str, Any]:
 
 
 def describe_sample(dataset: Any) -> str:
-    """Describe a dataset's samples without loading one, which may be slow or draw random numbers."""
+    """Return a description of a dataset's samples without loading one, which may be slow or draw random numbers."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     tensors = getattr(dataset, "tensors", ())
@@ -245,7 +245,7 @@ def describe_sample(dataset: Any) -> str:
 
 
 def first_length(dataset: Any, tokens_per_sample: Any) -> float | None:
-    """Return the mean length of a few samples if the loop counts tokens; None if it does not, or no length is found."""
+    """Return the mean length of a few samples; None if the loop counts no tokens or no length is found."""
     if tokens_per_sample != WEIGH or isinstance(dataset, (IterableDataset, DataLoader)):
         return None
     if not isinstance(dataset, Sized):

@@ -27,24 +27,25 @@ _FILES_OPEN = 64  # footers kept per process, some kB to MB each
 
 
 class ArrowDataset:
-    """Rows of Parquet files, numbered file by file, read one row group at a time.
+    """Rows of Parquet files as a map-style dataset, numbered file by file and read one row group at a time.
 
-    Only footers are read at construction. Rows come from a cache of row groups, which evicts the least recently used.
-    Memory per reading process (the training process, or each DataLoader worker): at most `cache_row_groups` row groups
-    of the chosen columns. Neither the cache nor open handles survive pickling or a fork into DataLoader workers.
+    Construction reads only the footers of the files. Rows come from a cache of row groups, which evicts the least
+    recently used. Each reading process (the training process, or each DataLoader worker) holds at most
+    `cache_row_groups` row groups of the chosen columns. Neither the cache nor open handles survive pickling or a fork
+    into DataLoader workers.
 
     A row is a dict from column to value: NumPy scalars for numbers and booleans; NumPy arrays for lists of numbers or
     booleans (of fixed or varying length) and for fixed-shape tensors; Python values for everything else (strings,
     bytes, timestamps, structs); None for null. Torch's default collate accepts the first three.
 
-    When shuffled (`epoch_order`), row groups are used in random order, `buffer_row_groups` at a time, and the rows of
-    those row groups are shuffled together. The larger the buffer, the closer to a full shuffle.
+    When the loader shuffles, row groups are used in random order, `buffer_row_groups` at a time, and the rows of these
+    row groups are shuffled together. The larger the buffer, the closer the order is to a full shuffle.
 
     Attributes:
-        locality: makes the loader sort a step's indices before dividing them among the ranks, so that each rank reads
-            only some of the row groups. The global batch is the same set of samples, but within it a rank's rows come
-            from the same few row groups. If rows differ systematically between groups (a file sorted by label), shuffle
-            them once when writing the files.
+        locality: tells the loader to sort a step's indices before dividing them among the ranks, so that each rank
+            reads only some of the row groups. The global batch contains the same samples, but a rank's share comes from
+            the same few row groups. If rows differ systematically between groups (a file sorted by label), shuffle them
+            once when writing the files.
 
     Examples:
         >>> import tempfile, pyarrow as pa, pyarrow.parquet as pq
@@ -142,12 +143,12 @@ class ArrowDataset:
         return len(self._groups)
 
     def told_of_files(self) -> list[tuple[str, int]]:
-        """Return the path and first row number of each row group, for comparing datasets without reading rows."""
+        """Return the path and first row number of each row group, to compare datasets without reading rows."""
         firsts = self._starts[:-1].tolist()
         return [(self._files[file][0], first) for (file, _), first in zip(self._groups, firsts, strict=True)]
 
     def epoch_order(self, seed: int, epoch: int) -> WindowedOrder:
-        """Return the epoch's order: row groups shuffled, then rows shuffled within each window of row groups."""
+        """Return the epoch's order: row groups are shuffled, then rows within each window of row groups."""
         key = sharding.epoch_key(seed=seed, epoch=epoch)
         shuffled = Permutation(samples=len(self._groups), key=key)[:]
         count = -(-len(shuffled) // self._buffer_row_groups)
@@ -190,7 +191,7 @@ class ArrowDataset:
 
 
 class WindowedOrder:
-    """Order of rows by windows of row groups, random within each window; computed on demand.
+    """Order that shuffles rows within windows of several row groups; computed on demand.
 
     Args:
         starts: first row number of each row group, followed by the total number of rows.

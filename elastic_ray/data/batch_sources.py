@@ -1,4 +1,4 @@
-"""Choice of a loader's batch source from its arguments (torch)."""
+"""Selection of a loader's batch source from the loader's arguments (torch)."""
 
 from __future__ import annotations
 

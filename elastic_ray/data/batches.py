@@ -36,14 +36,14 @@ _CHUNK = 1 << 20
 
 
 class StepSplit:
-    """Division of the coming steps among ranks; equal on all ranks except for ``rank`` and ``shard``.
+    """Division of upcoming steps among the ranks; equal on all ranks except for ``rank`` and ``shard``.
 
     Args:
         drop_last: drop a last step smaller than the batch.
         shares: weights for an unequal division among the ranks; None divides equally.
         halving: selects the steps that a lone rank splits into two halves to measure gradient noise; None for none.
-        least: fewest samples in a rank's micro-batch, if the step has that many for each rank.
-        owed: size of the first step if its update is already in the model and only its commit was lost; otherwise 0.
+        least: fewest samples in a rank's micro-batch, if the step has enough samples for all ranks.
+        owed: size of the first step if the model already contains its update but its commit was lost; otherwise 0.
         shard: index of the part of the rank's samples that this worker reads, if the workers of a unit divide them.
         shards: number of equal parts into which the rank's samples are divided.
     """
@@ -90,13 +90,13 @@ class StepSplit:
         self._slices: dict[tuple[int, int], list[slice]] = {}
 
     def begin(self, position: int, steps: int) -> None:
-        """Set the starting point for counting steps: ``steps`` are committed at ``position`` of the pass."""
+        """Record that ``steps`` steps are committed at ``position`` of the pass, as the origin for counting steps."""
         if self._first[0] >= 0:  # of another pass, or after a nested one
             self.owed = 0
         self._first = position, steps
 
     def step_at(self, position: int) -> int:
-        """Return the number of committed steps at the time the pass reaches ``position``."""
+        """Return the number of steps that will have been committed when the pass reaches ``position``."""
         begin, steps = self._first
         return steps + (position - begin) // max(self.batch_size, 1)
 
@@ -107,7 +107,10 @@ class StepSplit:
         return 2 if self.halving.due(self.step_at(position), count) else 1
 
     def count(self, position: int, total: int) -> int:
-        """Return the size of the step at ``position``; 0 at the end. Below the world size, some ranks get nothing."""
+        """Return the number of samples in the step at ``position``; 0 at the end of the pass.
+
+        If the step has fewer samples than ranks, some ranks get none.
+        """
         if self.owed and position == self._first[0]:
             return self.owed
         each = self.shards
@@ -124,11 +127,11 @@ class StepSplit:
         )
 
     def owed_at(self, position: int) -> int:
-        """Return the size that the step at ``position`` must have; 0 if its size is not prescribed."""
+        """Return the prescribed size of the step at ``position``; 0 if its size is not prescribed."""
         return self.owed if position == self._first[0] else 0
 
     def sizes(self, count: int, position: int) -> list[list[int]]:
-        """Return the samples of each rank and micro-step in the step at ``position``; not to be modified."""
+        """Return the number of samples of each rank and micro-step in the step at ``position``; do not modify it."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._sizes:
             parts = split(
@@ -161,11 +164,11 @@ class StepSplit:
         return [slice(each.start * self.shards, each.stop * self.shards) for each in found]
 
     def steps_to_come(self, position: int, total: int, most: int) -> list[int]:
-        """Return the sizes of the next steps from ``position`` on, at most ``most`` of them."""
+        """Return the sizes of the next steps, starting at ``position``; at most ``most`` sizes."""
         return [len(step) for step in itertools.islice(_steps(position, total, self), most)]
 
     def own(self, indices: list[int]) -> list[int]:
-        """Return the part of its rank's indices that this worker reads."""
+        """Return the part of the rank's indices that this worker of its unit reads."""
         size = len(indices) // self.shards
         return indices if self.shards == 1 else indices[self.shard * size : (self.shard + 1) * size]
 
@@ -185,10 +188,10 @@ class StepBatches:
 
 
 class BatchSource(Protocol):
-    """Protocol of a source of one rank's batches, which a loader reads."""
+    """Protocol of an object that supplies one rank's batches to a loader."""
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """(Re)start at ``position`` of the epoch: when a pass starts, or the group or batch has changed."""
+        """Start or restart at ``position`` of the epoch, for a new pass or after the group or batch changed."""
 
     def end(self) -> None:
         """End the pass."""
@@ -197,13 +200,13 @@ class BatchSource(Protocol):
         """Close the source at the end of the run."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the step at ``position``; called again if the step was voided."""
+        """Return the step at ``position``; called again for the same position if the step was voided."""
 
     def commit(self) -> None:
-        """Mark the step's samples as used."""
+        """Mark the samples of the current step as used."""
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return the values, keyed by name, that must agree on all ranks to use each sample exactly once."""
+        """Return values that must be equal on all ranks for each sample to be used exactly once, keyed by name."""
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """True if a group of ``world_size`` ranks may start at ``position`` of a pass with ``total`` samples."""
@@ -254,7 +257,7 @@ class Fetching:
 
 
 class MapBatches:
-    """Batches of a map-style dataset through a DataLoader whose worker processes survive every resize within a pass.
+    """Batches of a map-style dataset, loaded by a DataLoader whose worker processes survive resizes within a pass.
 
     Args:
         dataset: dataset of the samples; its length may change between passes.
@@ -287,7 +290,7 @@ class MapBatches:
         return self._epoch[1]
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """(Re)start fetching at ``position``; batches prefetched under an earlier plan are dropped."""
+        """Start or restart fetching at ``position``; batches that were prefetched under an earlier plan are dropped."""
         if new_pass:
             self.end()
             if len(self._dataset) != self._length:
@@ -304,7 +307,7 @@ class MapBatches:
         self._batches = self._loader = None
 
     def end(self) -> None:
-        """End the pass; worker processes also end unless they are kept for the next pass."""
+        """End the pass; worker processes also end unless they persist between passes."""
         self._batches = None
         if not self._keeps_workers:
             self._loader = None
@@ -334,7 +337,7 @@ class MapBatches:
         self.begin(epoch, position + cut.count(position, self._total), cut, new_pass=False)
 
     def step_of(self, rank: int, number: int, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the part that `rank` has in the step that is ``number`` steps after ``position``."""
+        """Return `rank`'s part of the step that is ``number`` steps after ``position``."""
         place = next(itertools.islice(_steps(position, self._total, cut), number, None))
         count, micro_steps = len(place), len(cut.sizes(len(place), place.start)[0])
         indices = self.indices(epoch)[place.start : place.stop]
@@ -370,12 +373,12 @@ class MapBatches:
         return next(self._batches)
 
     def commit(self) -> None:
-        """Mark the step's samples as used."""
+        """Mark the samples of the current step as used."""
         for first in self._firsts:
             self._hashes.pop(first, None)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return the dataset's length, the beginning and digest of the epoch's order, and facts about the items."""
+        """Return the dataset's length, the first indices and digest of the epoch's order, and facts about its items."""
         order = self.indices(epoch)
         if self._digest is None or self._digest[0] is not order:  # a nested loop asks in each of the steps around it
             self._digest = order, digest(order)
@@ -383,7 +386,7 @@ class MapBatches:
         return {"len(dataset)": len(self._dataset), **item_facts(self._dataset), f"the order of epoch {epoch}": begins}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """True if a group of ``world_size`` may start at ``position``."""
+        """True if a group of ``world_size`` ranks may start at ``position``."""
         return can_switch(position=position, total=total, world_size=world_size)
 
 
@@ -472,7 +475,7 @@ class StreamBatches:
         """Do nothing: the stream is read in this process."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the batches of the stream's next step; ``total`` counts only samples known to exist so far."""
+        """Return the batches of the stream's next step; its ``total`` counts only the samples seen so far."""
         stream = self._stream
         assert stream is not None, "begin() comes first"
         drawn = stream.next_step(
@@ -497,7 +500,7 @@ class StreamBatches:
             self._stream.commit()
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return no facts: items are compared while they are read, see ``StepBatches.sample_tag``."""
+        """Return no facts, because items are compared while they are read; see ``StepBatches.sample_tag``."""
         return {}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
@@ -548,7 +551,7 @@ class BatchSamplerOrder:
 
 
 class WholeBatches(MapBatches):
-    """Source of whole batches: each step gives every rank one batch; in the last step some ranks may get none.
+    """Source that gives each rank one undivided batch per step; in the last step some ranks may get none.
 
     Args:
         batch_size: samples per batch; ignored if the order is a ``BatchSamplerOrder``.
@@ -584,7 +587,7 @@ class WholeBatches(MapBatches):
         return functools.partial(_own_batches, self.indices(epoch), self.ends(epoch), position, cut)
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the step at ``position``: one batch for each rank, while batches remain."""
+        """Return the step at ``position``, which gives one batch to each rank while batches remain."""
         ends = self.ends(epoch)
         batches = whole_step(ends, position=position, world_size=cut.world_size)
         if not batches:

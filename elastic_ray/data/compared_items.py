@@ -1,8 +1,8 @@
-"""Facts about some of a dataset's items, which ranks compare to check that they use the same data (torch).
+"""Facts about a few items of a dataset, which ranks compare to check that they use the same data (torch).
 
 Items are inspected only if that costs nothing: tensors, arrays, lists, tables, and dataset attributes that name each
-sample (a list of files). No sample is loaded and no user code runs except ``__len__``. So no file is opened that worker
-processes would share, and no random number is drawn.
+sample (a list of files). No sample is loaded, and no user code runs except ``__len__``. No file is therefore opened
+that worker processes would share, and no random number is drawn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Facts = dict[str, Any]
 
 
 def places(count: int) -> list[int]:
-    """Return the indices at which items are compared: all if there are few, otherwise a selection spread evenly.
+    """Return the indices of the items to compare: all if there are few, otherwise an evenly spaced selection.
 
     >>> places(3), places(1000)[:3], places(1000)[-1]
     ([0, 1, 2], [0, 66, 133], 999)
@@ -39,7 +39,7 @@ def places(count: int) -> list[int]:
 
 
 def item_facts(dataset: Any, name: str = "dataset", depth: int = 0) -> Facts:
-    """Return facts about a dataset's items, keyed by name, if they can be found without loading a sample."""
+    """Return the facts about a dataset's items that can be found without loading a sample, keyed by name."""
     if depth > _DEEPEST:
         return {}
     if isinstance(dataset, Subset):
@@ -215,7 +215,7 @@ def _cut(entry: Any, root: str) -> Any:
 
 
 def still_facts(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Facts:
-    """Return the facts of a pass, with None for items that changed since ``first``, unless both values are texts."""
+    """Return the facts of a pass; items that have changed since ``first`` become None unless both values are texts."""
     return {name: value if _is_still(name, value, first.get(name)) else None for name, value in facts.items()}
 
 

@@ -1,4 +1,4 @@
-"""Epochs and random numbers for dataset copies in worker processes."""
+"""Propagation of epoch numbers and random seeds to the dataset copies in DataLoader worker processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EpochHook = Callable[[Any, int], object]
 
 
 class EpochBatch(list[int]):
-    """Indices of a batch together with its epoch and position, so that they reach worker processes with the batch.
+    """Indices of a batch, sent to worker processes together with the batch's epoch and position.
 
     Args:
         first: position of the batch's first index in the epoch's order.
@@ -74,12 +74,12 @@ def seed_sample(seed: int, epoch: int, position: int) -> None:
 
 
 class FollowsEpochs:
-    """Dataset wrapper that reports each new epoch to its dataset, in every process that loads a batch.
+    """Dataset wrapper that notifies its dataset of each new epoch, in every process that loads a batch.
 
     Args:
         hook: called with the dataset and the epoch; None for no hook.
         sets_epoch: also call ``dataset.set_epoch(epoch)``, if the dataset has that method, before the hook.
-        seed: seed for random numbers drawn while loading samples; None leaves the generators alone.
+        seed: seed for random numbers drawn while loading samples; None leaves the generators unchanged.
     """
 
     def __init__(self, dataset: Any, hook: EpochHook | None, *, sets_epoch: bool, seed: int | None = None) -> None:
@@ -92,7 +92,7 @@ class FollowsEpochs:
         return len(self.dataset)
 
     def __getitems__(self, batch: EpochBatch) -> Any:
-        """Return the batch's samples; torch's fetcher requests them together."""
+        """Return the batch's samples; torch's fetcher calls this once per batch."""
         dataset = self.dataset
         if batch.epoch != self._epoch:
             self._epoch = batch.epoch
@@ -127,7 +127,7 @@ def _leave_others_alone() -> None:
 
 
 class WorkerInit:
-    """Initialiser of worker processes that reports errors and exposes the user's dataset in ``get_worker_info()``."""
+    """Initialiser of a worker process, which reports errors and puts the user's dataset into ``get_worker_info()``."""
 
     def __init__(self, inner: Callable[[int], object] | None) -> None:
         self._inner = inner

@@ -38,7 +38,7 @@ _Setting: TypeAlias = tuple[BatchChoice, StepSplit, bool]
 
 
 class PlanFacts:
-    """Facts on which all ranks must agree to divide a loader's samples in the same way."""
+    """Settings of a loader that must be equal on all ranks so that they divide its samples in the same way."""
 
     def __init__(self, given: LoaderArguments, source: BatchSource, *, seed: int, drop_last: bool) -> None:
         self._options = given.facts(drop_last=drop_last) | ({"seed": seed} if given.draws else {})
@@ -47,14 +47,14 @@ class PlanFacts:
         self._first = item_facts(given.dataset)
 
     def of(self, epoch: int, limits: BatchLimits) -> dict[str, Any]:
-        """Return the facts about a pass, as plain values keyed by name."""
+        """Return the settings for one pass, as plain values keyed by name."""
         batch = dataclasses.asdict(limits)
         items = self._source.facts(epoch)
         return {"batch_size": batch.pop("init_batch_size"), **batch, **self._options, **still_facts(items, self._first)}
 
 
 class AdaptiveDataLoader(ResumableLoader):
-    """Loader of ``dataset`` in global batches that the job's workers share.
+    """DataLoader whose global batches are divided among the job's workers.
 
     ``batch_size`` is the size of the *global* batch: with 64 samples and 4 workers, each worker gets 16. Unless
     :meth:`autoscale_batch_size` allows more, every step uses exactly that many samples (fewer in the last step of an
@@ -62,7 +62,7 @@ class AdaptiveDataLoader(ResumableLoader):
     ``seed`` and the epoch alone, even if workers join, leave or fail. A step voided by a failure is drawn again.
 
     Iterate inside ``for epoch in elastic_ray.remaining_epochs_until(n):``. Evaluation loaders (``shuffle=False``) also
-    divide their samples among the workers: sum results in an ``Accumulator``.
+    divide their samples among the workers, so results must be summed in an ``Accumulator``.
 
     A sampler or iterable of indices determines the global order, seeded by ``seed`` and the epoch. Of a
     ``DistributedSampler`` only shuffle, seed and drop_last are used. With an iterable dataset, every rank reads the
@@ -72,10 +72,11 @@ class AdaptiveDataLoader(ResumableLoader):
     keep their copies of the dataset, and ``set_epoch(epoch)`` is called on each copy before the epoch's first sample.
 
     Args:
-        dataset: map-style or iterable, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are reused.
+        dataset: map-style or iterable dataset, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are
+            reused.
         batch_size: global batch size, at least 1; a batch larger than the dataset holds all of its samples. Or a
-            schedule by progress (0 to 1), such as ``[(0, 64), (0.1, 256)]``: the first size is the initial batch, for
-            which learning rates are set, and 256 becomes 255 on 3 workers.
+            schedule by progress (0 to 1), such as ``[(0, 64), (0.1, 256)]``. The first size is the initial batch, for
+            which the user sets the learning rates. Sizes are adapted to the workers: on 3 workers, 256 becomes 255.
         batch_tokens: global batch in tokens, instead of ``batch_size``, rounded down to whole samples; or a schedule by
             tokens trained on, such as ``[(0, 65_536), ("0.25B", 262_144)]``.
         tokens_per_sample: tokens in each sample; ``"weigh"`` if the loop counts them with :meth:`weigh`.
@@ -83,10 +84,10 @@ class AdaptiveDataLoader(ResumableLoader):
             rule adapts the learning rate, which is set for one worker.
         max_batch_tokens: largest batch in tokens, as in :meth:`autoscale_batch_size`; None keeps the batch fixed.
         shuffle: use a new order in each epoch; True by default, except with a ``sampler`` or ``whole_batches``.
-        sampler: order of the indices; None uses ``shuffle``.
+        sampler: sampler or iterable of indices in the order of use; None orders samples by ``shuffle``.
         batch_sampler: yields batches as lists of indices; requires ``whole_batches``.
         drop_last: drop a last step smaller than the batch.
-        seed: seed of the order.
+        seed: seed of the sample order.
         num_workers: number of DataLoader worker processes.
         persistent_workers: keep worker processes between passes.
         whole_batches: give each batch undivided to one rank, in the dataset's order unless ``shuffle=True``. For
@@ -197,8 +198,8 @@ class AdaptiveDataLoader(ResumableLoader):
         Args:
             max_batch_size: largest global batch [samples].
             local_bsz_bounds: fewest and most samples that one worker processes at once; None for no bound.
-            gradient_accumulation: allow several micro-batches per step; ``optimizer.step()`` takes effect on the last
-                one.
+            gradient_accumulation: True if a step may have several micro-batches; ``optimizer.step()`` then takes effect
+                on the last of them only.
 
         Raises:
             RuntimeError: another loader of this train loop already adapts its batch size, training has started, or the
@@ -310,7 +311,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def shape(self) -> BatchChoice:
-        """Current division of a full step on each worker."""
+        """Division of a full step into samples per worker and micro-step, and micro-steps."""
         session, limits = self._session, self._limits
         if self._given.whole_batches:
             return BatchChoice(atomic_bsz=limits.init_batch_size)
@@ -321,12 +322,12 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def current_local_bsz(self) -> int:
-        """Largest number of samples that a worker currently processes at once."""
+        """Largest number of samples that a worker currently processes in one micro-step."""
         return self.shape.atomic_bsz
 
     @property
     def accumulation_steps(self) -> int:
-        """Number of micro-steps before the one that synchronises gradients."""
+        """Number of micro-steps per step that only accumulate gradients, before the one that synchronises them."""
         return self.shape.accum_steps
 
     @property
@@ -338,7 +339,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def total_batch_size(self) -> int:
-        """Current global batch size [samples], under the name that accelerate uses."""
+        """Current global batch size [samples]; this is accelerate's name for :attr:`current_batch_size`."""
         return self.current_batch_size
 
     def __len__(self) -> int:
@@ -362,12 +363,12 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def dataset(self) -> Any:
-        """The dataset."""
+        """Dataset of the samples."""
         return self._given.dataset
 
     @property
     def batch_size(self) -> int | None:
-        """The global batch size given at construction; None if a batch sampler forms the batches."""
+        """Global batch size given at construction [samples]; None if a batch sampler forms the batches."""
         return self._given.batch_size if self._given.batch_sampler is None else None
 
     @property

@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 def make_result(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float = 60.0) -> Result:
     """Return Ray Train's ``Result`` for a job that has ended.
 
-    ``metrics`` are the last ones reported (with or without a checkpoint). ``checkpoint`` is the newest reported
+    ``metrics`` are the last reported metrics, with or without a checkpoint. ``checkpoint`` is the newest reported
     checkpoint. If the job reported none, it is the directory of the automatic checkpoints, for ``load_model_state``.
     ``best_checkpoints`` are all reported checkpoints that were kept, oldest first. ``metrics_dataframe`` has a row for
-    every report; reports that the outcome no longer holds are read from storage, within ``timeout_s`` seconds.
+    every report. Reports that the outcome no longer holds are read from storage, within ``timeout_s`` seconds.
     """
     import pandas as pd
     from ray.train import Checkpoint
@@ -114,12 +114,11 @@ def find_controller(job: str) -> Any | None:
 
 
 class JobHandle:
-    """Handle of a submitted job, to query it, fix its size, wait for it and stop it.
+    """Handle of a submitted job, for querying it, fixing its size, waiting for it and stopping it.
 
-    While the handle's process lives, a thread renews the job's lease. Without renewal the job ends after
-    ``ElasticConfig.lease_s``, unless another process attaches in time. All methods are thread-safe. A request to the
-    controller raises TimeoutError if the controller does not respond. After the job has ended, methods return stored
-    results.
+    While the process that holds the handle lives, a thread renews the job's lease. Without renewal, the job ends after
+    ``ElasticConfig.lease_s``, unless another process attaches in time. All methods are thread-safe. Methods that call
+    the controller raise TimeoutError if it does not respond. After the job has ended, methods return stored results.
     """
 
     def __init__(self, controller: Any, spec: JobSpec) -> None:
@@ -169,11 +168,11 @@ class JobHandle:
         return self._spec.job
 
     def done(self) -> bool:
-        """True if the job has ended, successfully or not; returns at once."""
+        """True if the job has ended, successfully or not; never blocks."""
         return self._lease.ending is not None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds (None: for ever); True if the job has ended, successfully or not."""
+        """Wait for the job's end, at most ``timeout`` seconds (None: for ever); True if the job has ended."""
         return self._lease.wait(timeout) is not None
 
     def result(self, timeout: float | None = None) -> Result:
@@ -215,12 +214,12 @@ class JobHandle:
         return self._lease.last
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Return rank, node and process of every worker in the current group; empty if the job has no group."""
+        """Return the rank, node and process of every worker in the current group; empty if there is no group."""
         return tuple(self._ask("workers") or ())
 
     @property
     def last_status(self) -> JobStatus:
-        """Status from the most recent lease renewal; reading it sends no request."""
+        """Status received with the most recent lease renewal; reading this property sends no request."""
         return self._lease.last
 
     @property
@@ -247,10 +246,12 @@ class JobHandle:
         return events[since:]
 
     def explain(self) -> Explanation | None:
-        """Return the reason for the job's number of workers, and the effect of one more; ``str()`` formats it.
+        """Return an explanation of the job's number of workers, and of the effect of one more worker.
 
         Returns:
-            None if the job has ended, or if the allocator is not running or does not know the job yet.
+            An object that ``str()`` formats. None if the job has ended, or if the allocator is not running or does not
+            know
+            the job yet.
 
         Raises:
             TimeoutError: The allocator does not respond.
@@ -285,7 +286,7 @@ class JobHandle:
         return str(chosen[-1].detail.get("table", chosen[-1].reason)) if chosen else None
 
     def resize(self, workers: int) -> None:
-        """Hold the job at this number of workers until :meth:`release`; do nothing if it has ended.
+        """Hold the job at a fixed number of workers until :meth:`release`; do nothing if the job has ended.
 
         The call returns once the controller has accepted the request, without waiting for the workers; ``status()`` and
         ``events()`` show when the size is reached.
@@ -342,7 +343,7 @@ class JobHandle:
         tolerance: float = 0.01,
         timeout: float | None = None,
     ) -> BranchResult:
-        """Measure the largest batch that does not waste samples, and keep the job's batch below it.
+        """Measure the largest batch that does not waste samples, and limit the job's batch to it.
 
         Each branch is a job of the lowest weight. It starts from this job's newest automatic checkpoint and trains on
         the same samples with a different batch, while this job continues. The call blocks until the result is known;
@@ -350,8 +351,9 @@ class JobHandle:
 
         Args:
             factors: Batches to try, as multiples of the current one; any above the loader's largest batch are skipped.
-            steps: Steps of the branch that keeps the current batch; the other branches train on as many samples.
-            metric: Name of a reported metric; smaller is better.
+            steps: Number of steps of the branch that keeps the current batch. The other branches train on as many
+                samples.
+            metric: Name of a reported metric of which smaller values are better.
             tolerance: Accepted relative increase of the metric over that of the branch with the current batch.
             timeout: Longest wait [s]; None waits for ever. The branches continue after a timeout.
 
@@ -377,7 +379,7 @@ class JobHandle:
             raise ValueError(f"job {self.job!r} cannot be {what}: it has ended ({self._lease.last.phase.value})")
 
     def weigh(self, weight: float) -> None:
-        """Change ``SchedulingConfig.weight`` of the running job: how much its speed counts against that of other jobs.
+        """Change the running job's weight (``SchedulingConfig.weight``), the importance of its speed among other jobs.
 
         Raises:
             ValueError: If the weight is not above 0 and finite.
@@ -426,7 +428,7 @@ class JobHandle:
         self._lease.leave()
 
     def stop(self, *, now: bool = False, reason: str = "JobHandle.stop() was called") -> None:
-        """Request the end of the job; ``result()`` then waits for it and returns the results without an error.
+        """Request the end of the job without waiting; a later ``result()`` returns its results without an error.
 
         Args:
             now: If True, end in the middle of a step without saving, and kill the workers at once. Otherwise the job

@@ -37,10 +37,10 @@ class EndedJob:
 
 
 class LeaseKeeper:
-    """Renewer of a job's lease, in its own thread; when the job ends, it fetches the results and closes the job.
+    """Thread that renews a job's lease; when the job ends, it fetches the results and closes the job.
 
-    The user's loop does not renew the lease, because it may block. A thread lives exactly as long as the driver
-    process, and that is what the lease proves to the controller.
+    The user's loop does not renew the lease, because it may block. The thread lives exactly as long as the driver
+    process, which is what the lease proves to the controller.
     """
 
     def __init__(self, job: str, controller: Any, *, lease_s: float, away_s: float) -> None:

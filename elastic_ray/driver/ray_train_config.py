@@ -1,4 +1,4 @@
-"""Reader of Ray Train's configuration for an elastic job: each field is honoured or refused with a reason."""
+"""Reader of Ray Train's configuration for an elastic job: each field is used, or refused with a reason."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Window:
 
     @property
     def replayed(self) -> RunStorage:
-        """Directory of the job that trains the steps again."""
+        """Directory of the job that repeats the steps."""
         return RunStorage(posixpath.join(posixpath.dirname(self.run.path), self.name), self.run.filesystem)
 
     def prepare(self) -> None:
@@ -112,7 +112,7 @@ class ReplayResult:
 
     @property
     def proven(self) -> bool | None:
-        """True if the models are equal, False if not; None if they differ in a run with a changing batch size."""
+        """True if the models are equal; None if they differ but the batch size changed in the run, else False."""
         return True if self.equal else None if self.adapts else False
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Memory need per worker of a model that is sharded over the workers, calculated from the model (torch)."""
+"""Estimate of the memory per worker for a model that is sharded over the workers (torch)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sharded_memory(
     optimizer_states: int = 2,
     shard_size: int | None = None,
 ) -> MemoryNeed:
-    """Return the bytes that a worker needs to train a model under ``elastic_ray.fully_shard``.
+    """Return the memory that a worker needs to train a model under ``elastic_ray.fully_shard``.
 
     The result is for ``SchedulingConfig(memory=)``.
 
@@ -35,8 +35,8 @@ def sharded_memory(
         model: The model before ``fully_shard``; on the meta device it uses no memory.
         available_bytes: Memory of one worker, such as ``80 << 30`` for a GPU.
         other_bytes: Further memory that each worker needs regardless of the number of workers.
-        optimizer_states: Tensors of a parameter's shape that the optimizer keeps per parameter: 2 for Adam and AdamW,
-            1 for SGD with momentum.
+        optimizer_states: Number of tensors, each as large as the parameter, that the optimizer keeps per parameter: 2
+            for Adam and AdamW, 1 for SGD with momentum.
         shard_size: Value passed to ``fully_shard``; None if it is omitted there.
 
     Raises:

@@ -77,7 +77,7 @@ def impossible(
     sizes: AllowedSizes = ANY_SIZE,
     unit: int = 1,
 ) -> str | None:
-    """Return why even the smallest size of a job could not run on these nodes if no other job used them.
+    """Return the reason why even a job's smallest size could not run on these nodes if they were otherwise empty.
 
     Args:
         bundle: Resources of one worker.
@@ -195,7 +195,7 @@ class ElasticTrainer:
         adaptation: Policy | Sequence[Policy] | None = None,
         **unsupported: Any,
     ) -> None:
-        """Check all arguments; nothing is started, and Ray need not be initialised yet.
+        """Check all arguments, without starting anything; Ray need not be initialised yet.
 
         Args:
             train_loop_per_worker: Function that every worker runs, with no argument or with the config.
@@ -204,15 +204,16 @@ class ElasticTrainer:
             run_config: Name, storage, failure handling and checkpoints.
             elastic_config: How the job changes size and how fast it detects failures; None for the defaults.
             scheduling_config: Priority, tenant, deadline and other inputs to the allocator; None for the defaults.
-            datasets: ``ray.data.Dataset`` by name, for ``elastic_ray.get_dataset_shard(name)`` in the train function.
+            datasets: ``ray.data.Dataset`` objects keyed by name, for ``elastic_ray.get_dataset_shard(name)`` in the
+                train function.
             model_fingerprint: Name for the model, such as ``"resnet18-224"``. Jobs with the same name and the same
                 resources per worker share measured step times, even after they have ended. By default, it is derived
                 from the model (see ``elastic_ray.record.fingerprint``).
-            adaptation: One or several adaptation policies: control loops over the run (see ``elastic_ray.adaptation``).
-                They are called in order, before the policies that the train function passes to
-                ``AdaptiveDataParallel(policy=...)``. A policy passed in both places (same class, equal attributes) is
-                called once.
-            **unsupported: Other arguments of ``TorchTrainer`` raise an error that names an alternative.
+            adaptation: One or several adaptation policies, which are control loops over the run (see
+                ``elastic_ray.adaptation``). They are called in order, before the policies that the train function
+                passes to ``AdaptiveDataParallel(policy=...)``. A policy passed in both places (same class, equal
+                attributes) is called once.
+            **unsupported: Other arguments of ``TorchTrainer``, which raise an error that names an alternative.
 
         Raises:
             TypeError: If an argument has a wrong type or is not supported, or if the function cannot be pickled.

@@ -12,7 +12,7 @@ import elastic_ray as er
 
 
 class LateWrapped(torch.nn.Module):
-    """A model that is wrapped with its optimizer when training starts; until then, calls go to the plain model.
+    """Model that is wrapped with its optimizer when training starts; until then, calls go to the plain model.
 
     Attributes of the plain model can also be read from this object.
     """

@@ -176,7 +176,7 @@ class JobController:
             return True
 
     async def leave(self) -> None:
-        """End this controller, unless it has a job."""
+        """End this controller if it has no job."""
         async with self._takes:
             if not self._own_name:
                 self._end()
@@ -265,7 +265,7 @@ class JobController:
         await self._persist_state()
 
     async def pause(self, reason: str = "paused by JobHandle.pause()") -> None:
-        """Save the job after the current step and give its slots back until :meth:`resume`.
+        """Save the job after the current step and release its slots until :meth:`resume`.
 
         Raises ValueError: the job cannot be paused, or is already paused.
         """

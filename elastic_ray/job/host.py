@@ -1,4 +1,4 @@
-"""SHELL: actors that run several controllers of a sweep's trials each, because starting a process takes seconds."""
+"""SHELL: actors that each run several controllers of a sweep's trials, because starting a process takes seconds."""
 
 from __future__ import annotations
 

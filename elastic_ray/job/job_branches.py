@@ -1,4 +1,4 @@
-"""SHELL: branches of a job in its controller: if it can have them, when to start, how to use the result."""
+"""SHELL: branches of a job in its controller: whether it can have them, when they start, how the result is used."""
 
 from __future__ import annotations
 

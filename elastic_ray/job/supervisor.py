@@ -135,7 +135,7 @@ class JobSupervisor:
         self.allocator.soon()
 
     def pause(self, reason: str) -> None:
-        """Save the job after the current step and give its slots back until :meth:`resume`.
+        """Save the job after the current step and release its slots until :meth:`resume`.
 
         Raises ValueError: the job cannot be paused, or is already paused.
         """

@@ -1,1 +1,1 @@
-"""Public functions of a train loop, and the session of its thread."""
+"""Public functions that a train function calls, and the session of the calling thread."""

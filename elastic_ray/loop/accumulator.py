@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ from elastic_ray.run.current import session_of_thread
 
 if TYPE_CHECKING:
     from elastic_ray.session.session import Session
+
+
+NUMBERS = itertools.count(2)
 
 
 class _Sum(float):
@@ -25,13 +29,13 @@ class _Sum(float):
 
 
 class Accumulator(Mapping[str, float]):
-    """Named sums, such as losses and hits, to which every rank adds inside a loader's loop.
+    """Named sums, such as losses and hits, to which every rank adds inside a loop over a loader.
 
-    Values added during a step count when the step is committed. A step voided by a failure leaves nothing behind and
-    counts when it is drawn again. The contributions of a lost worker are kept. Reading returns the sum over all ranks
-    and committed steps, which is the same on every rank. Read on every rank: after a ``break`` out of a loop, reading
-    may commit the last step. Between two passes of a loader, all steps are committed. Every rank must add to the same
-    names in a step, even if only 0.0.
+    Values added during a step count once the step is committed. If a failure voids the step, its values are discarded,
+    and are added again when the step is drawn again. Contributions from committed steps are kept even if their worker
+    is lost. Reading a sum returns the total over all ranks and committed steps, which is the same on every rank. Read
+    on every rank, because reading after a ``break`` out of a loop may commit the last step. Between two passes of a
+    loader, all steps are committed. Every rank must add to the same names in a step, even if it only adds 0.0.
 
     Examples:
         >>> from elastic_ray import AdaptiveDataLoader, remaining_epochs_until
@@ -46,13 +50,18 @@ class Accumulator(Mapping[str, float]):
     """
 
     def __init__(self) -> None:
-        self._start_in(current_session())
+        self._start_in(session := current_session())
+        self._number = 0 if session.synced else -next(NUMBERS)  # of one that an import makes before there is a run
 
     def _join_present_run(self) -> None:
         """Attach to the current run: if a process trains several times, sums belong to the run that adds to them."""
         present = session_of_thread()
-        if present is not None and present is not self._session:
+        if present is None or present is self._session:
+            return
+        if self._session.synced:
             self._start_in(present)
+        else:
+            self._session, self._key = present, (-1, self._number)
 
     def _start_in(self, session: Session) -> None:
         caller = sys._getframe(2)
@@ -71,7 +80,7 @@ class Accumulator(Mapping[str, float]):
         self.add(name, value.added)
 
     def add(self, name: str, value: float) -> None:
-        """Add this rank's ``value``; equivalent to ``accumulator[name] += value``."""
+        """Add ``value`` to this rank's contribution to the sum ``name``; same as ``accumulator[name] += value``."""
         self._join_present_run()
         if self._session.ledger.depth == 0:
             raise RuntimeError(
@@ -84,12 +93,19 @@ class Accumulator(Mapping[str, float]):
 
     def reset(self) -> None:
         """Reset all sums; call this on every rank, between two passes of a loader."""
-        self._session.progress.reset_sums(self._key)
+        self._run_or_present().progress.reset_sums(self._key)
+
+    def _run_or_present(self) -> Session:
+        """Return the run that has added to the sums; the present one if none has."""
+        if not self._session.synced:
+            self._join_present_run()
+        return self._session
 
     def _sums(self) -> dict[str, float]:
-        if self._session.synced and self._session.ledger.depth == 1:
-            self._session.passes.settle()
-        return self._session.progress.sums.get(self._key, {})
+        session = self._run_or_present()
+        if session.synced and session.ledger.abandoned:
+            session.passes.settle()
+        return session.progress.sums.get(self._key, {})
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sums())

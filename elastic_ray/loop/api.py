@@ -1,4 +1,4 @@
-"""Public functions of a train loop: its session, its rank in the job, reports and shared state."""
+"""Public functions of a train loop: session, rank and group of the worker, reports, and shared state."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 def current_session() -> Session:
-    """Return the session of the train loop that runs in this thread.
+    """Return the session of the train loop that runs in the calling thread.
 
-    Outside a trainer, a session is created on first use: it trains alone or, under ``torchrun``, with the group
-    described by the environment.
+    Outside a trainer, the first call creates a session. Under ``torchrun``, the session uses the process group
+    described by the environment; otherwise it trains with a single worker.
 
-    Raises RuntimeError: the calling thread of a worker is not the one that runs the train function.
+    Raises RuntimeError: called in a worker, from a thread other than the one that runs the train function.
     """
     session = session_of_thread()
     if session is None:
@@ -45,10 +45,10 @@ def current_session() -> Session:
 def session_of_new_model() -> Session:
     """Return the session for a model that is being wrapped.
 
-    Outside a trainer, wrapping a model after the first epoch, or after a failed start, begins another run in the
-    process: a notebook cell that is run again, or the next fold. The new run adopts loaders made since then, and the
-    loader that fed the previous run. A loop of the previous run that continues nevertheless raises an error, see
-    ``run.current.replaced_error``.
+    Outside a trainer, wrapping a model after the first epoch, or after a failed start, starts another run in the same
+    process (a notebook cell that is run again, or the next cross-validation fold). The new run adopts the loaders made
+    since then, and the loader that fed the previous run. If a loop of the previous run continues nevertheless, it
+    raises the error of ``run.current.replaced_error``.
     """
     earlier = current_session()
     if earlier.elastic or not (earlier.synced or earlier.opening_failed):
@@ -57,7 +57,7 @@ def session_of_new_model() -> Session:
 
 
 def session_to_build() -> Session:
-    """Return the session in which to register objects before the first epoch.
+    """Return the session in which objects are registered before the first epoch.
 
     Outside a trainer, a session that failed to start is replaced by a new one.
     """
@@ -92,24 +92,24 @@ def _take_along(leading: weakref.ref[Any], session: Session) -> None:
 class ElasticContext:
     """Rank and group of this worker, as in ``ray.train.get_context()``; each method returns the current value.
 
-    Before the first epoch no group exists; ranks and sizes then describe the group that this worker is expected to
-    join. Of the workers that start or restart a job, exactly one sees rank 0, and one on each node sees local rank 0;
-    workers that join a running job never see rank 0. ``if get_world_rank() == 0: download()`` is thus also correct
-    before the first epoch, but the other workers do not wait for rank 0.
+    Before the first epoch there is no group yet, and ranks and sizes describe the group that this worker is expected to
+    join. Among the workers that start or restart a job, exactly one sees rank 0, and one on each node sees local rank
+    0. Workers that join a running job never see rank 0 before their first epoch. ``if get_world_rank() == 0:
+    download()`` is therefore correct before the first epoch too, but the other workers do not wait for rank 0.
     """
 
     _session: Session
 
     def get_world_size(self) -> int:
-        """Return the number of workers of the current generation."""
+        """Return the number of workers in the current generation (group of workers)."""
         return self._session.group.rank_info.world_size
 
     def get_world_rank(self) -> int:
-        """Return the rank of this worker, from 0."""
+        """Return this worker's rank in the current generation, from 0."""
         return self._session.group.rank_info.rank
 
     def get_local_rank(self) -> int:
-        """Return the rank of this worker among those on its node."""
+        """Return this worker's rank among the workers on its node, from 0."""
         return self._session.group.rank_info.local_rank
 
     def get_local_world_size(self) -> int:
@@ -117,11 +117,11 @@ class ElasticContext:
         return self._session.group.rank_info.local_world_size
 
     def get_node_rank(self) -> int:
-        """Return the index of this worker's node in the job."""
+        """Return the index of this worker's node among the nodes of the job, from 0."""
         return self._session.group.rank_info.node_rank
 
     def get_generation(self) -> int:
-        """Return the current generation's number, which grows with each change of the group; 0 before the first."""
+        """Return the number of the current generation, which increases with each regrouping; 0 before the first."""
         return self._session.group.generation
 
     def get_job_name(self) -> str:
@@ -129,7 +129,7 @@ class ElasticContext:
         return self._session.job
 
     def get_experiment_name(self) -> str:
-        """Return the name of the job, under the name that Ray Train uses."""
+        """Return the name of the job; this is Ray Train's name for :meth:`get_job_name`."""
         return self._session.job
 
     def get_global_step(self) -> int:
@@ -138,7 +138,7 @@ class ElasticContext:
 
 
 def get_context() -> ElasticContext:
-    """Return this worker's context: its ranks, the size of its group, and the job's name and step."""
+    """Return this worker's context: its rank, the size of its group, the job's name and the current step."""
     return ElasticContext(current_session())
 
 
@@ -146,17 +146,17 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     """Report metrics, and optionally a checkpoint; call it on every rank, but only rank 0's metrics are recorded.
 
     Metrics are numbers, strings, None, and lists, tuples and dicts (with string keys) of these, up to 256 KiB in total
-    as JSON: they are read by processes of the cluster that run no user code. NumPy scalars, and arrays and tensors of
-    one element, are recorded as numbers; other arrays and tensors of real numbers as lists.
+    as JSON, because cluster processes that run no user code read them. NumPy scalars, and arrays and tensors with one
+    element, are recorded as numbers; other arrays and tensors of real numbers are recorded as lists.
 
     Replicas are identical, so a checkpoint from rank 0 is enough. If other ranks pass a checkpoint in the same call,
-    their files are added to rank 0's directory, unless rank 0 has a file of the same name. If rank 0 has passed none,
-    their files are not kept, and a ``warning`` event says so. The call blocks until the files have been copied to the
-    run's storage and the job has been notified.
+    their files are added to rank 0's directory, unless rank 0 has a file of the same name. If rank 0 passes no
+    checkpoint, the files of the other ranks are discarded, and a ``warning`` event says so. The call blocks until the
+    files have been copied to the run's storage and the job has been notified.
 
-    If storage does not respond, fails or is missing for ``ElasticConfig(storage_timeout_s)``, the checkpoint is
-    dropped, as an event of kind ``storage`` reports. Its metrics are recorded, training continues, and the next
-    checkpoint is attempted as usual.
+    If storage fails, or does not respond within ``ElasticConfig(storage_timeout_s)``, the checkpoint is dropped and an
+    event of kind ``storage`` reports it. The metrics are still recorded, training continues, and the next checkpoint is
+    attempted as usual.
 
     Raises:
         TypeError: ``metrics`` is not a mapping, or rank 0's metrics have an unsupported type; the message names it.
@@ -181,7 +181,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """Return the last reported checkpoint if the job is restarting from one, None otherwise.
+    """Return the last reported checkpoint if the job is restarting from one; otherwise return None.
 
     Workers that join a running job receive their state from the other workers and need no checkpoint.
     """
@@ -192,14 +192,14 @@ def get_checkpoint() -> Checkpoint | None:
 def get_tracker_dir() -> str:
     """Return the directory for the train function's own logs: tensors, images, text, profiler traces.
 
-    The directory belongs to the run, so a new rank 0 continues where the previous one stopped: ``tensorboard/user`` in
-    the run's directory, which TensorBoard shows beside the run's own numbers. If storage is not local, it is a
-    directory on this node, whose files are copied to storage every 15 s and when the train function returns. Without a
-    trainer, it is the value of the environment variable ``ELASTIC_RAY_TRACKER_DIR`` or ``runs/user`` in the current
-    directory.
+    The directory belongs to the run, not to the worker, so a new rank 0 continues where the previous one stopped. It is
+    ``tensorboard/user`` in the run's directory, so that TensorBoard shows these logs beside the run's own numbers. If
+    storage is not local, it is a directory on this node, and its files are copied to storage every 15 s and when the
+    train function returns. Without a trainer, it is the value of the environment variable ``ELASTIC_RAY_TRACKER_DIR``,
+    or ``runs/user`` in the current directory.
 
-    Every rank may call this; usually rank 0 writes. A writer belongs to one process: open it when the process becomes
-    rank 0, and pass the step at which it starts (``SummaryWriter(er.get_tracker_dir(), purge_step=...)``).
+    Every rank may call this; usually only rank 0 writes. A writer belongs to one process: open it when the process
+    becomes rank 0, and pass the current step (``SummaryWriter(er.get_tracker_dir(), purge_step=...)``).
 
     Raises:
         OSError: the directory cannot be created.
@@ -210,16 +210,16 @@ def get_tracker_dir() -> str:
 def register_state(name: str, target: Any) -> None:
     """Add ``target`` to the state that all workers share: moving averages of a model, counters, metrics, curricula.
 
-    Joining workers receive its state, checkpoints include it, and when a failure voids a step, changes that user code
-    made to it in that step are undone. It must be the same on every rank; sum values that differ in an ``Accumulator``.
-    Call this before the first epoch, on every worker. The state is copied at the start of each step, so a large state
-    costs the time to copy it.
+    Joining workers receive this state, and checkpoints include it. If a failure voids a step, changes that user code
+    made to the state during the step are undone. The state must be the same on every rank; use an ``Accumulator`` for
+    values that differ between ranks. Call this before the first epoch, on every worker. The state is copied at the
+    start of each step, so a large state slows down every step.
 
     Args:
         name: name of the state, unique in the train loop.
         target: object with ``state_dict()``, which returns tensors and plain values, and ``load_state_dict(state)``.
-            For a ``torch.nn.Module``, all parameters and buffers (persistent or not), extra states
-            (``get_extra_state``), modes, and the sums of a ``torchmetrics.Metric`` are included.
+            For a ``torch.nn.Module``, the state includes all parameters, all buffers (persistent or not), extra states
+            (``get_extra_state``), train/eval modes, and the sums of any ``torchmetrics.Metric``.
 
     Raises:
         TypeError: the name is not text, or ``target`` lacks one of these methods.
@@ -252,9 +252,9 @@ def register_state(name: str, target: Any) -> None:
 def unit_mesh() -> DeviceMesh:
     """Return torch's ``DeviceMesh`` over the workers of this worker's unit; see docs/units.md.
 
-    Its dimensions are those of ``SchedulingConfig(unit=Unit(tp=2, shard=2))``, with their names and in that order, or a
-    single one for ``unit=2``. It is constant while the worker lives, because units join and leave as a whole. The first
-    call creates the mesh, so all workers of the unit must make it at the same point.
+    For ``SchedulingConfig(unit=Unit(tp=2, shard=2))``, the mesh has the dimensions ``tp`` and ``shard``, in this order;
+    for ``unit=2``, it has a single dimension. The mesh never changes while the worker lives, because units join and
+    leave as a whole. The first call creates the mesh, so all workers of the unit must make this call at the same point.
 
     Raises:
         RuntimeError: the job has no units, or the code does not run in a job.

@@ -49,11 +49,11 @@ def all_reduce(value: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor: ...
 def all_reduce(value: float | torch.Tensor, op: ReduceOp = "sum") -> float | torch.Tensor:
     """Return the sum, mean, minimum or maximum of all ranks' values; the same on every rank.
 
-    Every rank must call this at the same point of the train function; the call blocks until all have done so. The
-    result is this rank's own value before the worker has joined the job (before its first epoch), and while it replays
-    code that the other ranks have already run. If a rank is lost within a step, the step is voided and drawn again;
-    between steps, the remaining ranks repeat the call automatically. To sum over the steps of a pass, use an
-    ``Accumulator``, which needs no extra collective.
+    Every rank must call this at the same point of the train function; the call blocks until all ranks have done so.
+    This rank's own value is returned before the worker has joined the job (before its first epoch), and while it
+    replays code that the other ranks have already run. If a rank is lost within a step, the step is voided and drawn
+    again. If a rank is lost between steps, the remaining ranks repeat the call automatically. To sum over the steps of
+    a pass, use an ``Accumulator``, which needs no extra collective.
 
     Args:
         value: a number, or a tensor of the same shape and type on every rank, on the CPU or a GPU; it is not modified.
@@ -144,15 +144,16 @@ def _reduced(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 def all_gather(value: T) -> list[T]:
     """Return every rank's value, in rank order; the same list on every rank.
 
-    Every rank must call this; the call blocks until all have done so. Lost ranks, and calls before this worker has
-    joined the job, are treated as in :func:`all_reduce`; the list has one entry for each rank that participated.
+    Every rank must call this; the call blocks until all ranks have done so. As in :func:`all_reduce`, the call is
+    repeated if a rank is lost between steps, and is local before this worker has joined the job. The list has one entry
+    for each participating rank.
 
     Args:
         value: tensors and plain values, in lists, tuples and dicts; ranks may pass different structures. Received
             tensors are moved to the device of this rank's tensors.
 
     Raises:
-        UnsafeStateError: the value contains anything else, because nothing is ever pickled.
+        UnsafeStateError: the value contains an object of another type; such objects would need pickle, which is unsafe.
         RanksDisagreeError: the ranks make different calls.
     """
     mine = _plain(value)
@@ -174,16 +175,16 @@ def all_gather(value: T) -> list[T]:
 def broadcast(value: T, src: int = 0) -> T:
     """Return the value of rank ``src``, on every rank.
 
-    Every rank must call this. Lost ranks, and calls before this worker has joined the job, are treated as in
-    :func:`all_reduce`. If the worker with rank ``src`` is lost, another worker takes its rank, and that worker's value
-    is returned.
+    Every rank must call this; the call blocks until all ranks have done so. As in :func:`all_reduce`, the call is
+    repeated if a rank is lost between steps, and is local before this worker has joined the job. If the lost rank is
+    ``src``, the worker that then has this rank provides the value.
 
     Args:
         value: tensors and plain values, in lists, tuples and dicts; ignored on ranks other than ``src``.
         src: rank of the worker that provides the value.
 
     Raises:
-        UnsafeStateError: the value contains anything else, because nothing is ever pickled.
+        UnsafeStateError: the value contains an object of another type; such objects would need pickle, which is unsafe.
         ValueError: ``src`` is not a rank of the current group.
         RanksDisagreeError: the ranks make different calls.
     """
@@ -204,7 +205,7 @@ def broadcast(value: T, src: int = 0) -> T:
 
 
 def barrier() -> None:
-    """Wait until all ranks have called this; workers that have not joined the job yet do not wait.
+    """Wait until all ranks have called this; return at once on workers that have not joined the job yet.
 
     Raises:
         RanksDisagreeError: the ranks make different calls.

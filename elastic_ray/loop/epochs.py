@@ -1,4 +1,4 @@
-"""Epochs of a run, as an iterator for ``for`` loops and as an object for other loops."""
+"""Remaining epochs of a run, as an iterator for ``for`` loops and as an object for other loops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic_ray.run.current import replaced_error, session_of_thread
 
 
 class Epochs:
-    """Epochs still to train, for training loops that cannot iterate over ``remaining_epochs_until``.
+    """Remaining epochs of a run, for training loops that cannot iterate over ``remaining_epochs_until``.
 
     Examples:
         >>> import elastic_ray as er
@@ -39,9 +39,10 @@ class Epochs:
         self._begun = self._within = False
 
     def join(self) -> None:
-        """Join the job after everything is built and before training, as the first :meth:`begin_epoch` would do.
+        """Join the job before the first epoch; call this once models and loaders are built.
 
-        The call blocks until this worker has the job's state and knows its rank in the group.
+        The call blocks until this worker has the job's state and knows its rank in the group. Without this call, the
+        first :meth:`begin_epoch` joins.
 
         Raises:
             RuntimeError: passes over a loader from ``ray.train.torch.prepare_data_loader`` already count as epochs.
@@ -57,15 +58,15 @@ class Epochs:
 
     @property
     def done(self) -> bool:
-        """True if all epochs are trained or a policy has ended the training; joins the job first if necessary."""
+        """True if no epoch remains or a policy has ended the training; reading this joins the job first."""
         self.join()
         return self._session.progress.epoch >= self._epochs or self._session.adaptation.stopped
 
     def begin_epoch(self) -> int:
-        """Start the next epoch and return its number, from 0; a joining worker starts with the job's current epoch.
+        """Start the next epoch and return its number, from 0; a joining worker starts at the job's current epoch.
 
         Raises:
-            RuntimeError: the previous epoch has not ended, or no epoch is left.
+            RuntimeError: the previous epoch has not ended, or no epoch remains.
         """
         if self._within:
             raise RuntimeError("begin_epoch() was called twice: call end_epoch() at the end of each epoch")
@@ -105,9 +106,9 @@ class Epochs:
 
 
 def remaining_epochs_until(epochs: int) -> Iterator[int]:
-    """Iterate over the epochs still to train; a joining worker starts at the job's current epoch.
+    """Iterate over the numbers of the remaining epochs; a joining worker starts at the job's current epoch.
 
-    Every worker must iterate. The first epoch starts once this worker has joined the job and has its state.
+    Every worker must iterate. The first epoch starts once this worker has joined the job and received its state.
 
     Args:
         epochs: total number of epochs; 0 or more.

@@ -1,1 +1,1 @@
-"""Membership of a job, and the change from one group of workers to the next between two steps."""
+"""Membership of a job: its workers, and how one group of them replaces another between two steps."""

@@ -1,4 +1,4 @@
-"""Changes between generations: announced, entered, broken, replaced, cancelled (pure)."""
+"""Changes between generations, which are announced, entered, broken, replaced or cancelled (pure)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipConfig:
-    """Configuration of the membership machine; times in seconds."""
+    """Configuration of the membership machine. All times are in seconds."""
 
     min_workers: int = 1  # fewest workers that the first generation begins with
     sizes: AllowedSizes = ANY_SIZE  # of groups that are planned
@@ -43,10 +43,10 @@ class _Deadline:
 
 
 class GenerationChanges(Roster):
-    """Base of :class:`elastic_ray.membership.machine.JobMembership`: everything except how many workers are wanted.
+    """Base class of :class:`elastic_ray.membership.machine.JobMembership`, which decides on the number of workers.
 
     Args:
-        named: number of the last worker of an earlier job under the same controller.
+        named: Number of the last worker of an earlier job under the same controller.
     """
 
     def __init__(self, config: MembershipConfig, *, named: int = 0) -> None:

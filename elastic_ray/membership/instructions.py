@@ -1,4 +1,4 @@
-"""Instructions of the membership machine to its shell: plain values."""
+"""Instructions of the membership machine to the code that carries them out (plain values)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_ray.membership.messages import GenerationSpec
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Instruction: reserve one worker's resources on a node."""
+    """Instruction to reserve one worker's resources on a node."""
 
     worker: str
     node: str
@@ -20,7 +20,7 @@ class Reserve:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Instruction: start a worker whose resources are reserved."""
+    """Instruction to start a worker whose resources are reserved."""
 
     worker: str
     node: str
@@ -28,7 +28,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Instruction: free a worker's resources; ``kill`` its process unless it may stay in the warm pool."""
+    """Instruction to free a worker's resources, and to ``kill`` its process or else let it return to the warm pool."""
 
     worker: str
     kill: bool
@@ -37,7 +37,7 @@ class Release:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Announce:
-    """Instruction: announce a generation to the workers in ``to``."""
+    """Instruction to announce a generation to the workers in ``to``."""
 
     spec: GenerationSpec
     to: tuple[str, ...]
@@ -45,7 +45,7 @@ class Announce:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Withdraw:
-    """Instruction: cancel a planned generation for the workers in ``to``."""
+    """Instruction to cancel a planned generation for the workers in ``to``."""
 
     generation: int
     to: tuple[str, ...]
@@ -53,7 +53,7 @@ class Withdraw:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Instruction: record an event of the job."""
+    """Instruction to record an event of the job."""
 
     kind: EventKind
     from_workers: int
@@ -66,14 +66,14 @@ class Note:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllLost:
-    """Instruction: no member with state is alive, so restart from the last checkpoint or end the job."""
+    """Instruction to restart from the last checkpoint or end the job, because no living member holds the state."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Complete:
-    """Instruction: all members have finished, so the job is complete."""
+    """Instruction to complete the job, because all members have finished."""
 
 
 Instruction = Reserve | Launch | Release | Announce | Withdraw | Note | AllLost | Complete

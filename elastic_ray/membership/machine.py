@@ -1,6 +1,6 @@
-"""State machine of a job's membership: stimuli in, instructions out; no clock, no Ray, no torch (pure).
+"""State machine of a job's membership: events in, instructions out; without clock, Ray or torch (pure).
 
-Only this machine issues generations, and each one supersedes all earlier ones (docs/protocol.md, pitfall 9).
+Only this machine issues generations, and each generation supersedes all earlier ones (docs/protocol.md, pitfall 9).
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ _UNKNOWN = 4  # generations that a controller may have announced in its last mom
 
 
 class JobMembership(GenerationChanges):
-    """State machine of a job's membership; see its base classes for its attributes."""
+    """State machine of a job's membership; its attributes are documented in its base classes."""
 
     def __init__(self, config: MembershipConfig, *, first_most: int = 0, named: int = 0) -> None:
         """Start without workers.
 
         Args:
-            first_most: most workers that the first generation can have at its loader's position; 0 for no limit.
-            named: number of the last worker of an earlier job under the same controller; names are not reused.
+            first_most: Largest number of workers that the first generation can have at its loader's position; 0 for
+                no limit.
+            named: Number of the last worker of an earlier job under the same controller; names are not reused.
         """
         super().__init__(config, named=named)
         self._first_most = first_most
@@ -53,7 +54,7 @@ class JobMembership(GenerationChanges):
         self._first_wish_s: float | None = None
 
     def handle(self, stimulus: Stimulus, now_s: float) -> list[Instruction]:
-        """Handle a stimulus and return the instructions, in order; after the end, none until a reset."""
+        """Handle an event and return the resulting instructions in order; none between the job's end and a reset."""
         self._out = []
         if self._ended:
             return self._out
@@ -103,13 +104,14 @@ class JobMembership(GenerationChanges):
         """Continue with the surviving workers after the controller's process was restarted.
 
         Args:
-            issued: latest generation that was saved; workers may know later ones.
-            world_size: number of workers of the generation in effect, as saved.
-            announced: members of the latest generation announced since the last start, as saved. If none of them
-                survives, all are lost, because they may have trained.
-            trained: whether a generation had taken effect. If so and no survivor holds the state, all are lost.
-            now_s: the current time [s].
-            named: number of the latest worker that may have been requested; survivors may have later ones.
+            issued: Latest generation that was saved; workers may know later ones.
+            world_size: Number of workers of the current generation, as saved.
+            announced: Members of the latest generation announced since the last start, as saved. If none of them
+                survives, all workers count as lost, because these members may have trained.
+            trained: Whether a generation had taken effect. If so, and no survivor holds the state, all workers count
+                as lost.
+            now_s: Current time [s].
+            named: Number of the latest worker that may have been requested; survivors may have higher numbers.
         """
         self._aim(target)
         found = recover(survivors, world_size=world_size, now_s=now_s)
@@ -147,7 +149,7 @@ class JobMembership(GenerationChanges):
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:
-        """True if the worker has joined, or will join, workers that train, and holds no state that they lack."""
+        """True if the worker has joined, or is about to join, training workers, and holds no state that they lack."""
         record = self.workers.get(worker)
         if record is None or self.current is None:
             return False
@@ -330,7 +332,7 @@ class JobMembership(GenerationChanges):
             self._issue(group, forced=False, reason=reason, now_s=now_s)
 
     def reset(self, *, first_most: int = 0) -> list[Instruction]:
-        """Release every worker before a restart from a checkpoint; the target stays."""
+        """Release every worker before a restart from a checkpoint; the target number of workers is kept."""
         self._first_most, self._loaded = first_most, 0
         self.announced, self.trained = (), False
         released = [Release(worker=w, kill=True, reason="the job restarts") for w in self.workers]
@@ -344,9 +346,9 @@ class JobMembership(GenerationChanges):
 
 
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-    """Return the surplus workers of each node: members that must leave, and others to release at once.
+    """Return the members that must leave their nodes, and other workers to release at once.
 
-    Members marked for replacement leave once as many other workers are ready, or if the target has no room for them.
+    Members marked for replacement leave once as many new workers are ready, or if the target has no room for them.
     """
     leavers: list[WorkerRecord] = []
     unwanted: list[WorkerRecord] = []
@@ -382,17 +384,17 @@ def next_group(
 ) -> list[WorkerRecord] | None:
     """Return the members of the next planned generation, in rank order; None if it should wait.
 
-    The generation waits while more workers are on their way and it would have fewer than ``min_workers`` or, for a
-    while, a size that is not allowed. If none are on their way, joiners beyond an allowed size wait; remaining members
-    always continue. A leaver hands its state over to members that stay, so leavers are kept while too few others stay
-    for the job's memory need, and go as joiners arrive. A group that is too small for its memory need accepts joiners
-    until it is large enough, whether or not its size is allowed.
+    While more workers are on their way, the generation waits if it would have fewer than ``min_workers``; for a
+    while, it also waits if its size would not be allowed. If no more workers are on their way, joiners beyond an
+    allowed size wait; remaining members always continue. Leavers hand their state over to members that stay. They are
+    therefore kept while too few others stay for the job's memory need, and leave as joiners arrive. A group that is
+    too small for its memory need accepts joiners until it is large enough, even if its size is not allowed.
 
     Args:
-        leavers: members that must leave.
-        sizes: allowed numbers of workers.
-        patient: wait for an allowed size; False if the requested resources may never become free.
-        hurry: a leaver's node is about to go away, so wait for nothing.
+        leavers: Members that must leave.
+        sizes: Allowed numbers of workers.
+        patient: Whether to wait for an allowed size; False if the requested resources may never become free.
+        hurry: Whether to wait for nothing, because a leaver's node is about to go away.
     """
     members = roster.members()
     leaving = {w.worker for w in leavers}
@@ -414,17 +416,17 @@ def next_group(
 def first_group(
     roster: Roster, *, wanted: int, most: int, patient: bool, sizes: AllowedSizes = ANY_SIZE
 ) -> list[WorkerRecord] | None:
-    """Return the members of the first generation, or of the first one after all members were lost; None to wait.
+    """Return the members of the first generation, or of the first after all members were lost; None to wait.
 
-    After a loss, only workers that hold the state form the group, because a group can only grow at a suitable step. A
-    worker that has loaded an automatic checkpoint does not count as a holder: all starting workers can load it and
-    start together.
+    After a loss, the group consists only of workers that hold the state; others join later, at a suitable step. A
+    worker that has loaded an automatic checkpoint does not count as a holder, because all starting workers can load
+    it and start together.
 
     Args:
-        wanted: fewest workers to start with.
-        most: most workers that can start, 0 for no limit.
-        patient: wait for workers that are starting.
-        sizes: allowed numbers of workers; holders of a state start in any case.
+        wanted: Smallest number of workers to start with.
+        most: Largest number of workers that can start; 0 for no limit.
+        patient: Whether to wait for workers that are starting.
+        sizes: Allowed numbers of workers; workers that hold a state start in any case.
     """
     holders = roster.holders()
     group = [w for w in roster.in_phase(WorkerPhase.READY) if w.has_state or not holders]

@@ -1,4 +1,4 @@
-"""Messages of the membership protocol, as plain values (docs/protocol.md), and the schedule of transfers (pure)."""
+"""Messages of the membership protocol as plain values (docs/protocol.md), and the schedule of transfers (pure)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Returned:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSpec:
-    """A generation, as announced by the controller. Numbers only ever grow."""
+    """Generation as announced by the controller. Generation numbers only ever increase."""
 
     generation: int  # number of the generation, from 1
     members: tuple[Member, ...]  # its workers in rank order: those that stay first, so that rank 0 always holds state
@@ -60,11 +60,11 @@ class GenerationSpec:
         return len(self.members)
 
     def rank_of(self, worker: str) -> int | None:
-        """Return the rank of a worker; None if it is not a member of this generation."""
+        """Return the rank of a worker; None if the worker is not a member of this generation."""
         return next((rank for rank, member in enumerate(self.members) if member.worker == worker), None)
 
     def local_rank_of(self, worker: str) -> int:
-        """Return the rank of a member among the members on its node."""
+        """Return the rank of a member among the members on the same node."""
         rank = self.rank_of(worker)
         if rank is None:
             raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
@@ -80,7 +80,7 @@ class GenerationSpec:
         return nodes.index(self.members[rank].node)
 
     def place_of(self, worker: str) -> RankInfo:
-        """Return the position of a member in the group."""
+        """Return the position of a member in the group: its ranks and the group's sizes."""
         rank = self.rank_of(worker)
         if rank is None:
             raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
@@ -100,14 +100,14 @@ class GenerationSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """Message: a planned generation is cancelled, because a joiner died or was late."""
+    """Message from the controller that a planned generation is cancelled, because a joiner died or was late."""
 
     generation: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProposal:
-    """Message: the controller requests another batch shape in a generation; rank 0 applies it to the next step."""
+    """Message from the controller that requests another batch shape; rank 0 applies it to the next step."""
 
     generation: int
     batch: BatchChoice
@@ -115,17 +115,17 @@ class BatchProposal:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalBatch:
-    """Message: largest batch at which each sample still counts in full, as measured by the job's branches."""
+    """Message with the critical batch (largest fully efficient batch) that the job's branches have measured."""
 
     batch_size: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StopJob:
-    """Message: end the job cleanly after the current step.
+    """Message from the controller to end the job cleanly after the current step.
 
     Attributes:
-        save: the job is preempted: rank 0 saves the state first, and the job continues from it later.
+        save: Whether the job is preempted. If so, rank 0 first saves the state, from which the job continues later.
     """
 
     save: bool = False
@@ -133,7 +133,7 @@ class StopJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategiesKnown:
-    """Message: the fastest strategies found by jobs of the same model, keyed by the form of the group."""
+    """Message with the fastest strategies that jobs of the same model have found, keyed by the form of the group."""
 
     strategies: Mapping[str, FoundStrategy]
 
@@ -143,7 +143,7 @@ ControllerMessage = GenerationSpec | Cancel | BatchProposal | CriticalBatch | St
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateVersion:
-    """Version of a worker's training state; a larger version is further advanced in training."""
+    """Version of a worker's training state. A higher version is further advanced in training."""
 
     step: int = 0  # committed optimizer steps (loader iterations)
     optimizers_stepped: int = 0  # optimizers already stepped within the step in progress (a GAN has two)
@@ -158,21 +158,21 @@ class StateVersion:
     has_state: bool = False  # whether the worker holds a trained state at all; a newcomer does not
 
     def order(self) -> tuple[int, int, int, int]:
-        """Return a sort key by which a worker with state precedes any worker without."""
+        """Return a sort key that increases with the version and is lowest for workers without a state."""
         return (int(self.has_state), self.step, self.optimizers_stepped, self.lineage)
 
 
 def transfer_rounds(progress: Sequence[StateVersion]) -> list[list[tuple[int, int]]]:
     """Return rounds of ``(source rank, destination rank)`` after which every rank holds the most advanced state.
 
-    Ranks with the most advanced version are holders; all others need the state. In each round every holder sends to one
-    needer, so h holders serve n needers in ceil(log2((n + h) / h)) rounds. Survivors of a torn step that lag behind are
-    needers, like newcomers. Holders that are still leaving a loader pass which other holders have already left do not
-    send: a newcomer would remain in that pass for good. If no rank holds a trained state (the first generation, or a
-    restart from a checkpoint), rank 0 is the source.
+    Ranks with the most advanced version are holders; all others are receivers. This includes survivors that did not
+    complete the last step. In each round, every holder sends to one receiver, so h holders serve n receivers in
+    ceil(log2((n + h) / h)) rounds. If some holders have already left a loader pass, the holders that are still
+    leaving it do not send, because a newcomer would remain in that pass for good. If no rank holds a trained state
+    (in the first generation, or after a restart from a checkpoint), rank 0 is the source.
 
     Args:
-        progress: state version of each rank, in rank order; not empty.
+        progress: State version of each rank, in rank order; not empty.
     """
     if not progress:
         raise ValueError("progress must hold at least one rank, but got none")

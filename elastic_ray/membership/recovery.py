@@ -1,8 +1,8 @@
-"""Recovery of the membership machine after a restart of the controller, from its workers' replies (pure).
+"""Recovery of the membership machine after a restart of the controller, from the reports of its workers (pure).
 
-The workers know the truth: they continue training without their controller, and each knows which generation it has
-entered. Generations that were announced but that no worker has entered are cancelled. Every other fact is passed to the
-machine as the signal that would normally have reported it.
+The workers' reports are authoritative: workers continue to train without their controller, and each knows which
+generation it has entered. Announced generations that no worker has entered are cancelled. Every other fact is
+passed to the machine as the signal that would normally have reported it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic_ray.membership.signals import Signal, StepFailed, Switched
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivingWorker:
-    """State of a worker that is alive, as it reports it."""
+    """State of a living worker, as reported by the worker itself."""
 
     worker: str
     node: str
@@ -42,14 +42,14 @@ class SurvivingWorker:
     def veteran(self) -> bool:
         """True if the worker has trained and is not leaving.
 
-        A worker enters a generation only after all ranks agreed on it, or after the previous one broke.
+        A worker enters a generation only after all ranks have agreed on it, or after the previous one broke.
         """
         return self.spec is not None and self.switched > 0 and not self.leaving
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """Roster to start with, and the signals that were missed meanwhile."""
+    """Recovered roster, and the signals that were missed while there was no controller."""
 
     workers: dict[str, WorkerRecord]  # the living, by id
     current: GenerationSpec | None  # the generation in effect
@@ -60,12 +60,12 @@ class Recovered:
 
 
 def recover(survivors: Sequence[SurvivingWorker], *, world_size: int, now_s: float) -> Recovered:
-    """Return the roster formed by the surviving workers.
+    """Return the roster of the surviving workers, and the missed signals.
 
     Args:
-        survivors: all living workers; all others count as lost.
-        world_size: number of workers of the generation in effect, as last saved.
-        now_s: the current time [s].
+        survivors: All living workers; every other worker counts as lost.
+        world_size: Number of workers of the current generation, as last saved.
+        now_s: Current time [s].
     """
     specs = {w.spec.generation: w.spec for w in survivors if w.spec is not None and w.veteran}
     newest = specs[max(specs)] if specs else None

@@ -1,4 +1,4 @@
-"""Records of the membership machine: its workers, and the generation that is being entered (pure)."""
+"""Records of the membership machine: its workers, and the announced generation that they enter (pure)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class WorkerRecord:
 
     @property
     def number(self) -> int:
-        """Number of the worker; older workers have lower numbers."""
+        """Number in the worker's id; older workers have lower numbers."""
         return number(self.worker)
 
     def enter(self, phase: WorkerPhase, now_s: float) -> None:
@@ -56,24 +56,24 @@ class WorkerRecord:
         self.phase, self.since_s = phase, now_s
 
     def built(self, now_s: float, *, loaded: int, has_state: bool) -> None:
-        """Mark the worker as ready for a generation; ``loaded`` and ``has_state`` are as in its ``Ready`` signal."""
+        """Mark the worker as ready for a generation, with the values of its ``Ready`` signal."""
         self.enter(WorkerPhase.READY, now_s)
         self.loaded, self.has_state = loaded, has_state or self.has_state
 
     def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
-        """Record that the worker restarts in its process, keeping the state of ``state_generation`` if any."""
+        """Record that the worker restarts in its process, keeping the state of ``state_generation`` if it has any."""
         self.enter(WorkerPhase.READY if self.rebuilt else WorkerPhase.STARTING, now_s)
         self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 
     def join(self, now_s: float, *, others: bool) -> None:
-        """Make the worker a member of a generation; ``others``: the generation continues from other workers' state."""
+        """Make the worker a member of a generation, which continues from the state of ``others`` if True."""
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures, self.joined_others = 0, others
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class InFlight:
-    """An announced generation that not all members have entered yet."""
+    """Announced generation that some members have not entered yet."""
 
     spec: GenerationSpec
     forced: bool  # it replaces a broken one: a worker that hears of it goes there at once
@@ -89,12 +89,12 @@ class InFlight:
 
     @property
     def begun(self) -> bool:
-        """True if the members will enter the generation whatever else happens."""
+        """True if it is certain that the members enter the generation."""
         return self.forced or self.effective_s is not None
 
     @property
     def pause(self) -> Pause:
-        """Longest pause of any worker; zero for the first generation, since no training was interrupted."""
+        """Longest pause of any worker; zero for the first generation, which interrupts no training."""
         longest = max(self.pauses.values(), key=lambda pause: pause.pause_s, default=Pause())
         return longest if self.from_workers else Pause()
 
@@ -110,7 +110,7 @@ def number(worker: str) -> int:
 
 
 class Roster:
-    """Workers of a job with its current and next generation; it only has queries."""
+    """Workers of a job, with its current and its announced generation; offers queries only."""
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerRecord] = {}  # every worker that exists or is asked for, by id
@@ -119,24 +119,24 @@ class Roster:
 
     @property
     def world_size(self) -> int:
-        """Number of workers of the generation in effect; 0 before the first."""
+        """Number of workers in the current generation; 0 before the first."""
         return self.current.world_size if self.current is not None else 0
 
     @property
     def generation(self) -> int:
-        """Number of the generation in effect, 0 before the first."""
+        """Number of the current generation; 0 before the first."""
         return self.current.generation if self.current is not None else 0
 
     def workers_by_node(self) -> dict[str, int]:
-        """Return the number of workers on each node, including those whose resources are only requested."""
+        """Return the number of workers, keyed by node, including workers whose resources are still only requested."""
         return dict(Counter(w.node for w in self.workers.values()))
 
     def present(self) -> dict[str, int]:
-        """Return the number of workers on each node that are neither leaving nor marked for replacement."""
+        """Return the number of workers that are neither leaving nor marked for replacement, keyed by node."""
         return dict(Counter(w.node for w in self.workers.values() if w.stays))
 
     def watched(self) -> set[str]:
-        """Return the workers that should send heartbeats."""
+        """Return the workers that are expected to send heartbeats."""
         return {w.worker for w in self.in_phase(WorkerPhase.READY, WorkerPhase.MEMBER)}
 
     def members(self) -> list[WorkerRecord]:
@@ -147,7 +147,7 @@ class Roster:
         return sorted(living, key=lambda w: (rank.get(w.worker, len(order)), w.number))
 
     def in_phase(self, *phases: WorkerPhase) -> list[WorkerRecord]:
-        """Return workers in these phases, oldest first."""
+        """Return the workers in any of these phases, oldest first."""
         chosen = [w for w in self.workers.values() if w.phase in phases]
         return sorted(chosen, key=lambda w: w.number)
 
@@ -156,24 +156,24 @@ class Roster:
         return [w for w in self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY, WorkerPhase.MEMBER) if w.has_state]
 
     def is_planned(self, worker: str) -> bool:
-        """True if the worker is a member of the generation in flight."""
+        """True if the worker is a member of the announced generation."""
         return self.in_flight is not None and self.in_flight.spec.rank_of(worker) is not None
 
     def planned(self) -> list[WorkerRecord]:
-        """Return joiners of the generation in flight that have not reported entering it."""
+        """Return the joiners of the announced generation that have not yet reported that they entered it."""
         return [w for w in self.in_phase(WorkerPhase.READY) if self.is_planned(w.worker)]
 
     @property
     def expects_joiners(self) -> bool:
-        """True if some workers have a process but are not members yet."""
+        """True if any worker has a process but is not a member yet."""
         return bool(self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY))
 
     def entering(self) -> list[WorkerRecord]:
-        """Return the joiners of the generation in flight, once it is certain that its members enter it."""
+        """Return the joiners of the announced generation, once it is certain that its members enter it."""
         return self.planned() if self.in_flight is not None and self.in_flight.begun else []
 
     def silent(self, flight: InFlight) -> list[WorkerRecord]:
-        """Return living members of an announced generation that have neither entered it nor failed to form it."""
+        """Return living members of an announced generation that have neither entered it nor reported a failure."""
         told = flight.pauses.keys() | flight.failed
         return [
             w

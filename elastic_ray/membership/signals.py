@@ -1,4 +1,4 @@
-"""Signals to the membership machine: plain values."""
+"""Signals to the membership machine (plain values)."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from elastic_ray.events import Pause
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """Event concerning one worker."""
+    """Event that concerns one worker."""
 
     worker: str
 
 
 class Reserved(Signal):
-    """Signal: the worker's resources are reserved."""
+    """Signal that the worker's resources are reserved."""
 
 
 class Left(Signal):
-    """Signal: the worker's train function has unwound after leaving a generation."""
+    """Signal that the worker has left its generation and its train function has unwound."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Signal):
-    """Signal: the worker's train function has returned, so this rank has finished training."""
+    """Signal that the worker's train function has returned, so that its rank has finished training."""
 
     rank: int = 0
     steps: int = 0  # committed steps of all loaders
@@ -34,14 +34,14 @@ class Finished(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun(Signal):
-    """Signal: the worker ran out of memory and rebuilds in its process; ``has_state`` if it kept its full state."""
+    """Signal that the worker ran out of memory and restarts in its process; ``has_state`` if it kept its full state."""
 
     has_state: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(Signal):
-    """Signal: the worker has built its model and waits for a generation."""
+    """Signal that the worker has built its model and waits for a generation."""
 
     has_state: bool = False  # it kept a trained state in memory, which is lost with it
     loaded: int = 0  # steps of the automatic checkpoint that it has loaded, as all others can; 0 without one
@@ -49,7 +49,7 @@ class Ready(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lost(Signal):
-    """Signal: the worker died or hung; its process is gone or will be killed."""
+    """Signal that the worker died or hung, so that its process is gone or will be killed."""
 
     cause: str  # why, as a sentence
     newcomer: bool = False  # it is given up as a joiner that is of no use, so that the next one waits
@@ -57,7 +57,7 @@ class Lost(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed(Signal):
-    """Signal: a collective of ``generation`` failed on the worker, which waits for the next generation."""
+    """Signal that a collective of ``generation`` failed on the worker, which waits for the next generation."""
 
     generation: int
     cause: str
@@ -65,7 +65,7 @@ class StepFailed(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareFailed(Signal):
-    """Signal: the worker could not form the group of ``generation``."""
+    """Signal that the worker could not form the group of ``generation``."""
 
     generation: int
     cause: str
@@ -73,7 +73,7 @@ class PrepareFailed(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Switched(Signal):
-    """Signal: the worker now trains in ``generation``."""
+    """Signal that the worker has entered ``generation`` and trains in it."""
 
     generation: int
     pause: Pause  # the time since its last committed step
@@ -83,7 +83,7 @@ class Switched(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated:
-    """Signal: the allocator has decided how many workers run on each node."""
+    """Signal that the allocator has decided how many workers run on each node."""
 
     nodes: Mapping[str, int]  # workers by node
     reason: str  # why, as a sentence
@@ -92,7 +92,7 @@ class Allocated:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replace:
-    """Signal: exactly these members must leave once replacements are ready."""
+    """Signal that exactly these members must leave once replacements are ready."""
 
     workers: frozenset[str]
     reason: str
@@ -100,7 +100,7 @@ class Replace:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
-    """Signal: time has passed."""
+    """Signal that time has passed, so that timeouts are checked."""
 
 
 Stimulus = Signal | Allocated | Replace | TimePassed

@@ -1,8 +1,8 @@
-"""SHELL: a worker's side of the membership protocol: receives plans, prepares groups, enters and leaves them.
+"""SHELL: a worker's side of the membership protocol: it receives plans, and prepares, enters and leaves groups.
 
-Two threads meet in this class. The *control thread* (a Ray call, or none at all outside a trainer) delivers messages
-through :meth:`WorkerMembership.post`; the *training thread* waits for agreement, switches and regroups. Another thread
-forms groups, so that training in the current group continues meanwhile.
+Two threads use this class. The *control thread* (a Ray call; absent without a trainer) delivers messages through
+:meth:`WorkerMembership.post`. The *training thread* waits for agreement, switches and regroups. A third thread
+forms groups, so that training in the current group continues in the meantime.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ _DROP_S = 1.0  # a group that is still being dropped when the process exits is n
 
 
 class CommunicatorFactory(Protocol):
-    """Protocol that forms a generation's communicator; slow, and may raise ``CommunicationFailedError``."""
+    """Protocol of slow functions that form a communicator and may raise ``CommunicationFailedError``."""
 
     def __call__(self, spec: GenerationSpec, rank: int) -> Communicator: ...
 
 
 class LostGroupError(RuntimeError):
-    """Error raised if no generation to continue with was announced in time."""
+    """Error raised if no generation with which to continue was announced in time."""
 
 
 class WorkerMembership:
     """Membership of a worker: its current group, the group being prepared, and the controller's messages.
 
     Args:
-        form: forms the communicator of a generation.
-        on_prepare_failed: called (from the forming thread) with the number of a generation that failed to form, and
-            why.
-        retired: broken groups to be dropped later; shared by all runs in a process, since it must outlive each of them.
-        hears: the controller will send the strategies that earlier jobs have found.
+        form: Forms the communicator of a generation.
+        on_prepare_failed: Called (from the forming thread) with a generation that failed to form, and the reason.
+        retired: Broken groups to be dropped later. All runs in a process share this object, which must outlive them.
+        hears: Whether the controller will send the strategies that earlier jobs have found.
 
     Attributes:
-        current, communicator: the current generation and its group; None before the first.
-        generation: number of the current generation, 0 before the first.
-        voided: the current generation was cancelled.
-        prepared_ahead: number of the prepared generation minus that of the current one; 0 if none is prepared.
-        wanted_batch: batch shape that the controller requests in the current generation, None for no change.
-        known_strategies: fastest strategies of jobs of the model, keyed by the form of the group; None until received.
-        critical_batch: critical batch measured by the job's branches [samples]; 0 if unknown.
-        stop_requested, preempting: the job must stop; the job must stop and will continue later.
+        current, communicator: Current generation and its group; None before the first.
+        generation: Number of the current generation; 0 before the first.
+        voided: Whether the current generation was cancelled.
+        prepared_ahead: Number of the prepared generation minus that of the current one; 0 if none is prepared.
+        wanted_batch: Batch shape that the controller requests in the current generation; None for no change.
+        known_strategies: Fastest strategies for this model from other jobs, keyed by the form of the group; None
+            until they arrive.
+        critical_batch: Critical batch measured by the job's branches [samples]; 0 if unknown.
+        stop_requested, preempting: Whether the job must stop for good, or must stop to continue later.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class WorkerMembership:
         self.known_strategies: Mapping[str, FoundStrategy] | None = None if hears else {}
 
     def post(self, message: ControllerMessage) -> None:
-        """Receive a message from the controller, without blocking."""
+        """Process a message from the controller, without blocking."""
         with self._news:
             match message:
                 case GenerationSpec():
@@ -122,7 +122,7 @@ class WorkerMembership:
         self.voided = self.communicator is not None and self.communicator.voided
 
     def give_up(self, why: str) -> None:
-        """Expect no further generations: waiting calls raise an error with this reason at once."""
+        """Stop expecting further generations; calls that wait for one raise an error with this reason at once."""
         with self._news:
             self._hopeless = why
             self._news.notify_all()
@@ -146,7 +146,7 @@ class WorkerMembership:
         self._forming.start()
 
     def is_void(self, generation: int) -> bool:
-        """True if a generation was cancelled."""
+        """True if the generation was cancelled."""
         return generation < self._void_below or generation in self._cancelled
 
     def _void_groups(self) -> None:
@@ -182,14 +182,14 @@ class WorkerMembership:
             self._news.notify_all()
 
     def prepared_spec(self, generation: int) -> GenerationSpec | None:
-        """Return the specification of ``generation`` if its group is formed (or not needed) and still valid."""
+        """Return the specification of ``generation`` if its group has formed and is valid; otherwise None."""
         prepared = self._prepared
         return prepared[0] if prepared is not None and prepared[0].generation == generation else None
 
     def take(self, generation: int) -> tuple[GenerationSpec, Communicator | None] | None:
-        """Make the prepared group of ``generation`` the current one; None if it was cancelled meanwhile.
+        """Make the prepared group of ``generation`` the current one; return None if it was cancelled in the meantime.
 
-        The communicator is None if this worker is not a member of the generation and therefore leaves.
+        The communicator is None if this worker is not a member of the generation and must leave.
         """
         with self._news:
             if self._prepared is None or self._prepared[0].generation != generation:
@@ -203,12 +203,12 @@ class WorkerMembership:
             return spec, communicator
 
     def take_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
-        """Wait for a group to continue with, and make it the current one.
+        """Wait for the next group, and make it the current one.
 
-        A newcomer accepts any group; a member whose group is broken accepts only one that replaces it, not a planned
-        change.
+        A newcomer accepts any group. A member whose group is broken accepts only a group that replaces it, and no
+        planned change.
 
-        Raises LostGroupError: no group was formed within ``timeout_s``, or none ever will be.
+        Raises LostGroupError: no group has formed within ``timeout_s`` [s], or none ever will.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -231,7 +231,7 @@ class WorkerMembership:
         return self._prepared is not None and (self.current is None or self.is_void(self.current.generation))
 
     def close(self, *, broken: bool) -> None:
-        """Release every group; ``broken`` if operations may be pending in them."""
+        """Release all groups; ``broken`` if operations may still be pending in them."""
         with self._news:
             for communicator in (self.communicator, self._prepared[1] if self._prepared else None):
                 if communicator is not None:

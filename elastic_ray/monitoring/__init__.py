@@ -1,4 +1,4 @@
-"""Monitoring of training steps: each worker's measurements, known to all workers."""
+"""Monitoring of training steps: measurements made by each worker and shared with all workers."""
 
 from elastic_ray.monitoring.gradient_measures import GradientNorms, GradientVariance, StepMeasures
 from elastic_ray.monitoring.measures import WorkerMeasures

@@ -1,4 +1,4 @@
-"""Measures of a model's gradients, and of its training steps (pure)."""
+"""Measures of a model's gradients and of its training steps (pure)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class GradientVariance:
     """Variance of per-sample gradients, measured in one step; a raw, unbiased estimate.
 
     Attributes:
-        step: optimizer steps committed before the measured step.
-        batch_size: N, number of samples in that step.
+        step: Number of optimizer steps committed before the measured step.
+        batch_size: N, the number of samples in that step.
         groups: tr(Sigma) of each parameter group: the trace of the covariance of one sample's gradient. The gradient of
             a mean over n samples has variance tr(Sigma) / n.
     """
@@ -31,19 +31,19 @@ class GradientVariance:
 
     @property
     def of_step(self) -> float:
-        """Variance of the step's own gradient, tr(Sigma) / N."""
+        """Variance of the measured step's gradient, tr(Sigma) / N."""
         return self.total / self.batch_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNorms:
-    """2-norms of gradients and updates in one step.
+    """L2 norms of gradients and parameter updates in one step.
 
     Attributes:
-        step: optimizer steps committed before the measured step.
-        gradients: norm for each parameter group of the step's mean gradient as left by ``backward()``: without AMP's
-            loss scale, and before user code clips it.
-        updates: norm for each parameter group of the change made by the optimizer, ``|p_after - p_before|``.
+        step: Number of optimizer steps committed before the measured step.
+        gradients: Norm, for each parameter group, of the step's mean gradient after ``backward()``: with AMP's loss
+            scale removed, and before user code clips it.
+        updates: Norm, for each parameter group, of the change made by the optimizer, ``|p_after - p_before|``.
     """
 
     step: int
@@ -52,28 +52,28 @@ class GradientNorms:
 
     @property
     def gradient(self) -> float:
-        """Norm of the whole model's gradient."""
+        """Norm of the gradient of the whole model."""
         return math.hypot(*self.gradients)
 
     @property
     def update(self) -> float:
-        """Norm of the whole model's update."""
+        """Norm of the parameter update of the whole model."""
         return math.hypot(*self.updates)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasures:
-    """Measures of one model's steps, the same on every rank after each committed training step.
+    """Measures of one model's steps, identical on every rank after each committed training step.
 
-    A measure is None if it was not requested (``Monitor``), or not measured yet in the current group. In a group of
-    several workers, the results of one step are known after the next step.
+    A measure is None if it was not requested (``Monitor``), or not yet measured in the current group of workers. In a
+    group of several workers, the results of a step become available after the next step.
 
     Attributes:
-        noise: the smoothed gradient noise scale; for Adam and similar optimizers, of the preconditioned gradient.
+        noise: Smoothed gradient noise scale; for Adam and similar optimizers, that of the preconditioned gradient.
         initial_batch_size: M0, the batch size to which ``noise.var`` refers [samples]; 0 before the first step.
-        variance: the latest variance of the gradient.
-        norms: the latest norms of gradient and update.
-        workers: each rank's times, memory and bytes, in rank order; empty if not requested.
+        variance: Latest variance of the gradient.
+        norms: Latest norms of gradient and update.
+        workers: Times, memory and bytes of each worker, in rank order; empty if not requested.
     """
 
     noise: NoiseScale | None = None
@@ -86,8 +86,8 @@ class StepMeasures:
     def noise_batch(self) -> float | None:
         """B_simple = tr(Sigma) / ||G||^2 [samples], 0 or more; None until there is an estimate.
 
-        Far below it, a larger batch helps almost as much as more steps do; far above it, hardly at all. Source:
-        McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", eq. 2.9 and appendix A.
+        For batches far below it, a larger batch helps almost as much as more steps; far above it, hardly at all.
+        Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", eq. 2.9 and appendix A.
         """
         if self.noise is None or self.noise.sqr <= 0:
             return None

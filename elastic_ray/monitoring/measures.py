@@ -1,4 +1,4 @@
-"""Measures that each worker of a group records for a step (pure)."""
+"""Measures that each worker of a group records in each step (pure)."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ _MIB = 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerMeasures:
-    """Measures of one worker's step.
+    """Measures of one worker in one step.
 
     They are sent as float32, so sizes are in MiB, a power of two: up to 64 MiB they are exact to the byte for float32
     gradients, and to 1e-7 beyond.
 
     Attributes:
-        compute_s: time from the first micro-batch until the gradients were complete, excluding waits for data [s]. On a
-            GPU this is the time of the process that launches the work, not of the device.
-        data_s: time spent waiting for the loader's batches in that step [s].
-        sync_s: time spent waiting for reductions in the previous step [s].
-        step_s: duration of the previous step, from the end of its predecessor to its own end [s]; 0 for a group's
+        compute_s: Time from the first micro-batch until the gradients were complete, excluding waits for data [s]. On a
+            GPU, this is the time of the process that launches the work, not of the device.
+        data_s: Time spent waiting for the loader's batches in that step [s].
+        sync_s: Time spent waiting for reductions in the previous step [s].
+        step_s: Duration of the previous step, from the end of its predecessor to its own end [s]; 0 for a group's
             first.
-        passed_s: time since the same point in the last committed step, including pauses [s]; 0 for the first.
-        host_mib: resident memory of the process at the end of the previous step [MiB].
+        passed_s: Time since the same point in the last committed step, including pauses [s]; 0 for the first.
+        host_mib: Resident memory of the process at the end of the previous step [MiB].
         device_mib: GPU memory reserved by torch's allocator [MiB]; 0 without a GPU.
-        memory_used: used fraction of the memory of the host, the control group or the GPU, whichever is nearest to its
-            limit; from 0 to 1, sampled once a second.
-        major_faults: pages fetched from a disk in the previous step (swapped out, or of mapped files).
-        sending_s: time per step in which gloo connections had unacknowledged bytes and receivers with room for them,
+        memory_used: Used fraction (0 to 1) of the memory of the host, the control group or the GPU, whichever is
+            nearest to its limit; sampled once a second.
+        major_faults: Number of pages read from disk in the previous step (swapped out, or of mapped files).
+        sending_s: Time per step in which gloo connections had unacknowledged bytes and receivers with room for them,
             sampled twice a second [s]; 0 if the kernel does not report it, as for NCCL.
-        all_reduce_mib: data passed to all-reduces in the previous step, including gradients and votes [MiB].
-        all_gather_mib: the worker's own parts of all-gathers [MiB].
-        all_to_all_mib: the worker's own parts of all-to-alls [MiB].
-        reduce_mib: data passed to reductions to a single rank [MiB].
-        broadcast_mib: data broadcast from this worker [MiB].
-        send_mib: data sent to single ranks [MiB].
+        all_reduce_mib: Data passed to all-reduces in the previous step, including gradients and votes [MiB].
+        all_gather_mib: The worker's own parts of all-gathers [MiB].
+        all_to_all_mib: The worker's own parts of all-to-alls [MiB].
+        reduce_mib: Data passed to reductions to a single rank [MiB].
+        broadcast_mib: Data broadcast from this worker [MiB].
+        send_mib: Data sent to single ranks [MiB].
     """
 
     compute_s: float = 0.0
@@ -68,15 +68,15 @@ class WorkerMeasures:
 
     @property
     def wire_mib_per_s(self) -> float:
-        """Data passed to collectives per second of the previous step [MiB/s]; 0 before a step was timed."""
+        """Data passed to collectives per second of the previous step [MiB/s]; 0 before a step has been timed."""
         return self.wire_mib / self.step_s if self.step_s > 0 else 0.0
 
 
 def busiest(by_position: Sequence[Sequence[WorkerMeasures]]) -> tuple[WorkerMeasures, ...]:
-    """Return, for each unit, the measures of the worker that was busy for longest.
+    """Return, for each unit of workers, the measures of the worker that was busy for longest.
 
     Args:
-        by_position: Measures of each unit's worker at a position, for each position.
+        by_position: For each position within a unit, the measures of the workers at that position of all units.
     """
     return tuple(
         max(workers, key=lambda each: each.compute_s + each.data_s) for workers in zip(*by_position, strict=True)
@@ -93,14 +93,14 @@ def mib(count: int) -> float:
 
 
 def traffic_fields(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, float]:
-    """Return fields of ``WorkerMeasures`` for the bytes counted between two readings of a group's traffic."""
+    """Return the fields of ``WorkerMeasures`` for the bytes transferred between two readings of a group's traffic."""
     return {f"{name}_mib": mib(count - before.get(name, 0)) for name, count in after.items()}
 
 
 def packed(own: WorkerMeasures, rank: int, world_size: int) -> list[float]:
-    """Return a row that holds a worker's measures at the position of ``rank``, and zeros elsewhere.
+    """Return a worker's measures as one row, placed at the position of ``rank``, with zeros elsewhere.
 
-    The sum of all ranks' rows holds every worker's measures.
+    The sum of all ranks' rows contains every worker's measures.
     """
     values = [0.0] * (len(FIELDS) * world_size)
     first = len(FIELDS) * rank
@@ -109,7 +109,7 @@ def packed(own: WorkerMeasures, rank: int, world_size: int) -> list[float]:
 
 
 def unpacked(sums: Sequence[float], world_size: int) -> tuple[WorkerMeasures, ...]:
-    """Unpack all ranks' measures from the sum of their rows, the inverse of :func:`packed`."""
+    """Return all ranks' measures from the sum of their rows; the inverse of :func:`packed`."""
     count = len(FIELDS)
     rows = (sums[count * rank : count * (rank + 1)] for rank in range(world_size))
     return tuple(WorkerMeasures(**dict(zip(FIELDS, row, strict=True))) for row in rows)

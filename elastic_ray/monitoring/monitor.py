@@ -1,4 +1,4 @@
-"""Settings of measurements: what to measure in the steps, and how often (pure)."""
+"""Settings that select what to measure in training steps, and how often (pure)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Monitor:
-    """Request for measurements. Measurements that are not requested are not made, and cost nothing.
+    """Request for measurements; those that are not requested are not made, and cost nothing.
 
-    The requests of all models and policies of a run are combined (:meth:`joined`), so that each finds at least the
+    The requests of all models and policies of a run are combined (:meth:`joined`), so that each gets at least the
     measurements that it requested.
 
     Attributes:
-        noise_every: steps between measurements of the gradient noise scale, 1 or more. None measures as often as the
+        noise_every: Steps between measurements of the gradient noise scale, 1 or more. None measures as often as the
             job itself needs: in the first 16 steps, then in every fourth. With one gradient per step (one worker
             without accumulation), the measurement uses single layers, or steps split in two halves (``docs/batch.md``).
-            None then measures as often as is cheap if the batch adapts, and never otherwise.
-        variance_every: steps between measurements of the gradient variance per parameter group; None for never. With
+            In that case, None measures as often as is cheap if the batch adapts, and never otherwise.
+        variance_every: Steps between measurements of the gradient variance per parameter group; None for never. With
             one gradient per step, the measured steps are split in two halves.
-        norms_every: steps between measurements of gradient and update norms per parameter group; None for never.
-        workers: measure each worker's times, memory and bytes on the wire in every step.
+        norms_every: Steps between measurements of gradient and update norms per parameter group; None for never.
+        workers: True to measure each worker's times, memory and bytes on the wire in every step.
 
     Raises:
-        ValueError: a number of steps is below 1. TypeError: a number of steps is not an integer.
+        ValueError: A number of steps is below 1. TypeError: A number of steps is not an integer.
     """
 
     noise_every: int | None = None
@@ -42,7 +42,7 @@ class Monitor:
                 raise ValueError(f"{name} must be 1 or more steps, or None for not at all, but got {every}")
 
     def joined(self, other: Monitor) -> Monitor:
-        """Return a monitor with everything that either one requests, at the higher frequency."""
+        """Return a monitor that requests everything either of the two requests, at the higher frequency."""
         return Monitor(
             noise_every=_more_often(self.noise_every, other.noise_every),
             variance_every=_more_often(self.variance_every, other.variance_every),

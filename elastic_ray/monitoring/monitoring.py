@@ -1,4 +1,4 @@
-"""Monitoring of one run's steps: requests and measures (pure)."""
+"""Monitoring of one run's steps: the requests for measurements, and their results (pure)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 class Monitoring:
-    """Monitoring of one run: requests, and the measures of its models.
+    """Monitoring of one run, with the requested measurements and the measures of its models.
 
     Args:
-        traffic: returns the bytes passed to the current group's collectives, keyed by operation; empty without a group.
-        sending_s: returns the time that the group's connections have spent sending [s].
+        traffic: Function that returns the bytes passed to the current group's collectives, keyed by operation; empty
+            without a group.
+        sending_s: Function that returns the time that the group's connections have spent sending [s].
     """
 
     def __init__(self, traffic: Callable[[], Mapping[str, int]] = dict, sending_s: Callable[[], float] = float) -> None:
@@ -42,26 +43,26 @@ class Monitoring:
         return self._request
 
     def ask(self, monitor: Monitor) -> None:
-        """Request further measurements, starting with the next group that is entered; call this on all ranks.
+        """Request further measurements from the next group on; call this on all ranks.
 
-        Measurements requested before the first epoch thus start with the first step.
+        Requests made before the first epoch thus apply from the first step.
         """
         self._request = self._request.joined(monitor)
         if monitor.workers:
             self.meter.ask()
 
     def take_report(self, metrics: Mapping[str, object], number: int) -> None:
-        """Record the loss in report ``number`` of the run, if it has one."""
+        """Record the loss in the run's report ``number``, if the report contains one."""
         loss = metrics.get("loss")
         if isinstance(loss, (int, float)) and not isinstance(loss, bool):
             self.loss = number, float(loss)
 
     def add_model(self, measures: Callable[[], StepMeasures]) -> None:
-        """Add the measures of another wrapped model."""
+        """Add a wrapped model, given a function that returns its measures."""
         self._models.append(measures)
 
     def measures(self, model: int = 0) -> StepMeasures:
-        """Return the measures of a model, by wrapping order; before it is wrapped, those of the workers only."""
+        """Return the measures of the model with this index; before it is wrapped, only those of the workers."""
         if model < len(self._models):
             return self._models[model]()
         return StepMeasures(workers=self.meter.workers)
@@ -69,12 +70,14 @@ class Monitoring:
 
 # No clock but the monotonic one is read here. It measures nothing, and nothing rides, until someone asks.
 class StepMeter:
-    """Meter of this worker's steps; part of the control sums.
+    """Meter of this worker's steps, whose values travel with the group's control sums.
 
     Args:
-        clock: returns the time [s]; only differences matter.
-        traffic: returns the bytes passed to the current group's collectives, keyed by operation; empty without a group.
-        sending_s: returns the time that the current group's connections have spent sending since it was formed [s].
+        clock: Function that returns the time [s]; only differences matter.
+        traffic: Function that returns the bytes passed to the current group's collectives, keyed by operation; empty
+            without a group.
+        sending_s: Function that returns the time that the group's connections have spent sending since it was formed
+            [s].
     """
 
     resting: None = None
@@ -107,22 +110,22 @@ class StepMeter:
         self._sizes: Mapping[str, float] = {}  # of the step before
 
     def join_units(self, gather: Callable[[Sequence[float]], Sequence[Sequence[float]]]) -> None:
-        """Measure each unit by its busiest worker, on all of its workers, once a step is committed.
+        """Combine the measures of each unit's workers into those of its busiest worker once a step is committed.
 
         Args:
-            gather: returns the values of every worker of this unit, by position.
+            gather: Function that returns the values of every worker of this unit, by position.
         """
         self._gather = gather
 
     def ask(self) -> None:
-        """Start measuring; call this before the first epoch, on all ranks."""
+        """Enable measuring; call this on all ranks before the first epoch."""
         self.on = True
 
     def begin_step(self, *, goes_on: bool = False) -> None:
-        """Start a training step, before its first micro-batch is fetched.
+        """Start timing a training step, before its first micro-batch is fetched.
 
         Args:
-            goes_on: the step is committed together with the previous one, and only their mean is reported.
+            goes_on: True if the step is committed together with the previous one, so that only their mean is reported.
         """
         if goes_on:
             self._of += 1
@@ -131,7 +134,7 @@ class StepMeter:
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
 
     def leave_out(self) -> None:
-        """Leave out a step that was started but is run by another worker."""
+        """Discard a step that was started here but is run by another worker."""
         self._of = max(1, self._of - 1)
 
     def waited_for_data(self, seconds: float) -> None:
@@ -139,7 +142,7 @@ class StepMeter:
         self._data_s += seconds
 
     def end_step(self) -> None:
-        """End the committed step."""
+        """Stop timing the step, which has been committed."""
         if not self.on:
             return
         if self._gather is not None:
@@ -165,7 +168,7 @@ class StepMeter:
         self._committed_s = self._ready_s if self._ready_s is not None else self._committed_s
 
     def begin(self) -> None:
-        """Enter a group; the time between two groups does not count as a step."""
+        """Enter a new group; the time since the last group does not count as a step."""
         self.workers = self._concluded = ()
         self._began_s = self._ended_s = self._ready_s = self._waits_since_s = None
         self._sync_s = self._step_s = self._waited_s = 0.0
@@ -175,11 +178,11 @@ class StepMeter:
             self._sending.begin()
 
     def size(self, world_size: int) -> int:
-        """Return the number of values that travel with the control sums."""
+        """Return the number of values that this meter adds to the control sums."""
         return len(FIELDS) * world_size if self.on else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this worker's row of measures, fixed when its gradients are first complete."""
+        """Return this worker's row of measures, which is fixed when its gradients are first complete."""
         if not self.on:
             return ()
         self._waits_since_s = now_s = self._clock()
@@ -196,7 +199,7 @@ class StepMeter:
         return packed(self._own, rank, world_size)
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Read all ranks' measures from the sums."""
+        """Unpack all ranks' measures from the control sums."""
         if not self.on:
             return
         if self._waits_since_s is not None:
@@ -236,7 +239,7 @@ class _Looks:
 
 
 def host_bytes() -> int:
-    """Return the resident set size of this process [bytes]; without ``/proc``, its peak."""
+    """Return the resident set size of this process [bytes], or its peak if there is no ``/proc``."""
     try:
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -257,12 +260,12 @@ def device_bytes() -> int:
 
 
 def major_faults() -> int:
-    """Return the number of pages that this process has fetched from a disk so far."""
+    """Return the number of pages that this process has read from disk so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def memory_used() -> float:
-    """Return the largest used fraction, 0 to 1, of host, control group and device memory."""
+    """Return the largest used fraction (0 to 1) of the host's, control group's and device's memory."""
     return max(_host_used(_PROC), _group_used(_PROC, _CGROUPS), _device_used())
 
 

@@ -1,1 +1,1 @@
-"""Replicated training on a group that may change: gradients, optimizer steps, and the state that is transferred."""
+"""Data-parallel training in a group that may change: gradients, optimizer steps, and state for new workers."""

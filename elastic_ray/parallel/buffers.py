@@ -1,4 +1,4 @@
-"""Buffers of a model (BatchNorm statistics), which gradient synchronisation does not cover."""
+"""Synchronisation and rollback of a model's buffers (BatchNorm statistics), which have no gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAMPLE = 64  # elements of a tensor
 
 
 class BufferSync:
-    """Synchronises a module's buffers on all ranks: floating-point ones are averaged, the rest copied from rank 0."""
+    """Synchroniser of a module's buffers: floating-point buffers are averaged, others are copied from rank 0."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -29,7 +29,7 @@ class BufferSync:
 
     @torch.no_grad()
     def __call__(self, communicator: Communicator) -> None:
-        """Synchronise the buffers; a collective, called by all ranks at the same point.
+        """Synchronise the buffers; all ranks must call this at the same point.
 
         Raises CommunicationFailedError: The group broke; the buffers are unchanged.
         """
@@ -54,9 +54,9 @@ class BufferSync:
 
 
 class SavedBuffers:
-    """Copy of a module's buffers from before the forward passes of an update that may be skipped.
+    """Copy of a module's buffers, made before the forward passes of an update that may be skipped.
 
-    Each rank keeps its own copy: buffers differ from rank to rank within a pass.
+    Each rank keeps its own copy, because buffers differ between ranks within a pass.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -65,7 +65,7 @@ class SavedBuffers:
         self._step: LoaderStep | None = None
 
     def save(self, step: LoaderStep | None, *, goes_on: bool) -> None:
-        """Save the buffers before a forward pass; ``goes_on`` if its update was started by earlier steps."""
+        """Save the buffers before a forward pass; with ``goes_on``, earlier steps have already started its update."""
         if self._saved and (goes_on or step is self._step):
             return
         self._step = step
@@ -82,18 +82,18 @@ class SavedBuffers:
             buffer.copy_(before)
 
     def mend(self) -> None:
-        """Restore the buffers if any contains NaN or infinity."""
+        """Restore the saved buffers if any buffer contains NaN or infinity."""
         if not all(bool(buffer.isfinite().all()) for buffer, _ in self._saved):
             self.restore()
 
 
 class WrittenTensors:
-    """Tensors that a module's forward passes write to (queues, centres, a teacher's weights), for lost steps.
+    """Tensors that forward passes modify (queues, centres, a teacher's weights), to be restored if a step is lost.
 
-    Normalisation statistics are kept as lost passes left them, because they merely include more samples. Frozen
-    parameters are copied only from their second change on, so that a backbone's parameters are not held twice. Torch
-    does not count changes through ``.data``, as MoCo and DINO make them: they are found by samples, before ever rarer
-    steps.
+    Normalisation statistics are not restored: the passes of a lost step merely add samples to them. A frozen parameter
+    is copied only once it has changed a second time, so that a backbone's parameters are not held twice. Torch does not
+    count changes through ``.data``, as made by MoCo and DINO. These are detected by comparing samples of the values, at
+    ever longer intervals.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class FiniteWatch:
-    """Watch of one model's gradients on one rank, after their reduction, so that all ranks see and do the same.
+    """Check of one model's gradients for NaN and infinity, made after reduction so that all ranks decide alike.
 
-    AMP's scaler skips overflowed updates itself, without calling the optimizer. The exception is a fused optimizer,
-    which the scaler does call, and which skips the update in its own kernels.
+    AMP's scaler skips overflowed updates itself, without calling the optimizer. A fused optimizer is the exception: the
+    scaler calls it, and its own kernels skip the update.
 
     Attributes:
-        looks: Whether gradients are checked.
-        skips: Whether updates with non-finite gradients are skipped.
+        looks: True if gradients are checked.
+        skips: True if updates with non-finite gradients are skipped.
     """
 
     def __init__(self, context: Run, module: torch.nn.Module, model: int, nonfinite: str) -> None:
@@ -37,11 +37,11 @@ class FiniteWatch:
     def are_finite(
         self, params: Sequence[torch.Tensor], suspects: Sequence[int] | None, *, scaled: bool = False
     ) -> bool:
-        """True if the gradients to be applied are finite; reports the start of each streak of non-finite steps.
+        """True if the gradients about to be applied are finite; reports the start of each streak of non-finite steps.
 
         Args:
-            suspects: Ranks whose gradients were not finite when they were reduced; None if all were finite.
-            scaled: Whether AMP's scaler has asked the optimizer to skip non-finite updates itself.
+            suspects: Ranks whose gradients were not finite before reduction; None if all were finite.
+            scaled: True if AMP's scaler lets the optimizer itself skip non-finite updates.
 
         Raises NonFiniteGradientsError: A gradient is not finite, and the user has chosen to end training in that case.
         """
@@ -112,13 +112,13 @@ class FiniteWatch:
 
 
 class LaggingLook:
-    """Delayed reader of a GPU's numbers, which never waits for the GPU."""
+    """Delayed check of numbers on a GPU, which never waits for the GPU."""
 
     def __init__(self) -> None:
         self._going: collections.deque[tuple[torch.cuda.Event, torch.Tensor]] = collections.deque()
 
     def are_finite(self, number: torch.Tensor) -> bool:
-        """Add a number; return True if all earlier numbers that the GPU has computed since the last call are finite."""
+        """Add a number to check; True if all numbers that the GPU has computed since the last call are finite."""
         finite = True
         while self._going and self._going[0][0].query():  # type: ignore[no-untyped-call]
             finite = math.isfinite(self._going.popleft()[1]) and finite
@@ -131,7 +131,7 @@ class LaggingLook:
 
 
 def total(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum in float32 of numbers that may be on several devices."""
+    """Return the sum, in float32, of numbers on one or several devices."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in numbers:
         by_device.setdefault(each.device, []).append(each.float())

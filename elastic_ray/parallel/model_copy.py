@@ -1,4 +1,4 @@
-"""Copies of a model that is trained in a group, its floating-point operations, and its GPU's peak (torch)."""
+"""Detached copies of a wrapped model, its floating-point operations, and its GPU's peak performance (torch)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from elastic_ray.sync.sharded_parameters.model_checks import is_sharded_model
 
 
 class ModelCopy(torch.nn.Module):
-    """Copy of an ``AdaptiveDataParallel``, as made by ``copy.deepcopy``, pickle and ``AveragedModel``.
+    """Detached copy of an ``AdaptiveDataParallel``, as made by ``copy.deepcopy``, pickle and ``AveragedModel``.
 
-    It is called like the original, and its state dict has the same names. It belongs to no run: its gradients are not
-    reduced, and other workers do not know it::
+    It is called like the original, and its state dict has the same names. The copy belongs to no run: its gradients are
+    not reduced, and other workers do not know of it::
 
         best = copy.deepcopy(model)
         torch.save(best.state_dict(), "best.pt")
@@ -43,7 +43,7 @@ class ModelCopy(torch.nn.Module):
 
 
 def copied(module: torch.nn.Module, training: bool) -> tuple[type[ModelCopy], tuple[torch.nn.Module, bool]]:
-    """Return the constructor and arguments of a copy, in the form of ``__reduce_ex__``.
+    """Return the class and arguments that reconstruct a copy of the module, as ``__reduce_ex__`` requires.
 
     Raises TypeError: Other workers hold parts of the model.
     """
@@ -101,7 +101,7 @@ def peak_of(name: str) -> float | None:
 
 
 class ForwardFlops:
-    """Counter of a model's operations, which counts once per shape of its first argument, for the first few shapes.
+    """Counter of a model's operations in a forward pass, once for each of the first few input shapes.
 
     Attributes:
         per_sample: Operations of one sample's forward pass, for the latest shape counted; None before the first.

@@ -1,4 +1,4 @@
-"""Components of a wrapped model, replicated on all ranks or sharded among them, and its optimizers (torch)."""
+"""Builder of the components that keep a wrapped model, replicated or sharded, synchronised (torch)."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Optimizer], torch.optim.Optimizer]:
-    """Return the optimizers that were given for a model, and one optimizer that stands for all of them.
+    """Return the optimizers given for a model as a list, and one optimizer that represents all of them.
 
     Raises:
         TypeError: An optimizer is missing, or of the wrong type.
-        ValueError: Several optimizers step one parameter.
+        ValueError: Several optimizers update the same parameter.
     """
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in given:
@@ -67,7 +67,7 @@ def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Op
 
 
 def schedulers_of(given: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]]:
-    """Return, for each optimizer, the schedulers that set its rates; the first gets those without an ``optimizer``."""
+    """Return the schedulers of each optimizer; schedulers without an ``optimizer`` attribute belong to the first."""
     found: list[list[Any]] = [[] for _ in optimizers]
     places = {id(each): number for number, each in enumerate(optimizers)}
     for scheduler in given if isinstance(given, (list, tuple)) else [given]:
@@ -79,18 +79,18 @@ def schedulers_of(given: Any, optimizers: Sequence[torch.optim.Optimizer]) -> li
 def joint_noise(
     whole: NoiseScale | None, parts: Sequence[tuple[Sequence[NoiseScale | None], int]]
 ) -> NoiseScale | None:
-    """Return the noise scale of a model whose optimizers are measured in different units.
+    """Return the noise scale of a model whose optimizers measure gradients in different units.
 
     Return None before there is an estimate.
 
-    Each optimizer's parameters are weighted by their number of elements n, in units in which the gradient of one batch
-    has the squared norm n, as Adam's preconditioned gradient does::
+    Each optimizer's parameters are weighted by their number of elements n. Their gradients are normalised so that the
+    gradient of one batch has the squared norm n, as Adam's preconditioned gradient does::
 
         sqr = sum n_i sqr_i / (sqr_i + var_i),    var = sum n_i var_i / (sqr_i + var_i)
 
     Args:
-        whole: Noise scale of all parameters together, which is the result if there is one optimizer.
-        parts: For each optimizer, the noise scales of its parameter groups and the number of elements that it steps.
+        whole: Noise scale of all parameters together, which is returned if there is only one optimizer.
+        parts: For each optimizer, the noise scales of its parameter groups and the number of elements that it updates.
     """
     if len(parts) == 1 or whole is None:
         return whole
@@ -108,7 +108,7 @@ class KeptModel:
     """Components that keep one model synchronised on all ranks.
 
     Attributes:
-        optimizers: For each optimizer, the object that votes on updates and makes them.
+        optimizers: For each optimizer, the object that decides with the other ranks on updates and applies them.
         measured: For each optimizer, a function that runs an update and measures how far it moves the parameters.
     """
 
@@ -173,8 +173,7 @@ class ModelParts:
             )
             for number, (each, tiles) in enumerate(zip(optimizers, parts, strict=True))
         ]
-        moved: dict[int, tuple[float, ...]] = {}
-        unit = run.unit
+        unit, meter = run.unit, self._statistics.meter
 
         def measured(number: int, update: Callable[[], Any]) -> Any:
             groups = self._trainable.groups[group_ranges(optimizers)[number]]
@@ -183,13 +182,13 @@ class ModelParts:
                 named = {id(p) for name, p in module.named_parameters() if name in elsewhere}
                 groups = [[p for p in group if id(p) not in named] for group in groups]
             whole = not parts[number].divided
-            result, moved[number] = with_update_norms(optimizers[number], groups, update, whole=whole)
-            if len(moved) == len(parts):  # by now each has stepped
-                norms = [norm for number in range(len(parts)) for norm in moved[number]]
+            result, meter.moved[number] = with_update_norms(optimizers[number], groups, update, whole=whole)
+            if len(meter.moved) == len(parts):  # by now each has stepped
+                norms = [norm for number in range(len(parts)) for norm in meter.moved[number]]
+                meter.moved.clear()
                 if unit is not None:
                     norms = [math.hypot(*workers) for workers in zip(*unit.gather(norms), strict=True)]
-                self._statistics.meter.updated(tuple(norms))
-                moved.clear()
+                meter.updated(tuple(norms))
             return result
 
         each_measured = [functools.partial(measured, number) for number in range(len(parts))]

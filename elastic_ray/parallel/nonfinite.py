@@ -1,4 +1,4 @@
-"""Non-finite gradients and parameters: the errors, and the choices of how to handle them (pure)."""
+"""Errors for non-finite gradients and parameters, and the user's choices of how to handle them (pure)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ NONFINITE = ("warn", "skip", "raise", "ignore")
 
 
 class NonFiniteGradientsError(FloatingPointError):
-    """Error raised if gradients to be applied are NaN or infinite, with ``nonfinite="raise"``."""
+    """Error raised with ``nonfinite="raise"`` if gradients about to be applied are NaN or infinite."""
 
 
 class NonFiniteParametersError(FloatingPointError):
-    """Error raised if the train function returns with NaN or infinite parameters, so that the job does not succeed."""
+    """Error raised if the train function returns with NaN or infinite parameters; the job then fails."""
 
 
 def check_choice(nonfinite: object) -> str:
@@ -26,7 +26,7 @@ def check_choice(nonfinite: object) -> str:
 
 
 def describe_gradients(model: int, step: int, ranks: Sequence[int], nonfinite: str) -> str:
-    """Return a message about non-finite gradients; ``ranks`` are the ranks of origin, empty if unknown."""
+    """Return a message about non-finite gradients; ``ranks`` are the ranks where they arose, empty if unknown."""
     where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
     done = {"skip": "the update was left out", "raise": "training ends"}.get(nonfinite, "they were applied")
     return f"gradients of model {model} were NaN or infinite{where} in step {step}; {done}"

@@ -1,8 +1,8 @@
-"""Handling of a wrapped model that runs out of memory: its step is lost and its batch drawn again (torch).
+"""Recovery of a wrapped model that runs out of memory: the step is lost and its batch drawn again (torch).
 
-An exception would leave the user's loop, which only a job can restart. Errors are therefore caught where they are
-raised: in the model's forward, in ``backward()`` and in ``optimizer.step()``. User code then gets results of the right
-shape, zero gradients and an optimizer that does not step, and the loader draws the batch again in smaller
+An exception that leaves the user's loop could only be handled by restarting the job. Errors are therefore caught where
+they are raised: in the model's forward pass, in ``backward()`` and in ``optimizer.step()``. User code then gets outputs
+of the right shape, zero gradients and an optimizer that does not step, and the loader draws the batch again in smaller
 micro-batches. Errors in the user's own computations in between (a loss) are raised as usual.
 """
 
@@ -35,8 +35,8 @@ def in_parts(module: torch.nn.Module, args: Any, kwargs: Any, *, exact: bool) ->
     """Return the output of ``module`` without a graph, computed in parts of half the samples, a quarter, and so on.
 
     Args:
-        exact: Whether the output must equal that for all samples at once. If so, scalar outputs such as a mean over
-            samples are refused; otherwise they are averaged over the parts.
+        exact: If True, the output must equal the output for all samples at once, so scalar outputs such as a mean over
+            samples are refused. If False, scalar outputs are averaged over the parts.
 
     Raises:
         torch.OutOfMemoryError: Not even one sample fits, or arguments or output cannot be split.
@@ -111,13 +111,13 @@ class _Lost(torch.autograd.Function):
 
 
 def give_zero_gradients(params: Sequence[Tensor]) -> None:
-    """Run a backward pass over ``params`` that gives zero gradients."""
+    """Give ``params`` zero gradients by running a backward pass over them."""
     with torch.enable_grad():
         torch.autograd.backward(_Lost.apply(params[0].new_zeros(()), *params))  # type: ignore[no-untyped-call]
 
 
 class Untouched:
-    """Check of whether a failed optimizer step has changed anything."""
+    """Check that an optimizer step that failed has not changed parameters or existing states."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
         self._optimizer, self._had = optimizer, set(optimizer.state)
@@ -125,7 +125,7 @@ class Untouched:
         self._versions = [(each, each._version) for each in (*params, *held)]
 
     def undo(self) -> bool:
-        """Discard states that the optimizer has created; False if it has changed a parameter or an existing state."""
+        """Discard the states that the failed step created; False if it changed a parameter or an existing state."""
         if any(each._version != version for each, version in self._versions):
             return False
         for param in set(self._optimizer.state) - self._had:

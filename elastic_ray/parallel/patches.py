@@ -26,10 +26,10 @@ class DividedOptimizer(Protocol):
     """Protocol of an optimizer whose state is divided among the ranks."""
 
     def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
-        """Return all states keyed by parameter on rank 0; None if this rank already has all. Called on every rank."""
+        """Return all states on rank 0, keyed by parameter; None if this rank has them. Call this on every rank."""
 
     def loaded(self) -> None:
-        """Adopt the whole states that were loaded into the optimizer."""
+        """Divide among the ranks the complete states that were just loaded into the optimizer."""
 
 
 _installed = False  # the watch of backward passes
@@ -62,9 +62,9 @@ def watch_backward() -> None:
 
 
 def patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
-    """Route ``optimizer.step`` through ``step(original, closure, **kwargs)``, keeping name and signature.
+    """Route ``optimizer.step`` through ``step(original, closure, **kwargs)``, keeping its name and signature.
 
-    It stays a bound method, because schedulers that are created later inspect it.
+    The patched method remains a bound method, because schedulers created later inspect it.
     """
     original = optimizer.step
 
@@ -76,7 +76,7 @@ def patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
 
 
 def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:
-    """Call ``then`` whenever the optimizer has cleared its parameters' gradients."""
+    """Call ``then`` each time the optimizer has cleared the gradients of its parameters."""
     original = optimizer.zero_grad
 
     @functools.wraps(original)
@@ -88,7 +88,7 @@ def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) 
 
 
 def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer) -> None:
-    """Patch ``optimizer.state_dict`` to return, and ``load_state_dict`` to accept, the whole of a divided state."""
+    """Make ``optimizer.state_dict`` return, and ``load_state_dict`` accept, the complete state of all ranks."""
     give, load = optimizer.state_dict, optimizer.load_state_dict
 
     @functools.wraps(give)
@@ -113,16 +113,16 @@ def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer
 
 
 def check_schedule(schedule: Any) -> None:
-    """Raise ValueError unless this is a known way for schedulers to count."""
+    """Raise ValueError unless ``schedule`` is a known unit in which schedulers count."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, but got {schedule!r}")
 
 
 def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> None:
-    """Patch a scheduler that steps with every batch to count optimizer steps instead of micro-steps.
+    """Make a scheduler that is stepped with every batch count optimizer steps instead of micro-steps.
 
-    With ``"progress"``, a step counts as the number of initial-batch steps with the same samples. A call with arguments
-    (a metric, an epoch) always counts as one.
+    With ``"progress"``, an optimizer step counts as many steps as the initial batch size would need for the same
+    samples. A call with arguments (a metric, an epoch) always counts as one step.
     """
     if not hasattr(scheduler, "step"):
         return
@@ -157,7 +157,7 @@ def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> 
 
 
 def scale_rollback(scaler: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Return functions that capture and restore a scaler's scale, neither of which waits for the scale's GPU."""
+    """Return functions that capture and restore a scaler's scale; neither waits for the GPU."""
     return functools.partial(_unread_scale, scaler), functools.partial(_take_back_scale, scaler)
 
 
@@ -179,7 +179,7 @@ def _take_back_scale(scaler: Any, kept: Any) -> None:
 
 
 def patch_scaler(scaler: Any, run: Run) -> None:
-    """Patch a scaler to account for accumulation, and for the other workers of a unit."""
+    """Adapt a scaler to gradient accumulation, and to the other workers of its unit."""
     _keep_scale_while_accumulating(scaler, run.ledger)
     if run.unit is not None and scaler.is_enabled():
         _agree_on_overflow(scaler, run.unit)
@@ -230,7 +230,7 @@ class _Parts:
 
 
 def after_step(scaler: Any, optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:
-    """Call ``then`` after the scaler has stepped this optimizer or skipped the step."""
+    """Call ``then`` each time the scaler has stepped this optimizer or skipped its step."""
     original = type(scaler).step
 
     @functools.wraps(original)
@@ -275,7 +275,7 @@ def complete(optimizer: torch.optim.Optimizer) -> None:
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers that another one holds as attributes and that have separate state, keyed by attribute."""
+    """Return the optimizers with separate state that another optimizer wraps, keyed by attribute name."""
     return {
         name: each
         for name, each in vars(optimizer).items()
@@ -311,7 +311,7 @@ def evaluated(
 ) -> tuple[Any, dict[str, Any]]:
     """Call a closure once before the update; return its value, and the arguments for the optimizer's own step.
 
-    The gradients are then those of the whole group when ranks decide whether to apply them, and at what rate.
+    Ranks thus see the gradients of the whole group when they decide whether to apply them, and at what rate.
 
     Raises ValueError: The optimizer calls the closure several times, or after moving parameters; raised in its step.
     """
@@ -350,9 +350,9 @@ _NOT_GIVEN = (
 
 
 def check_scaler(run: Run) -> None:
-    """Check that any enabled scaler calling the optimizer's step is part of the run's state.
+    """Check that every enabled scaler that calls the optimizer's step is part of the run's state.
 
-    Raises RuntimeError: It is not, and the group may change. Otherwise the job's user is warned.
+    Raises RuntimeError: A scaler is not part of the state, and the group may change. If the group is fixed, only warn.
     """
     frame = sys._getframe(1)
     for _ in range(_NEAR):

@@ -67,7 +67,7 @@ def refuse_in_unit(module: torch.nn.Module) -> None:
 
 
 def check_stragglers(response: Any) -> StragglerConfig:
-    """Check the response to slow workers that a run without a trainer requests.
+    """Check the response to slow workers that a train loop requests in a run without a trainer.
 
     Raises ValueError: The response is unknown, or requires a trainer.
     """
@@ -83,7 +83,7 @@ def check_stragglers(response: Any) -> StragglerConfig:
 
 
 def warn_of_no_effect(asked: StragglerConfig, *, lacking: bool) -> None:
-    """Warn that under a trainer the job's configuration decides, if it does less than the loop requests."""
+    """Warn if the trainer's configuration, which decides, does less about slow workers than the loop requests."""
     if lacking:
         logger.warning(
             "AdaptiveDataParallel(stragglers=%r) has no effect under a trainer: ask for it with "
@@ -94,7 +94,7 @@ def warn_of_no_effect(asked: StragglerConfig, *, lacking: bool) -> None:
 
 
 def refuse_wrapped(module: torch.nn.Module, own: type) -> None:
-    """Raise TypeError for a model that a multi-device wrapper already trains; ``own`` is our wrapper."""
+    """Raise TypeError for a model in another multi-device wrapper; ``own`` is the class of this package's wrapper."""
     name = type(module).__name__
     if isinstance(module, own):
         raise TypeError(f"module must be a plain model, but got one wrapped in {name} already")
@@ -129,7 +129,7 @@ def refuse_graphed(module: torch.nn.Module) -> None:
 
 
 def refuse_left_out(module: torch.nn.Module) -> None:
-    """Raise ValueError for parameters and buffers that DistributedDataParallel was told to ignore."""
+    """Raise ValueError if the model tells DistributedDataParallel to ignore some parameters or buffers."""
     names = sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     if names:
         raise ValueError(
@@ -140,7 +140,7 @@ def refuse_left_out(module: torch.nn.Module) -> None:
 
 
 def refuse_steps_in_backward(module: torch.nn.Module) -> None:
-    """Raise ValueError for gradient hooks that hold an optimizer, because they would step it before averaging."""
+    """Raise ValueError for gradient hooks that step an optimizer, because they would run before averaging."""
     for name, param in module.named_parameters():
         for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
             if any(isinstance(value, torch.optim.Optimizer) for value in _reach(hook)):
@@ -158,7 +158,7 @@ def bounded_tables(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def refuse_bounded_tables(tables: Mapping[str, torch.nn.Module], workers: int) -> None:
-    """Raise ValueError for trained tables with ``max_norm`` if there are several workers."""
+    """Raise ValueError if trained embeddings with ``max_norm`` are used with several workers."""
     for name, layer in tables.items() if workers > 1 else ():
         if layer.weight.requires_grad:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of a model: sent to joiners, rolled back with lost steps, and never omitted (torch)."""
+"""Learning-rate schedulers of a model: sent to joining workers, and rolled back with lost steps (torch)."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Schedulers:
     """Schedulers of one model's optimizer.
 
     Args:
-        name: Distinguishes the optimizer from others of the run.
-        schedule: Unit in which schedulers that step with every batch count.
+        name: Name that distinguishes the optimizer from others of the run.
+        schedule: Unit in which schedulers that step with every batch count; see ``AdaptiveDataParallel``.
     """
 
     def __init__(
@@ -137,13 +137,13 @@ _CAUGHT_UP = 1e-3  # of the rate, by which second moments are behind the batch
 
 
 class LearningRates:
-    """Learning rates of one optimizer, scaled by a rule around each step.
+    """Learning rates of one optimizer, scaled by a rule during each step.
 
     Args:
-        rule: As in ``AdaptiveDataParallel(scaling_rule=...)``.
-        noise: Returns the noise of each parameter group, None if unknown.
-        held: Factors of the previous step if they depend on the noise. All ranks share them; changed in place.
-        adam_steps: As in ``NoiseTracker``; also shared and changed in place.
+        rule: Scaling rule, as in ``AdaptiveDataParallel(scaling_rule=...)``.
+        noise: Returns the noise of each parameter group; None for a group whose noise is unknown.
+        held: Factors of the previous step if they depend on the noise; equal on all ranks, and changed in place.
+        adam_steps: Same as in ``NoiseTracker``; equal on all ranks, and changed in place.
 
     Raises TypeError, ValueError: The rule does not exist.
     """
@@ -171,15 +171,15 @@ class LearningRates:
 
     @property
     def wants_statistics(self) -> str:
-        """Name of the setting that requires gradient statistics, or ""."""
+        """Name of the setting that requires gradient statistics; empty if none does."""
         asked = not self._by_default and self._by_noise
         return f"scaling_rule {type(self._rule).__name__}" if asked else ""
 
     def scale(self, scale: float, *, has_statistics: bool) -> list[dict[str, Any]] | None:
-        """Set rates for a batch of ``scale`` x the initial one.
+        """Set the learning rates for a batch of ``scale`` x the initial batch.
 
         Args:
-            has_statistics: Whether the strategy provides gradient statistics, without which the default rule is off.
+            has_statistics: True if the strategy provides gradient statistics; the default rule is off without them.
 
         Returns the previous rates, for :meth:`restore`; None if they are unchanged.
         """
@@ -215,7 +215,7 @@ class LearningRates:
         return before
 
     def restore(self, before: Sequence[dict[str, Any]]) -> None:
-        """Restore the rates set by user code and schedulers, after the optimizer's step."""
+        """Restore the rates set by user code and schedulers; call this after the optimizer's step."""
         for group, options in zip(self._optimizer.param_groups, before, strict=False):
             group.update(options)
 
@@ -241,14 +241,14 @@ class LearningRates:
 
 
 def policies_of(schedule: str) -> list[Policy]:
-    """Return the policies that a schedule requires."""
+    """Return the adaptation policies that a schedule requires."""
     return [Seesaw()] if schedule == SEESAW else []
 
 
 def rules_of(
     rule: ScalingRule | str | None, schedule: str, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[ScalingRule | str | None]:
-    """Return the rule of each optimizer.
+    """Return the scaling rule of each optimizer.
 
     Raises ValueError: Both the schedule and the rule set the rates, or the rule applies to no optimizer.
     """
@@ -290,12 +290,12 @@ def check_readable(scheduler: Any) -> None:
 
 
 def has_second_moments(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer keeps a running mean of squared gradients by a beta2."""
+    """True if the optimizer keeps a running mean of squared gradients, with a decay rate beta2."""
     return not isinstance(optimizer, torch.optim.Adamax) and any(map(is_adam_group, optimizer.param_groups))
 
 
 def is_adam_group(group: dict[str, Any]) -> bool:
-    """True if a parameter group has a beta2 in (0, 1) and an eps, unlike that of Lion, for example."""
+    """True if a parameter group has a beta2 in (0, 1) and an eps; groups of Lion, for example, do not."""
     betas = group.get("betas")
     return "eps" in group and isinstance(betas, tuple | list) and len(betas) == 2 and 0.0 < float(betas[1]) < 1.0
 

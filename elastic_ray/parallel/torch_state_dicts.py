@@ -1,9 +1,10 @@
-"""Support for ``torch.distributed.checkpoint.state_dict`` on models whose state several ranks hold (torch).
+"""Support for ``torch.distributed.checkpoint.state_dict`` on models whose state is divided among ranks (torch).
 
-Torch's functions do not support groups that change. They would return a part of the state as the whole on all ranks
-but the first, step an optimizer whose state is not in ``optimizer.state``, and look for a default process group.
-Programs import these functions by name, before or after a model is wrapped. Therefore the internal functions that they
-call are replaced: at once, or when the module is imported (importing it takes half a second).
+Torch's functions do not support groups that change. On all ranks but the first, they would return a part of the state
+as if it were the whole. They would also step an optimizer whose state is not in ``optimizer.state``, and require a
+default process group. Programs import these functions by name, before or after a model is wrapped. The internal
+functions that they call are therefore replaced: at once, or when the module is imported (importing it takes half a
+second).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] 
 
 
 def follow_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer: Any, divided: Any) -> None:
-    """Register a model, its wrapper and its optimizer, whose state ranks divide, with torch's functions."""
+    """Make torch's functions return the complete state of a model and optimizer that are divided among the ranks."""
     sharded = isinstance(divided, OptimizerPart)
     for each in wrapper.modules():
         if any(isinstance(inner, ShardedEmbedding) for inner in each.modules()):

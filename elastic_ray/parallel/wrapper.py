@@ -98,44 +98,45 @@ class OptimizerSteps:
 class AdaptiveDataParallel(torch.nn.Module):
     """Wrapper that replicates ``module`` over the job's workers, like ``DistributedDataParallel``.
 
-    Gradients are averaged over all samples of the step when ``backward()`` returns. ``optimizer.step()`` works as
+    When ``backward()`` returns, gradients are averaged over all samples of the step. ``optimizer.step()`` works as
     usual, with learning rates scaled for the current batch size. It does nothing while gradients are accumulated, or in
-    a step that a failure has voided. Parameters, optimizer state and all other objects given here are sent to every
-    worker that joins later. Each worker has its own buffers (BatchNorm statistics) within an epoch. They are averaged
-    (integers: copied from rank 0) at the end of a loader's pass and when the group changes.
+    a step that a failure has voided. Parameters, optimizer state and all other objects passed here are sent to every
+    worker that joins later. Within an epoch, each worker has its own buffers (BatchNorm statistics). At the end of a
+    loader's pass and when the group changes, buffers are averaged (integers: copied from rank 0).
 
-    The module's state dict has the prefix ``module.``, as in DDP. Wrap before the first epoch, identically on every
-    worker.
+    The module's state dict has the prefix ``module.``, as in DDP. Wrap the model before the first epoch, identically on
+    every worker.
 
     Args:
         module: The model, on its device.
-        optimizer: Optimizer of this model's parameters, or several with separate parameters (Muon and AdamW, say). The
-            loop must call each once per step, in the same order on every worker. Use one wrapper per model.
-        lr_scheduler: Scheduler (or several) of these optimizers; required if one is used.
-        schedule: Unit in which a scheduler that steps with every batch counts: ``"progress"`` in steps of the initial
-            batch, so that a decay ends where it should, or optimizer ``"steps"``. ``"seesaw"`` is ``"progress"`` that
-            turns decays into growth of the batch (``adaptation.policies.seesaw``).
-        grad_scaler: AMP's ``GradScaler``, if one is used; gradient statistics need its scale.
+        optimizer: Optimizer of this model's parameters, or several with separate parameters (such as Muon and AdamW).
+            The loop must call each once per step, in the same order on every worker. Use one wrapper per model.
+        lr_scheduler: Learning-rate scheduler (or several) of these optimizers. Every scheduler in use must be passed.
+        schedule: Unit in which a scheduler that steps with every batch counts. ``"progress"`` counts in steps of the
+            initial batch, so that a decay ends after the planned number of samples; ``"steps"`` counts optimizer steps.
+            ``"seesaw"`` is ``"progress"`` with decays turned into batch growth (``adaptation.policies.seesaw``).
+        grad_scaler: AMP's ``GradScaler``, if the loop uses one; gradient statistics need its scale.
         scaling_rule: How the learning rate depends on the batch size: a name (``"adascale"``, ``"adamscale"``,
-            ``"adam"``, ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with
-            ``factors(scale, noise, progress)``. The default is AdaScale, its square root for Adam-like optimizers, or
-            ``"none"`` if the strategy averages models. User code and schedulers set the rates at the initial batch
-            size.
-        nonfinite: Response to NaN or infinite gradients when the optimizer is about to apply them, on whichever rank
-            they arose: ``"warn"`` reports them and applies them as PyTorch would, ``"skip"`` skips such updates on all
-            ranks, ``"raise"`` ends the training, ``"ignore"`` does nothing. Except with ``"ignore"``, a train function
-            that returns with non-finite parameters fails.
-        strategy: A name (``"all_reduce"``, ``"powersgd"``, ... see ``elastic_ray.sync``), a builder, a ``Strategy``, or
-            the path of one as JSON; None means ``"all_reduce"``.
+            ``"adam"``, ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with ``factors(scale, noise,
+            progress)``. The default is AdaScale, its square root for Adam-like optimizers, or ``"none"`` if the
+            strategy averages models. User code and schedulers set the rates at the initial batch size.
+        nonfinite: Response if the optimizer is about to apply NaN or infinite gradients, on whichever rank they arose.
+            ``"warn"`` reports them and applies them as PyTorch would, ``"skip"`` skips such updates on all ranks,
+            ``"raise"`` ends the training, ``"ignore"`` does nothing. Except with ``"ignore"``, a train function that
+            returns with non-finite parameters fails.
+        strategy: How gradients or models are synchronised: a name (``"all_reduce"``, ``"powersgd"``, ... see
+            ``elastic_ray.sync``), a builder, a ``Strategy``, or the path of a JSON file with one; None means
+            ``"all_reduce"``.
         policy: One or several adaptation policies (control loops over the run, see ``elastic_ray.adaptation``), called
             in order; None for none.
         monitor: Quantities to measure in addition to the noise scale, for :attr:`measures`; None for none.
         stragglers: Response to slow workers in a run without a trainer: ``"ignore"`` (same as None), ``"tell"`` (log
-            them), or ``"share"``.
-        fold_random: Seed torch's generators differently on each rank, for different dropout masks; False leaves them.
+            them), or ``"share"`` (give them fewer samples).
+        fold_random: If True, seed torch's generators differently on each rank, for different dropout masks. If False,
+            leave the generators unchanged.
 
     Raises:
-        TypeError: An argument has the wrong type, or is one of ``DistributedDataParallel`` that is not needed here.
+        TypeError: An argument has the wrong type, or is an argument of ``DistributedDataParallel`` that is not needed.
         ValueError: The optimizer's parameters are not the module's, or it has none; a parameter has no shape yet, or
             belongs to a model that was already wrapped; gradients are stepped within ``backward()``; a trained
             embedding has ``max_norm``.
@@ -370,30 +371,30 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._tables.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes only add to this rank's gradients, like DDP's ``no_sync``."""
+        """Return a context in which backward passes accumulate gradients locally, like DDP's ``no_sync``."""
         return self._sync.no_sync()
 
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Return a context that does nothing: unlike with DDP, loaders give all ranks equally many batches."""
+        """Return a context that does nothing; unlike DDP, no join is needed, as all ranks get equally many batches."""
         return nullcontext()
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Raise RuntimeError, because the strategy, known to all ranks and joiners, decides how gradients are sent."""
+        """Raise RuntimeError: hooks are not supported, because the strategy decides how gradients are sent."""
         raise RuntimeError(NO_COMMUNICATION_HOOK)
 
     @property
     def strategy(self) -> Strategy:
-        """Current strategy for synchronising the model."""
+        """Strategy that currently synchronises the model."""
         return self._sync.strategy
 
     def set_strategy(self, strategy: str | os.PathLike[str] | Strategy | StrategyBuilder) -> None:
-        """Switch to another strategy from the next step on (KungFu's SetStrategy); ``"auto"`` starts to choose one.
+        """Switch to another strategy from the next step on (KungFu's SetStrategy).
 
-        Every rank must request the same strategy in the same step; ranks that differ get an error in the next step.
-        Within a round of averaged models, the switch happens after the round.
+        Every rank must request the same strategy in the same step. If ranks differ, the next step raises an error.
+        Within a round of model averaging, the switch happens after the round.
 
         Args:
-            strategy: As in the constructor.
+            strategy: Same as in the constructor; ``"auto"`` starts a search for the fastest strategy.
 
         Raises:
             StrategyError: The strategy does not exist, or cannot be used with this model and optimizer.
@@ -421,12 +422,12 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     @property
     def measures(self) -> StepMeasures:
-        """Requested measurements (``monitor=``) of the steps so far; equal on all ranks."""
+        """Measurements requested by ``monitor=``, for the steps so far; equal on all ranks."""
         known = self._statistics.measures(self._run.registry.monitoring.meter.workers)
         return known if len(self._optimizers) == 1 else dataclasses.replace(known, noise=self.noise_scale)
 
     def gain(self, scale: float) -> float:
-        """Return how many steps at the initial batch size one step at ``scale`` x that size is worth (its gain).
+        """Return the number of steps at the initial batch size that one step at ``scale`` x that size is worth.
 
         With the gradient's variance ``var`` and squared norm ``sqr``, the gain is (var + sqr) / (var / scale + sqr):
         between 1 and ``scale``, and 1 before the first estimate. Source: AdaScale SGD (ICML 2020).
@@ -562,6 +563,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             result = own.measured(functools.partial(update, **kwargs))
         else:
             result = update(**kwargs)
+        if self._sync.averages:
+            self._sync.scale_moments(own.optimizer)
         if self._tables.tables and own is self._steps[0]:
             self._tables.update()
         return result

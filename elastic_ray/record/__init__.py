@@ -1,1 +1,1 @@
-"""Records of a job and reports on it: phase, events, reports, views."""
+"""Records kept for a job, and reports on it: phase, events, reports and views."""

@@ -1,4 +1,4 @@
-"""State of a job that a restarted controller needs beyond what workers report: small and plain (pure)."""
+"""Job state that a restarted controller needs in addition to the workers' reports, as plain values (pure)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_VALUE = 1 << 16  # bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerState:
-    """Facts about a job that its controller saves for its successor."""
+    """State of a job that its controller saves for a successor."""
 
     job: str
     run: str  # its run (:func:`run_of`); a trial that is paused and continues has another one
@@ -78,15 +78,15 @@ class ControllerState:
 
 
 def run_of(spec: JobSpec) -> str:
-    """Return a digest that identifies one run of a job or trial among all runs under the same controller."""
+    """Return a digest that identifies this run of a job or trial among all runs of the same controller."""
     return hashlib.sha256(f"{spec.job} {spec.storage_path} {spec.secret}".encode()).hexdigest()
 
 
 def as_text(value: Sealed | None) -> str | None:
-    """Return a train function's return value as text to store in a note; None if there is none or it is too large."""
+    """Return a train function's return value as text for a note; None if there is none or it is too large."""
     return base64.b64encode(value.pickled).decode() if value is not None and len(value.pickled) <= _MOST_VALUE else None
 
 
 def from_text(text: str | None) -> Sealed | None:
-    """Invert :func:`as_text`."""
+    """Return the value that :func:`as_text` converted; None for None."""
     return Sealed(pickled=base64.b64decode(text)) if text is not None else None

@@ -1,4 +1,4 @@
-"""A finished job, which the cluster remembers for an hour (pure)."""
+"""Record of a job that has ended, which the cluster keeps for an hour (pure)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEFT_OUT = ("last_pause", "metrics", "trial")  # of a status: read apart
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndedJobNote:
-    """Record of a job at its end."""
+    """Record of a job that has ended: its last status, outcome and error."""
 
     status: JobStatus
     ended_s: float  # when [s since the epoch]
@@ -31,7 +31,7 @@ class EndedJobNote:
     def of(
         cls, spec: JobSpec, status: JobStatus, ended_s: float, error: BaseException | Raised | None, metrics: Any
     ) -> EndedJobNote:
-        """Build the record of a job that has just ended."""
+        """Return the record of a job that has just ended."""
         lines = str(getattr(error, "traceback_text", "")).strip().splitlines()
         return cls(
             status=dataclasses.replace(status, metrics=dict(metrics)),
@@ -49,7 +49,7 @@ class EndedJobNote:
         return sum(named_parts(self.status).values())
 
     def to_json(self) -> str:
-        """Return the record as JSON; if JSON cannot hold the metrics, their values are replaced by their ``repr``."""
+        """Return the record as JSON, with the ``repr`` of each metric if JSON cannot represent the metrics."""
         names = [field.name for field in dataclasses.fields(JobStatus) if field.name not in _LEFT_OUT]
         said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "status"}
         status = {name: getattr(self.status, name) for name in names} | {"phase": self.status.phase.value}

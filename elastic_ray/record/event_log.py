@@ -1,4 +1,4 @@
-"""A job's events as they happen: logged, recorded, and saved for a restarted controller."""
+"""Log of a job's events, which are logged, recorded, and saved for a restarted controller as they happen."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EventLog:
         self.add(kind, workers, workers, reason, **facts)
 
     def warn(self, what: str) -> None:
-        """Add a warning about a failure that the job tolerates."""
+        """Add a warning about a failure that does not stop the job."""
         self.note(EventKind.WARNING, what)
 
     def storage(self, what: str) -> None:

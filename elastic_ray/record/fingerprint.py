@@ -1,6 +1,6 @@
-"""Fingerprint shared by jobs that train the same model, so that they share measurements (pure).
+"""Fingerprint of the model that a job trains, by which jobs share measurements (pure).
 
-Two jobs have equal fingerprints if their steps should take equal time on the same nodes at the same batch. Included:
+Two jobs have equal fingerprints if their steps should take equal time on the same nodes at the same batch. It includes:
 
 - the user's name for the model, ``ElasticTrainer(model_fingerprint="resnet18-224")``. Without a name, the following of
   every wrapped model: its class, the names, shapes, types and ``requires_grad`` of its parameters, the class of its
@@ -8,7 +8,7 @@ Two jobs have equal fingerprints if their steps should take equal time on the sa
   class of the training loader's dataset and, if it holds tensors, their shapes and types;
 - the resources of one worker.
 
-Not included: learning rates, seeds, batch sizes (part of each measurement), numbers of workers, GPU types (measurements
+It excludes: learning rates, seeds, batch sizes (part of each measurement), numbers of workers, GPU types (measurements
 are kept by type), and what the forward pass does with the parameters. Jobs that differ only in the forward pass (a
 stride, a resolution that the dataset does not show) and not in class names need different user names.
 """
@@ -25,7 +25,7 @@ from placement.text import describe
 def fingerprint(spec: JobSpec, loader: LoaderInfo | None) -> str | None:
     """Return the job's fingerprint in readable form, such as ``Net-1f0c9a2b7d3e on 1 CPU``.
 
-    None while nothing is known about the job's model.
+    Returns None while nothing is known about the job's model.
     """
     name = spec.model_fingerprint
     if name is None:

@@ -1,4 +1,4 @@
-"""Losses of a job and its members so far, and the history of its size (pure)."""
+"""Losses of workers and of the whole job so far, and the history of the job's size (pure)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ MOST_FRUITLESS = 3  # restarts without a new checkpoint between them: what ends 
 
 
 class Losses:
-    """Counts of losses of members and of the whole job.
+    """Counts of lost workers and of losses of the whole job, which limit restarts.
 
     The loss of all workers is a failure, and so is the loss of one worker to its own exception.
     ``FailureConfig.max_failures`` limits the number of failures. If it is 0, Ray Train's default, the job restarts as
     long as it makes progress. Preemption, which saves the job between two steps, is not a failure.
 
     Args:
-        max_failures: failures after which the job may restart; 0 as long as it makes progress, -1 for no limit.
-        restart: whether the job may restart if ``max_failures`` is 0; if False, its first failure ends it.
+        max_failures: Number of failures after which the job may restart; 0 for no limit while it makes progress, -1 for
+            no limit at all.
+        restart: True if the job may restart when ``max_failures`` is 0; False if its first failure then ends it.
 
     Attributes:
-        lost: losses so far; 1 is a loss of the whole job, and a lost member counts as its fraction.
-        raised: number of workers lost to an exception of their own.
-        fruitless: number of restarts in a row without a new checkpoint between them.
-        saved_steps: steps of the newest checkpoint at the last restart.
+        lost: Losses so far, where 1 is a loss of the whole job and a lost worker counts as its fraction of the job.
+        raised: Number of workers lost to an exception of their own.
+        fruitless: Number of consecutive restarts without a new checkpoint in between.
+        saved_steps: Step of the newest checkpoint at the last restart.
     """
 
     def __init__(self, max_failures: int, *, restart: bool = True) -> None:
@@ -40,7 +41,7 @@ class Losses:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Counts for the next controller, as fields of ``ControllerState``."""
+        """Counts to save for the next controller, as fields of ``ControllerState``."""
         return {name: getattr(self, name) for name in ("lost", "failures", "raised", "fruitless", "saved_steps")}
 
     def recall(self, state: ControllerState) -> None:
@@ -48,24 +49,24 @@ class Losses:
         vars(self).update({name: getattr(state, name) for name in self.counts})
 
     def some_lost(self, before: int, after: int) -> None:
-        """Count lost members, each as its fraction of the job, because losses often occur together."""
+        """Count lost workers, each as its fraction of the job, because workers are often lost together."""
         self.lost += max(0.0, 1.0 - after / max(before, 1))
 
     def one_raised(self) -> bool:
-        """Count a worker lost to its own exception; returns True if the other workers may continue training."""
+        """Count a worker lost to its own exception; return True if the other workers may continue training."""
         self.raised += 1
         self._just_raised = True
         return self._max_failures <= 0 or self.failures + self.raised <= self._max_failures
 
     def settled(self) -> None:
-        """Record that a group trains again after the last loss."""
+        """Record that a group is training again after the last loss."""
         self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:
-        """Record the loss of the whole job; True if the job may restart.
+        """Record the loss of the whole job; return True if the job may restart.
 
         Args:
-            saved_steps: steps of the job's newest checkpoint; 0 without a checkpoint.
+            saved_steps: Step of the job's newest checkpoint; 0 without a checkpoint.
         """
         self.lost += 1.0
         self.failures += 1
@@ -80,7 +81,7 @@ class Losses:
         return self._restart and self.fruitless <= MOST_FRUITLESS
 
     def mean_time_s(self, observed_s: float) -> float:
-        """Return the mean time between losses of the whole job [s], given ``observed_s`` of observation [s]."""
+        """Return the mean time between losses of the whole job [s], given the observed time ``observed_s`` [s]."""
         return mean_time_between_losses_s(self.lost, observed_s)
 
 
@@ -89,15 +90,15 @@ STUCK_FAILURES = 10
 
 
 class SizeHistory:
-    """History of a job's sizes; times are monotonic [s].
+    """History of a job's size changes and starts; times are monotonic [s].
 
     Attributes:
-        resizes: number of size changes.
-        resize_cost_s: pause of a size change [s], an exponential average.
-        start_s: time from the last start of processes until they formed a group [s].
-        settled_s: when the last group was formed.
-        launched_at_s: when the processes that are now starting were launched [s since the epoch]; None if none are
-            starting.
+        resizes: Number of size changes.
+        resize_cost_s: Pause caused by a size change [s], as an exponential average.
+        start_s: Time from the last start of processes until they formed a group [s].
+        settled_s: Time at which the last group was formed.
+        launched_at_s: Time at which the processes that are now starting were launched [s since the epoch]; None if none
+            are starting.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -112,7 +113,7 @@ class SizeHistory:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """History for the next controller, as fields of ``ControllerState``."""
+        """History to save for the next controller, as fields of ``ControllerState``."""
         names = ("most_workers", "resizes", "resize_cost_s", "start_s", "launched_at_s")
         return {name: getattr(self, name) for name in names}
 
@@ -125,16 +126,16 @@ class SizeHistory:
         self._first_s = self.settled_s if state.most_workers else None
 
     def launched(self, now_s: float, at_s: float) -> None:
-        """Record that processes start while no group trains; ``at_s`` is ``now_s`` in seconds since the epoch."""
+        """Record that processes are starting while no group trains; ``at_s`` is ``now_s`` since the epoch [s]."""
         if self._launched_s is None:
             self._launched_s, self.launched_at_s = now_s, at_s
 
     def starting_s(self, now_s: float) -> float:
-        """Return for how long processes have been starting while no group trains [s]; 0 if none are starting."""
+        """Return how long processes have been starting while no group trains [s]; 0 if none are starting."""
         return max(0.0, now_s - self._launched_s) if self._launched_s is not None else 0.0
 
     def told_of_start(self, now_s: float) -> dict[str, float]:
-        """Return the starting time as the detail of an event; empty if no processes are starting."""
+        """Return how long the start has taken, as the detail of an event; empty if no processes are starting."""
         return {"start_s": self.starting_s(now_s)} if self._launched_s is not None else {}
 
     def start_ended(self) -> None:
@@ -142,7 +143,7 @@ class SizeHistory:
         self._launched_s = self.launched_at_s = None
 
     def settled(self, note: Note, now_s: float) -> None:
-        """Record that a group trains."""
+        """Record that a new group is training."""
         self.settled_s = now_s
         if self._launched_s is not None:
             self.start_s = now_s - self._launched_s
@@ -154,14 +155,14 @@ class SizeHistory:
             self.resize_cost_s += 0.3 * (note.pause.pause_s - self.resize_cost_s)
 
     def is_stuck(self, steps: int) -> bool:
-        """True if many groups in a row fail without progress (ranks that run different code, a broken network).
+        """True if many consecutive groups failed without progress (ranks that run different code, a broken network).
 
         Args:
-            steps: committed steps when the current group failed.
+            steps: Number of committed steps when the current group failed.
         """
         self._stuck = (steps, self._stuck[1] + 1 if steps == self._stuck[0] else 1)
         return self._stuck[1] > STUCK_FAILURES
 
     def saves_soon(self, now_s: float) -> bool:
-        """True if the job has trained so briefly that it need not have saved a checkpoint yet."""
+        """True if the job has not trained long enough to be expected to have saved a checkpoint."""
         return now_s - (self._first_s or 0.0) < 2.0 * FIRST_INTERVAL_S

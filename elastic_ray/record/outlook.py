@@ -1,4 +1,4 @@
-"""Outlook of a job: how its time was spent, and how much work is left (pure)."""
+"""Outlook of a job: how its time was spent so far, and how much work is left (pure)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEAST_EFFICIENCY = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Parts of the time since a job's submission, which sum to the whole [s, each >= 0]."""
+    """Division of the time since a job's submission by use; the parts sum to the whole [s, each >= 0]."""
 
     waiting_s: float = 0.0  # for resources, without processes
     starting_s: float = 0.0  # from the start of its processes until a group trained
@@ -34,23 +34,23 @@ class TimeSpent:
 
     @property
     def total_s(self) -> float:
-        """Time from submission until now, or until the end of an ended job [s]."""
+        """Time from submission until now, or until the job's end [s]."""
         return sum(named_parts(self).values())
 
     @property
     def productive_share(self) -> float | None:
-        """Training time / time since submission (ETTR), 0 to 1; None before any time has passed."""
+        """Training time divided by time since submission (ETTR), 0 to 1; None before any time has passed."""
         # A ratio of floats that sum to the whole may exceed 1 by a rounding.
         return min(1.0, self.training_s / self.total_s) if self.total_s > 0 else None
 
     def without_group(self, lasted_s: float, started_for_s: float) -> TimeSpent:
-        """Add a span without a training group; processes were starting during its last ``started_for_s``."""
+        """Return the times after a span without a group; processes were starting in its last ``started_for_s``."""
         starting_s = min(max(0.0, started_for_s), lasted_s)
         waiting_s = self.waiting_s + (lasted_s - starting_s)
         return dataclasses.replace(self, waiting_s=waiting_s, starting_s=self.starting_s + starting_s)
 
     def with_group(self, lasted_s: float, paused_s: float, *, catching_up: bool) -> TimeSpent:
-        """Add a span in which a group trained, minus ``paused_s`` of pauses."""
+        """Return the times after a span in which a group trained, except for ``paused_s`` of pauses."""
         pause_s = min(max(0.0, paused_s), lasted_s)
         name = "catching_up_s" if catching_up else "training_s"
         trained_s = getattr(self, name) + (lasted_s - pause_s)
@@ -58,13 +58,13 @@ class TimeSpent:
 
 
 def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, started_for_s: float = 0.0) -> TimeSpent:
-    """Divide the time since submission into its parts, according to a job's events.
+    """Return how the time since a job's submission was spent, according to the job's events.
 
     Args:
-        events: the job's events, in order; an event with an earlier time than its predecessor counts as simultaneous.
-        submitted_s: when the job was submitted [s since the epoch].
-        now_s: the current time [s since the epoch]; ignored if the job has ended.
-        started_for_s: how long processes have been starting, if no group trains now [s].
+        events: The job's events, in order; an event with an earlier time than its predecessor counts as simultaneous.
+        submitted_s: Time of submission [s since the epoch].
+        now_s: Current time [s since the epoch]; ignored if the job has ended.
+        started_for_s: Time for which processes have been starting, if no group is training [s].
     """
     spent, since, paused, goal = TimeSpent(), submitted_s, 0.0, 0
     trains = ended = False
@@ -89,7 +89,7 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
 
 
 def steps_to_reach(events: Iterable[JobEvent]) -> int:
-    """Return the step at which a job will have redone the steps that it lost; 0 if it has nothing to redo."""
+    """Return the step up to which a job must redo steps that it lost; 0 if it has nothing to redo."""
     goal = 0
     for event in events:
         goal = _goal(goal, event)
@@ -107,11 +107,11 @@ def _goal(before: int, event: JobEvent) -> int:
 
 
 def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float | None) -> Pause | None:
-    """Return the last pause in a job's events; None before the first.
+    """Return the latest pause among a job's events; None if there was none.
 
     Args:
-        generation: generation that ``first_step_s`` belongs to.
-        first_step_s: duration of that generation's first step [s]; None if unknown.
+        generation: Generation to which ``first_step_s`` belongs.
+        first_step_s: Duration of that generation's first step [s]; None if unknown.
     """
     for event in reversed(events):
         if event.kind in (EventKind.RESIZE, EventKind.FAILURE) and event.pause_s > 0:
@@ -130,9 +130,10 @@ def number_of(detail: Mapping[str, Any], name: str) -> float:
 
 
 def with_length(progress: Progress | None, dataset_size: int | None, init_batch_size: int | None) -> Progress | None:
-    """Return progress that, in its first epoch, assumes an epoch of dataset / M0 iterations.
+    """Return the progress with the length of an epoch, assumed to be dataset / M0 iterations in the first epoch.
 
-    This is the length at M0. A larger batch needs fewer iterations, as the first completed epoch shows.
+    This is the length at the initial batch M0. A larger batch needs fewer iterations, as the first completed epoch
+    shows.
     """
     if progress is None or progress.epoch_ends or progress.usual_epoch is not None:
         return progress
@@ -142,7 +143,7 @@ def with_length(progress: Progress | None, dataset_size: int | None, init_batch_
 
 
 def progress_ratio(progress: Progress | None) -> float | None:
-    """Return iterations done / (done + left), 0 to 1; None if the length is not declared."""
+    """Return iterations done / (done + left), 0 to 1; None if the job declares no length."""
     left = remaining(progress)
     if progress is None or left is None:
         return None
@@ -153,12 +154,12 @@ def progress_ratio(progress: Progress | None) -> float | None:
 def samples_to_end(
     progress: Progress | None, dataset_size: int | None, init_batch_size: int | None, efficiency: float | None
 ) -> int | None:
-    """Return samples until the end (>= 0); None if the length or the samples per iteration are unknown.
+    """Return the number of samples until the job's end; None if its length or samples per iteration are unknown.
 
     Computed as epochs left x dataset; if the dataset's size is unknown, as iterations left x M0 / efficiency.
 
     Args:
-        progress: progress of the job, in iterations at M0.
+        progress: Progress of the job, in iterations at M0.
         init_batch_size: M0 [samples].
     """
     left = remaining(progress)
@@ -173,7 +174,7 @@ def samples_to_end(
 
 
 def seconds_to_end(progress: Progress | None, init_batch_size: int | None, goodput: float | None) -> float | None:
-    """Return iterations left x M0 / goodput [s, >= 0]; None if any of these is unknown."""
+    """Return the time until the job's end, iterations left x M0 / goodput [s]; None if any of these is unknown."""
     left = remaining(progress)
     if left is None or not init_batch_size or not goodput or not math.isfinite(goodput) or goodput < 0:
         return None
@@ -183,7 +184,7 @@ def seconds_to_end(progress: Progress | None, init_batch_size: int | None, goodp
 def eta_range(
     eta_s: float | None, rates: Iterable[float], efficiency: float | None
 ) -> tuple[float, float] | tuple[None, None]:
-    """Return likely bounds of the time to the end, low <= eta <= high [s]; (None, None) if it is unknown.
+    """Return likely bounds of the time to the job's end, low <= eta <= high [s]; (None, None) if it is unknown.
 
     Let v be the coefficient of variation of recent speeds (standard deviation / mean), and c = min(2 v, 0.75), or c =
     0.5 if there are fewer than three speeds. Then::
@@ -196,8 +197,8 @@ def eta_range(
     allocator.
 
     Args:
-        eta_s: time to the end at the current goodput [s].
-        rates: measured throughputs of the current workers and batch [samples/s]; values that are not positive numbers
+        eta_s: Time to the end at the current goodput [s].
+        rates: Measured throughputs of the current workers and batch [samples/s]; values that are not positive numbers
             are ignored.
         efficiency: E, 0 to 1; None if unknown, which counts as 1.
     """
@@ -215,12 +216,12 @@ def eta_range(
 
 
 def reports_to_end(reports: int, most: int | None) -> float | None:
-    """Return the progress, 0 to 1, of a run that ends with report number ``most``; None without such a limit."""
+    """Return the progress (0 to 1) of a run that ends with report number ``most``; None if there is no such limit."""
     return min(1.0, max(0, reports) / most) if most else None
 
 
 def seconds_of_reports(trained_s: float, made: int, left: int) -> float | None:
-    """Return the time for ``left`` more reports at the pace of those made so far [s]; None before the first."""
+    """Return the time for ``left`` more reports at the pace of the earlier ones [s]; None before the first report."""
     return trained_s / made * max(0, left) if made > 0 else None
 
 
@@ -233,11 +234,11 @@ def waits_for(
     storage: str,
     needs_node: bool,
 ) -> str:
-    """Return what a job waits for: storage, slots, a node, a placement group, or processes; empty if nothing.
+    """Return what a job is waiting for: storage, slots, a node, a placement group, or processes; empty if nothing.
 
     Args:
-        storage: description of what the job waits for from storage; empty if storage responds.
-        needs_node: no existing node can ever hold one of the job's workers.
+        storage: Description of what the job waits for from storage; empty if storage responds.
+        needs_node: True if no existing node can ever hold one of the job's workers.
     """
     if phase.ended:
         return ""

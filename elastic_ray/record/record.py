@@ -1,4 +1,4 @@
-"""A job's history as kept by its controller: phase, events, reports, checkpoints, outcome (pure)."""
+"""History of a job, kept by its controller: phase, events, reports, checkpoints and outcome (pure)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from elastic_ray.worker.messages import WorkerReport
 
 
 class JobRecord:
-    """Record of a job.
-
-    Lines to be written wait in its backlogs for the job's ``RecordWriter``.
-    """
+    """Record of a job, with backlogs of lines that the job's ``RecordWriter`` has yet to write."""
 
     def __init__(self, spec: JobSpec) -> None:
         self._retention = CheckpointRetention(
@@ -57,9 +54,9 @@ class JobRecord:
         self.looked = False  # whether it is known what storage has
 
     def found(self, stored: StoredProgress) -> tuple[str, ...]:
-        """Read the stored state of this run or an earlier one; returns paths of checkpoints that are no longer kept.
+        """Apply the stored state of this run or an earlier one; return paths of checkpoints that are no longer kept.
 
-        Storage overrides the state known here: a message about a new checkpoint may have been lost, or a user may have
+        Storage overrides the state in memory: a message about a new checkpoint may have been lost, or a user may have
         deleted a checkpoint.
         """
         self.looked = True
@@ -87,7 +84,7 @@ class JobRecord:
 
     @property
     def states(self) -> tuple[StateFile, ...]:
-        """Automatic checkpoints that are more advanced than the restart point, newest first."""
+        """Automatic checkpoints at later steps than the restart point, newest first."""
         point = self.restart_point[1]
         steps = point.steps if point is not None else 0
         newer = self._since_checkpoint
@@ -95,7 +92,7 @@ class JobRecord:
 
     @property
     def newest_checkpoint(self) -> str:
-        """Path of the checkpoint from which a restart would continue; empty before the first."""
+        """Path of the checkpoint from which a restart would continue; empty before the first checkpoint."""
         states = self.states
         return states[0].path if states else self.restart_point[0] or ""
 
@@ -106,7 +103,7 @@ class JobRecord:
         return states[0].resume_point if states else self.restart_point[1]
 
     def saved(self, state: StateFile) -> None:
-        """Record an automatic checkpoint; its writer deletes the files of displaced checkpoints."""
+        """Record an automatic checkpoint; the process that wrote it deletes the files of displaced checkpoints."""
         self._since_checkpoint.add(state.path)
         fewer = [each for each in self._states if each.steps < state.steps]
         self._states = (state, *fewer)[: self._states_kept]
@@ -132,7 +129,7 @@ class JobRecord:
             self.phase, self.message = JobPhase.STARTING, "workers are starting"
 
     def begins_again(self, *, waits_because: str | None) -> None:
-        """Record that the job has no workers: new ones start, or the job waits for resources for the given reason."""
+        """Record that the job has no workers, because new ones are starting or for the reason ``waits_because``."""
         self.phase = JobPhase.STARTING if waits_because is None else JobPhase.WAITING
         self.message = waits_because or ""
 
@@ -148,12 +145,12 @@ class JobRecord:
         self.unwritten_events.add(event.to_json())
 
     def recall(self, phase: JobPhase, message: str, events: Iterable[JobEvent]) -> None:
-        """Continue with the events saved by the previous controller; call :meth:`catch_up` next."""
+        """Restore the phase and events saved by the previous controller; call :meth:`catch_up` next."""
         self.phase, self.message = phase, message
         self.events = list(events)
 
     def report(self, message: WorkerReport, workers: int = 0) -> tuple[str, ...]:
-        """Store a report of rank 0; returns the paths of checkpoints that are no longer kept."""
+        """Store a report of rank 0; return the paths of checkpoints that are no longer kept."""
         report = report_of(message, workers)
         self._put(report)
         if report.checkpoint is None:
@@ -163,7 +160,7 @@ class JobRecord:
         return self._retention.add(report.checkpoint, report.metrics)
 
     def report_again(self, message: WorkerReport, workers: int) -> Report | None:
-        """Store a report that may be known already; returns the report if it was new, otherwise None."""
+        """Store a report that may already be known; return it if it was new, otherwise None."""
         if message.index in self._reports:
             return None
         report = report_of(message, workers)
@@ -178,7 +175,7 @@ class JobRecord:
 
     @property
     def first_report(self) -> int:
-        """Number of the first report of this run; 0 before it."""
+        """Number of the first report of this run; 0 before the first report."""
         return self._reports.first
 
     @property
@@ -187,7 +184,7 @@ class JobRecord:
         return self._reports.last
 
     def restored(self, checkpoint: StoredCheckpoint) -> Report:
-        """Return a report rebuilt from its stored checkpoint, because the report itself was never received."""
+        """Return a report rebuilt from its stored checkpoint, because the report itself never arrived."""
         point = checkpoint.resume_point
         report = Report(
             index=checkpoint.index,
@@ -203,7 +200,7 @@ class JobRecord:
         """Continue the files of the previous controller, whose events are already in this record.
 
         Args:
-            lines: event lines that ``events.jsonl`` lacks.
+            lines: Event lines that are missing from ``events.jsonl``.
         """
         for line in lines:
             self.unwritten_events.add(line)
@@ -217,7 +214,7 @@ class JobRecord:
             self._reports.first = first_report
 
     def waits(self, who: str, what: str) -> None:
-        """Record what `who` is waiting for from storage; an empty text ends the wait."""
+        """Record what the process ``who`` is waiting for from storage; an empty text ends the wait."""
         if what:
             self._waits[who] = what
         else:
@@ -255,7 +252,7 @@ class JobRecord:
 
 
 def report_of(message: WorkerReport, workers: int) -> Report:
-    """Return a report in the form shown to users; ``workers`` is the job's size at that time."""
+    """Return a report in the form shown to users; ``workers`` is the job's size when the report was made."""
     return Report(
         index=message.index,
         metrics=message.metrics,

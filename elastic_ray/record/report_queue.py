@@ -1,4 +1,4 @@
-"""A job's reports for a reader that consumes them one by one, and a limit on how far training runs ahead (pure)."""
+"""Queue of a job's reports for a reader, which limits how far training runs ahead of the reader (pure)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 1000
 
 
 class BoundedLog(Generic[T]):
-    """Log of the last numbered items.
+    """Log of numbered items that keeps only the latest.
 
     Numbers usually grow by one, but items may arrive out of order, and a restart repeats some numbers.
     """
@@ -36,7 +36,7 @@ class BoundedLog(Generic[T]):
         return self._things.get(number)
 
     def gone(self, number: int) -> bool:
-        """True if an item with this number would no longer be kept."""
+        """True if an item with this number is too old to be kept."""
         return self._full and number < self.low
 
     def put(self, number: int, thing: T) -> None:
@@ -62,7 +62,7 @@ _MOST_LINES = 20_000
 
 
 class Backlog:
-    """Lines waiting to be written; if there are too many, the oldest are dropped and counted."""
+    """Lines waiting to be written; beyond a limit, the oldest lines are dropped and counted."""
 
     def __init__(self, most: int = _MOST_LINES) -> None:
         self._most = most
@@ -77,14 +77,14 @@ class Backlog:
         return line in self._lines
 
     def add(self, line: str) -> None:
-        """Add a line; if there are too many, the oldest waiting line is dropped."""
+        """Add a line; if the backlog is full, drop the oldest waiting line."""
         self._lines.append(line)
         if len(self._lines) - self._taken > self._most:
             del self._lines[self._taken]
             self.dropped += 1
 
     def tell_dropped(self) -> int:
-        """Return the number of lines dropped since the last call."""
+        """Return the number of lines dropped since the previous call."""
         dropped, self.dropped = self.dropped, 0
         return dropped
 
@@ -95,13 +95,13 @@ class Backlog:
         return tuple(self._lines)
 
     def written(self) -> None:
-        """Remove the lines of the last :meth:`take`, which are now in the file."""
+        """Remove the lines returned by the last :meth:`take`, which are now in the file."""
         for _ in range(self._taken):
             self._lines.popleft()
         self._taken = 0
 
     def failed(self) -> None:
-        """Keep the lines of the last :meth:`take`, which could not be written."""
+        """Keep the lines returned by the last :meth:`take`, which could not be written."""
         self._taken = 0
         while len(self._lines) > self._most:
             self._lines.popleft()
@@ -113,14 +113,14 @@ _LOOK_S = 1.0
 
 
 class ReportQueue:
-    """Reports in order of their numbers, each delivered once, even if they arrive out of order or repeatedly.
+    """Queue that delivers each report once, in order of number, even if reports arrive out of order or repeatedly.
 
-    A restart from a checkpoint repeats the reports after it; those already delivered are not delivered again. Only the
-    last reports are kept; read earlier ones from the run's file, see :meth:`gone`.
+    A restart from a checkpoint repeats the reports made after it; reports already delivered are not delivered again.
+    Only the latest reports are kept; earlier ones must be read from the run's file, see :meth:`gone`.
 
     Args:
-        taken: number of the last report before this run, from which a run that continues from a checkpoint counts on.
-        ahead: number of undelivered reports that training may make before it waits for the reader; None for any number.
+        taken: Number of the last report before this run; a run that continues from a checkpoint counts on from it.
+        ahead: Number of undelivered reports that training may make before it waits for the reader; None for no limit.
     """
 
     def __init__(self, *, taken: int = 0, ahead: int | None = None, keep: int = MOST) -> None:
@@ -137,11 +137,11 @@ class ReportQueue:
             self._wake()
 
     def begin_after(self, taken: int) -> None:
-        """Set the number of the report after which the run continues; call this before adding reports."""
+        """Set the number of the report after which the run continues; call this before reports are added."""
         self._taken = max(self._taken, taken)
 
     def wanted(self, after: int | None) -> int:
-        """Return the number of the report after number ``after``, or after the last delivered one if None."""
+        """Return the number of the next report after number ``after``, or after the last delivered report if None."""
         return (self._taken if after is None else after) + 1
 
     def gone(self, number: int) -> bool:
@@ -154,15 +154,15 @@ class ReportQueue:
         return self._reports.low
 
     async def wait_for_reader(self, index: int) -> None:
-        """Wait until the worker that made report ``index`` may continue training."""
+        """Block until the worker that made report ``index`` may continue training."""
         while self._open and self._ahead is not None and index > self._taken + self._ahead:
             await self._changed.wait()
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after``; that report and all earlier ones then count as delivered.
+        """Return the report after number ``after``, and mark it and all earlier reports as delivered.
 
         Args:
-            after: number of the last report that the reader has processed; None if it has processed none of this run.
+            after: Number of the last report that the reader has processed; None if it has processed none of this run.
 
         Returns None if there is no such report yet, or the queue was closed.
         """
@@ -196,7 +196,7 @@ class ReportQueue:
         return next(report for report in self._reports.values() if report.index > number)
 
     def close(self) -> None:
-        """Close the queue: no more reports will come, and all waiting callers return."""
+        """Close the queue, so that all waiting callers return."""
         self._open = False
         self._wake()
 

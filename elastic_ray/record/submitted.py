@@ -1,4 +1,4 @@
-"""Submission stored in a run's directory, so that another cluster can submit the job again (pure)."""
+"""Submission of a job, stored in the run's directory so that another cluster can submit the job again (pure)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RESUMED = ".resumed-"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SubmittedJob:
-    """A job's submission, as made by its driver."""
+    """Submission of a job, as its driver made it."""
 
     job: str
     storage: str  # directory of the run
@@ -57,12 +57,12 @@ class SubmittedJob:
 
     @property
     def next_submission(self) -> str:
-        """Id of the submission that continues the script; deterministic, so that Ray rejects duplicates."""
+        """Id of the submission that would continue the script; deterministic, so that Ray rejects duplicates."""
         token = hashlib.sha256(f"{self.session} {self.submission}".encode()).hexdigest()[:8]
         return f"{self.submission.partition(_RESUMED)[0]}{_RESUMED}{token}"
 
     def why_not(self, events: Iterable[JobEvent]) -> str | None:
-        """Return why the job cannot be resubmitted, judging by its events; empty if it can, None if it has ended."""
+        """Return why the job cannot be resubmitted, according to its events; empty if it can, None if it has ended."""
         last = None
         for event in events:
             if event.time_s >= self.submitted_s and event.kind in _ENDS:
@@ -82,7 +82,7 @@ class SubmittedJob:
 
     @property
     def by_hand(self) -> str:
-        """Instructions for a user who wants to continue the job."""
+        """Instructions for continuing the job manually."""
         script = self.script or "its script"
         return f"run {script} with RunConfig(name={self.job!r}) and the same storage_path"
 

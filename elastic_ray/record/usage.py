@@ -1,4 +1,4 @@
-"""Usage of runs: hours and cost by user, tenant, job and week, computed from their events (pure)."""
+"""Usage of runs (hours and cost by user, tenant, job and week), computed from their events (pure)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOUR_S = 3600.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
-    """One row of usage; its fields are those of ``--json``."""
+    """Row of usage; its fields are those of ``--json``."""
 
     user: str | None = None  # owner of the jobs; None where the row stands for several, as in the next three
     tenant: str | None = None
@@ -57,7 +57,7 @@ def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]
     """Return the usage of one job, with a row for each user, tenant and week.
 
     Args:
-        seen_s: when the last run was last known to be active, if it has not ended [s since the epoch].
+        seen_s: Time at which the last run was last known to be active [s since the epoch]; used if it has not ended.
     """
     spans = list(_spans(events, seen_s))
     worker_s: dict[int, float] = defaultdict(float)
@@ -83,7 +83,7 @@ def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]
 
 
 def total(rows: Iterable[UsageRow], by: Sequence[str]) -> list[UsageRow]:
-    """Sum rows that agree in the given ``DIMENSIONS``; the sums are sorted by these dimensions.
+    """Return the sums of rows that agree in the given ``DIMENSIONS``, sorted by these dimensions.
 
     A sum of rows without any known cost has no cost; otherwise, rows without a cost count as 0.
     """

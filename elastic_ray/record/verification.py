@@ -1,6 +1,7 @@
 """Verification of a run's events: identical group state, each sample once per epoch, repeated steps (pure).
 
-Each proof is a link of a chain (``elastic_ray.state.progress``). A missing, added or modified line breaks the chain.
+Each proof is a link of a hash chain (``elastic_ray.state.progress``). A missing, added or modified line breaks the
+chain.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _sum_of_all = functools.lru_cache(maxsize=8)(hash_of_all)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Result of one check."""
+    """Result of one check of a run."""
 
     line: int  # of the events' file, from 1; 0 for the whole
     what: str  # "group", "epoch", "steps", "line" or "checkpoint"
@@ -52,10 +53,7 @@ class _Proof:
 
 
 def verify_events(lines: Iterable[str]) -> tuple[Finding, ...]:
-    """Check all lines of a run's ``events.jsonl``.
-
-    Returns the findings, in the order of the lines.
-    """
+    """Check all lines of a run's ``events.jsonl`` and return the findings, in the order of the lines."""
     found: list[Finding] = []
     proofs = _read(lines, found)
     known = {0} | {proof.link for proof in proofs}

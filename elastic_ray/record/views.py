@@ -1,4 +1,4 @@
-"""Views of a job for other processes: one for the allocator, and the status for the driver (pure)."""
+"""Views of a job for other processes: the allocator's view, and the status for the driver (pure)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NO_GPU = None, None
 
 
 def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
-    """Return the largest useful number of workers, at least the job's minimum."""
+    """Return the largest number of workers that the job can use, at least its minimum."""
     most = spec.max_workers if planner.loader is None else min(spec.max_workers, planner.loader.max_workers)
     return max(spec.min_workers, spec.scheduling.allowed_sizes.at_most(most))
 
@@ -76,7 +76,7 @@ def allocator_view(
     paused: str = "",
     node_failures: tuple[NodeFailure, ...] = (),
 ) -> JobView:
-    """Return the job's view for the allocator; ``resume_point`` gives the progress until workers report."""
+    """Return the job's view for the allocator; until workers report, its progress comes from ``resume_point``."""
     limits = planner.loader.limits if planner.loader is not None else None
     most, wished = _wished(spec, planner, held_at)
     return JobView(
@@ -180,7 +180,7 @@ def job_status(
     """Return the job's status for its driver.
 
     Args:
-        started_for_s: how long processes have been starting, if no group trains [s].
+        started_for_s: Time for which processes have been starting, if no group is training [s].
     """
     report, ended, waiting = planner.latest, record.phase.ended, record.phase is JobPhase.WAITING
     spent = time_spent(record.events, submitted_s, now_s, started_for_s)
@@ -285,7 +285,7 @@ def _note(record: JobRecord, planner: BatchPlanner, report: StepReport | None) -
 
 
 def wish_note(planner: BatchPlanner) -> str:
-    """Return a text on the sizes that the user's policies request; empty if they request none."""
+    """Return a note about the sizes that the user's policies request; empty if they request none."""
     match planner.wish:
         case (None, None):
             return ""
@@ -306,10 +306,10 @@ def members(
     silence_s: Mapping[str, float],
     ratios: Mapping[str, float],
 ) -> tuple[WorkerInfo, ...]:
-    """Return the members of the current generation in rank order, leaving out those whose process is not known.
+    """Return the members of the current generation in rank order, except those whose process is unknown.
 
     Args:
-        ratios: each worker's time for equal work, divided by the group's median, keyed by worker.
+        ratios: Time of each worker for equal work, divided by the group's median, keyed by worker.
     """
     spec = machine.current
     if spec is None or record.phase.ended:
@@ -332,7 +332,7 @@ def members(
 
 
 def explain(error: BaseException | Raised | None, phase: JobPhase, why_stopped: str = "") -> str:
-    """Return one line on why a job has ended, including the exception of its train function."""
+    """Return one line that says why a job has ended, including the exception of its train function."""
     if error is None and phase is JobPhase.STOPPED and why_stopped:
         return f"{why_stopped}: the job has stopped"
     if error is None:

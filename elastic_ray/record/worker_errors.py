@@ -1,4 +1,4 @@
-"""Attribution of a train function's exception to one worker, which is lost, or to the program (pure).
+"""Attribution of a train function's exception either to one worker, which is lost, or to the program (pure).
 
 A program error occurs on every rank, or recurs. An exception that only one worker raises, and its replacement does not,
 is attributed to the worker's process, GPU or node.
@@ -44,14 +44,14 @@ class WorkerError:
     raised: BaseException | Raised | None
 
     def is_like(self, other: WorkerError) -> bool:
-        """True if both exceptions have the same type and were raised at the same place in the code."""
+        """True if both exceptions have the same type and were raised at the same location in the code."""
         mine, its = self.origin, other.origin
         return mine is not None and its is not None and (mine.kind, mine.place) == (its.kind, its.place)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorVerdict:
-    """Verdict on whether an exception ends its job or only costs it a worker."""
+    """Verdict on an exception, which either ends the job or only costs it a worker."""
 
     ends: BaseException | Raised | None  # the error that ends the job; None where only the worker is lost
     reason: str  # why, a sentence
@@ -59,7 +59,7 @@ class ErrorVerdict:
 
 
 class WorkerErrors:
-    """Judge of the exceptions of a job's workers."""
+    """Judge of the exceptions that a job's workers raise."""
 
     def __init__(self, losses: Losses) -> None:
         self._losses = losses
@@ -75,7 +75,7 @@ class WorkerErrors:
         """Judge the exception of a worker that was training.
 
         Args:
-            others_train: other workers hold the state and have not returned from the train function.
+            others_train: True if other workers hold the state and have not returned from the train function.
         """
         origin = error.origin
         if origin is None or origin.refusal:
@@ -105,9 +105,10 @@ class WorkerErrors:
         return lately[0] if lately else before[0] if len(before) > 1 else None
 
     def of_newcomer(self, error: WorkerError, *, joined: bool, now_s: float) -> ErrorVerdict:
-        """Judge the exception of a worker that has not trained a step in a training group; ``joined``: it was a member.
+        """Judge the exception of a worker that has not yet trained a step in a group that is training.
 
-        The exception ends the job only if the worker had joined and an earlier member was lost to the same exception.
+        The exception ends the job only if the worker had ``joined`` the group and an earlier member was lost to the
+        same exception.
         """
         before = self._same(error, now_s) if joined else None
         if before is not None:
@@ -123,7 +124,7 @@ class WorkerErrors:
         """Judge the exception of a worker of a job that is not training yet.
 
         Args:
-            beside: the job's other workers, all of which were started before this exception.
+            beside: The job's other workers, all of which were started before this exception.
         """
         origin = error.origin
         if origin is None or origin.refusal:
@@ -163,21 +164,21 @@ class WorkerErrors:
         return tuple(each for each in aged if each.age_s < FORGET_S)
 
     def all_lost(self) -> BaseException | Raised | None:
-        """Return the exception that cost the job its last worker; None if something else did."""
+        """Return the exception to which the job lost its last worker; None if it was lost in another way."""
         return self._last.raised if self._last is not None else None
 
     def settled(self, *, started: bool = False) -> None:
-        """Record that a group trains again; ``started``: it started from a checkpoint or from scratch."""
+        """Record that a group trains again; ``started`` is True if it started from a checkpoint or from scratch."""
         self._last, self._starts, self._tried = None, [], set()
         self._losses.settled()
         if started:  # its steps may be fewer than those before, and more than enough
             self._last_of_member = None
 
     def at_end(self, steps: int) -> BaseException | Raised | None:
-        """Return the last member's exception if the survivors have not trained a step since; None otherwise.
+        """Return the last lost member's exception if the survivors have not trained a step since; None otherwise.
 
         Args:
-            steps: committed steps of a worker that has returned from the train function.
+            steps: Number of committed steps of a worker that has returned from the train function.
         """
         last = self._last_of_member
         return last.raised if last is not None and last.steps >= steps else None

@@ -1,4 +1,4 @@
-"""SHELL: a job's storage as used by its controller, in separate threads, so that only they wait for storage."""
+"""SHELL: access of a job's controller to storage, in separate threads so that the controller never waits for it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RecordWriter:
     """Writer of a record's backlogs, which also reads stored state and deletes checkpoints.
 
     Args:
-        tell: called once with each sentence about storage that the job's user should read.
+        tell: Function that is called once with each sentence about storage that the job's user should read.
     """
 
     def __init__(self, spec: JobSpec, record: JobRecord, background: Background, tell: Callable[[str], None]) -> None:
@@ -101,7 +101,7 @@ class RecordWriter:
         self._record.waits("controller", waiting or self._events.problem or self._reports.problem)
 
     async def finish(self) -> None:
-        """Write the remaining lines and finish deletions, within seconds: the user waits for the job's end."""
+        """Write the remaining lines and finish deletions, within seconds, because the user waits for the job's end."""
         writers = (self._events, self._reports)
         away = self._calls.waiting() or any(writer.problem for writer in writers)
         until_s = time.monotonic() + (_LAST_WORDS_AWAY_S if away else _LAST_WORDS_S)
@@ -127,7 +127,7 @@ class RecordWriter:
             self._do(f"deleting {path}", functools.partial(self._storage.delete_checkpoint, path))
 
     def finish_states(self) -> None:
-        """Delete a finished job's automatic checkpoints, except the last one if the record keeps it."""
+        """Delete an ended job's automatic checkpoints, except the last one if the record keeps it."""
         last = self._record.last_state
         if last is None:
             self._do("deleting automatic checkpoints", lambda: delete_states(self._storage))
@@ -146,7 +146,7 @@ class RecordWriter:
             logger.warning("job %s: %s failed: %s", self._spec.job, what, error)
 
     async def look(self, timeout_s: float) -> StoredProgress:
-        """Read the stored state of the run, and retry after failures.
+        """Read the stored state of the run, retrying after failures.
 
         Raises OSError: storage did not answer, or kept failing, for ``timeout_s``.
         """
@@ -184,9 +184,9 @@ class RecordWriter:
         return stored
 
     async def report(self, number: int, last: int) -> Report | None:
-        """Read the first report numbered ``number`` to ``last`` from the run's file, since memory no longer holds it.
+        """Read the first report numbered ``number`` to ``last`` from the run's file, for reports no longer in memory.
 
-        None if the file has no such report or cannot be read.
+        Returns None if the file has no such report or cannot be read.
         """
         if number not in self._block:
             try:
@@ -201,12 +201,12 @@ class RecordWriter:
         return next((report for index, report in self._block.items() if index >= number), None)
 
     async def catch_up(self, first_report: int) -> tuple[Report, ...]:
-        """Continue the files of a controller that died, writing the record's events that they lack.
+        """Continue the files of a controller that died, writing the events of the record that they lack.
 
         Args:
-            first_report: number of the run's first report, as known to that controller; 0 if there was none.
+            first_report: Number of the run's first report, as known to that controller; 0 if there was none.
 
-        Returns the last reports, which are also added to the record.
+        Returns the latest reports, which are also added to the record.
 
         Raises OSError: the files could not be read.
         """
@@ -223,7 +223,7 @@ class RecordWriter:
 
 
 def unreadable(spec: JobSpec, error: Exception) -> RuntimeError:
-    """Return the error of a job that cannot start because its stored state cannot be read."""
+    """Return the error for a job that cannot start because its stored state cannot be read."""
     if isinstance(error, PermissionError):
         return RuntimeError(
             f"the controller of job {spec.job!r} may not read {spec.storage_path}: {error}. Files of a run are their "

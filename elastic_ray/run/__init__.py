@@ -1,1 +1,1 @@
-"""Concrete parts of one run of a train function, below gradient synchronisation."""
+"""Components of one run of a train function, below gradient synchronisation."""

@@ -12,7 +12,7 @@ from elastic_ray.state.resume_point import ResumePoint
 
 
 class ControllerClient(Protocol):
-    """Protocol of a training session's calls to its controller. All return at once unless documented otherwise."""
+    """Protocol of a session's calls to its controller; methods return at once unless documented otherwise."""
 
     paced: bool  # whether ``report`` waits until a sweep's scheduler has decided
 
@@ -21,7 +21,7 @@ class ControllerClient(Protocol):
 
         Args:
             loader: Limits of the training loader; None without one.
-            has_state: Whether this worker has kept a trained state in memory.
+            has_state: True if this worker has kept a trained state in memory.
             loaded: Step count of the automatic checkpoint that it loaded instead; 0 if none.
         """
 
@@ -29,7 +29,7 @@ class ControllerClient(Protocol):
         """Report a failed collective of ``generation``; this worker waits for the next generation."""
 
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
-        """Report that this worker now trains in ``generation``, with the pause and the proof of its state."""
+        """Report that this worker now trains in ``generation``, with its pause and the proof of its state."""
 
     def report_soon(self) -> None:
         """Request that rank 0's next step report be sent early, because it holds something urgent."""

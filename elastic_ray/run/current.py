@@ -36,7 +36,7 @@ def _is_thread_of_torch() -> bool:
 
 
 def replaced_error() -> RuntimeError:
-    """Return the error of a loop whose run a later run of this process has replaced."""
+    """Return the error to raise in a loop whose run was replaced by a later run of this process."""
     return RuntimeError(
         "AdaptiveDataParallel must wrap every model before the first epoch: wrapping another model since has "
         "started a new run in this process, so the earlier run's loop cannot continue"
@@ -63,7 +63,7 @@ def in_worker() -> bool:
 
 
 def check_thread() -> None:
-    """Raise RuntimeError in a worker's thread that has no session, because the effect of its call would be lost."""
+    """Raise RuntimeError in a worker's thread without a session, because its call would have no effect."""
     if _in_worker and session_of_thread() is None:
         raise RuntimeError(
             f"elastic_ray was called in thread {threading.current_thread().name!r}, which does not belong to the job: "
@@ -73,7 +73,7 @@ def check_thread() -> None:
 
 
 class WorkerDismissed(BaseException):
-    """Exception that ends a worker's train function; ``stopped`` if the whole job ends."""
+    """Exception that ends a worker's train function; ``stopped`` is True if the whole job ends."""
 
     def __init__(self, *, stopped: bool) -> None:
         super().__init__("stopped" if stopped else "left")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Participant:
-    """Keeps the gradients of one model identical on all ranks. Methods that are not overridden do nothing.
+    """Base class of objects that keep one model's gradients identical on all ranks; methods do nothing by default.
 
     In a step: :meth:`before_forward`, backward passes (observed through the participant's own hooks), then
     :meth:`before_update`, and :meth:`applied` if the optimizer steps. When ``backward()`` returns outside ``no_sync``,
@@ -20,14 +20,16 @@ class Participant:
     all ranks have committed a step that trained, :meth:`after_step` is called on each.
 
     Between two groups: ``local`` may postpone a planned change. Before the change, all ranks call :meth:`before_change`
-    in the group that they leave, unless ranks were lost. The state from :meth:`capture` is sent to ranks that are
-    behind, which :meth:`restore` it. Then :meth:`enter_group` is called on all ranks. By then, anything that differs
-    from rank to rank (residuals of a compression, delayed gradients) must have been made equal or dropped.
+    in the group that they leave, unless ranks were lost. Ranks that lack the current state receive the state from
+    :meth:`capture` and :meth:`restore` it. Then :meth:`enter_group` is called on all ranks. By then, anything that
+    differs from rank to rank (residuals of a compression, delayed gradients) must have been made equal or dropped.
 
     In a lost step: :meth:`remember` at its start, :meth:`roll_back` before its batch is drawn again.
 
     The registry visits the models in the order in which the loop wraps them, which is the same on all ranks.
     """
+
+    averages = False  # whether replicas are averaged, so that :meth:`scale_moments` is called
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -40,8 +42,11 @@ class Participant:
     def applied(self) -> None:
         """Record that the optimizer steps."""
 
+    def scale_moments(self, optimizer: Any) -> None:
+        """Set the second moments of an optimizer that has stepped with this rank's gradient to the whole batch's."""
+
     def prepare_average(self) -> None:
-        """A round has ended, and the ranks are about to vote on it: start what :meth:`after_step` waits for."""
+        """Start the work for which :meth:`after_step` waits, before the ranks vote on a round that has ended."""
 
     def after_step(self, *, agree_on_scale: bool) -> None:
         """Average the replicas if due, after all ranks have committed a step that trained.
@@ -63,7 +68,7 @@ class Participant:
         """Join collectives of the model that other ranks announced, because this rank has no samples in the step."""
 
     def remember(self) -> Any:
-        """Return what is needed to undo the step that is about to start."""
+        """Return the values needed to undo the step that is about to start."""
         return None
 
     def roll_back(self, remembered: Any) -> None:
@@ -161,7 +166,7 @@ class Participant:
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
-        """Strategies that have won races, keyed by the form of the group."""
+        """Strategies that have won races (timed comparisons), keyed by the form of the group."""
         return {}
 
     def set_strategy(self, strategy: object) -> None:
@@ -203,8 +208,8 @@ class Participant:
         """Merge the replicas of ranks that hold a trained state, in a new group and before it exchanges state.
 
         Args:
-            holds: Whether this rank holds a trained state.
-            counts: Whether this rank has that marker, and so contributes to the merged model.
+            holds: True if this rank holds a trained state.
+            counts: True if this rank's own marker equals ``marker``, so that it contributes to the merged model.
         """
 
     def enter_group(self) -> None:

@@ -40,7 +40,7 @@ Noise = Callable[[], "NoiseScale | None"]
 
 
 class HookPoint(enum.Enum):
-    """Moment of a run at which hooks are called."""
+    """Moment of a run at which registered hooks are called."""
 
     BEFORE_FIRST_EPOCH = enum.auto()
     BETWEEN_STEPS = enum.auto()
@@ -54,7 +54,7 @@ class HookPoint(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts about one wrapped model, each a function that returns its present value."""
+    """Facts about one wrapped model, each as a function that returns the current value."""
 
     noise: Noise  # its noise scale, equal on all ranks; None before an estimate
     learning_rates: Callable[[], tuple[float, ...]] = tuple  # as set by user code and schedulers
@@ -84,7 +84,7 @@ class ModelRegistry:
         return len(self.infos) - 1
 
     def noise(self) -> NoiseScale | None:
-        """Return the noise scale of the first model; None before an estimate."""
+        """Return the noise scale of the first model; None before it is estimated."""
         return self.first.noise() if self.first is not None else None
 
     def gain(self, scale: float) -> float:
@@ -93,10 +93,10 @@ class ModelRegistry:
 
 
 class LoaderRegistry:
-    """Registry of loaders. The leading loader sets the job's limits, and uses the batch that the job chooses.
+    """Registry of loaders; the leading loader sets the job's limits and uses the batch that the job chooses.
 
     Args:
-        fixed_batch: Whether the batch size stays constant even if the loader allows it to adapt.
+        fixed_batch: True if the batch size stays constant even if the loader allows it to adapt.
     """
 
     def __init__(self, *, fixed_batch: bool = False) -> None:
@@ -125,7 +125,7 @@ class LoaderRegistry:
         return self.failed or (self.leading is not None and self.leading() is None)
 
     def leads(self, loader: object) -> bool:
-        """True if `loader` is the leading one."""
+        """True if `loader` is the leading loader."""
         return self.leading is not None and self.leading() is loader
 
     def add_late(self, join: weakref.WeakMethod[Any]) -> None:
@@ -177,7 +177,7 @@ class Registry:
         self.folds_random = True  # torch's generators become each rank's own with the first epoch
 
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
-        """Register ``hook`` to be called at every such point."""
+        """Register ``hook`` to be called whenever the run reaches the given point."""
         self.hooks[point].append(hook)
 
     def call(self, point: HookPoint) -> None:
@@ -228,7 +228,7 @@ class Registry:
 
     @property
     def found_strategies(self) -> dict[str, FoundStrategy]:
-        """Strategies of the models that have won races, keyed by the form of the group."""
+        """Strategies that have won races (timed comparisons) for the models, keyed by the form of the group."""
         return {form: found for each in self.gradients for form, found in each.found_strategies.items()}
 
     @property
@@ -245,9 +245,10 @@ class Registry:
         return self.loaders.info.dataset_size if self.loaders.info is not None else None
 
     def halving(self, steps: int) -> Halving | None:
-        """Return which steps a single rank splits in two after ``steps`` committed ones; None for no steps.
+        """Return the rule for splitting steps of a single rank in two, after ``steps`` committed steps.
 
-        Splitting measures the gradient noise. Models whose layers can measure it themselves do so instead.
+        Return None for no steps. Splitting measures the gradient noise, unless the models' layers can measure it
+        themselves.
         """
         wanted = self._wanted_halving(steps)
         by_layers = wanted is not None and not self._needs_halves and self.monitoring.request.variance_every is None
@@ -353,7 +354,7 @@ class Registry:
 
     @property
     def saves_together(self) -> bool:
-        """True if no rank alone can save at the end, as state is divided or replicas differ; equal on all ranks."""
+        """True if no rank can save alone at the end, since state is divided or replicas differ; equal on all ranks."""
         return any(each.divided or each.tabled or each.drifts for each in self.gradients)
 
     @property

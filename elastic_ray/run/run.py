@@ -1,4 +1,4 @@
-"""Run of a train function in one process: the shared base of its models, its steps and its changes of group."""
+"""Run of a train function in one process: shared components of its models, steps and changes of group."""
 
 from __future__ import annotations
 
@@ -138,11 +138,13 @@ class Run:
 
     @property
     def voided(self) -> bool:
-        """True if the current group was called off and, in a unit, all its workers know that."""
+        """True if the current group was called off and, in a unit, all workers of the unit know that."""
         return self.membership.voided if self.wishes is None else self.wishes.voided
 
     def agree_in_unit(self, failure: str | None, *, saves: bool = False, measured: float = 0.0) -> str | None:
-        """Agree, at the same place of the program on all workers of a unit, on why their work failed, if it did.
+        """Agree with the other workers of a unit on the reason why their work failed, if it did.
+
+        All workers of the unit must call this at the same point of the program.
 
         Args:
             failure: Why the work failed on this worker; None if it succeeded.
@@ -162,7 +164,7 @@ class Run:
         return self.states.progress
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
-        """Notify the job's user, from rank 0; called on every rank."""
+        """Notify the job's user, from rank 0 only; call this on every rank."""
         if self.group.rank_info.rank == 0:
             self.controller.tell(kind, text, dict(detail or {}))
 
@@ -186,7 +188,7 @@ class Run:
             )
 
     def leave_group(self) -> None:
-        """Close connections to other ranks beside those of the communicator."""
+        """Close connections to other ranks other than those of the communicator."""
         self.shares.close()
         for each in self.exchanges:
             each.close()
@@ -384,7 +386,7 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class OptimizerWatch:
-    """Watch of unwrapped optimizers that step in a group of several workers.
+    """Detector of unwrapped optimizers that step in a group of several workers.
 
     Each worker has its own samples, so the replicas of a model that is not synchronised diverge.
     """

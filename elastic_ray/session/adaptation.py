@@ -67,7 +67,7 @@ class Adaptation:
             states.register_rollback(self.runner.capture, self.runner.restore, "adaptation")
 
     def with_state(self, trees: dict[str, Any]) -> dict[str, Any]:
-        """Return saved states, with the initial state of the policies added if the saved run had none."""
+        """Return saved states, adding the policies' initial state if the saved run had no policies."""
         return {"adaptation": self.runner.capture(), **trees} if self.active else trees
 
     @property
@@ -84,12 +84,12 @@ class Adaptation:
 
     @property
     def held_batch(self) -> int | None:
-        """Global batch that policies have set; None if the job chooses."""
+        """Global batch that a policy has set; None if the job chooses the batch."""
         return self.runner.values.batch_size
 
     @property
     def coming(self) -> tuple[tuple[float, int], ...]:
-        """Batches that policies announce to set later: (samples from now, batch), ordered by samples."""
+        """Batches that policies plan to set later: (samples from now, batch), ordered by samples."""
         samples = self.runner.values.samples
         return tuple((at - samples, size) for at, size in self._coming or () if at > samples)
 
@@ -206,7 +206,7 @@ class Adaptation:
         )
 
     def apply(self, request: Request, values: SharedValues) -> str:
-        """Carry out a request on this rank; return the reason if it cannot be carried out, else ""."""
+        """Carry out a request on this rank; return the reason if this is impossible, otherwise ""."""
         match request:
             case SetBatch():
                 return self._set_batch(request, values)

@@ -349,7 +349,7 @@ class GroupChanges:
             self._run.registry.prepare_to_save()
 
     def before_last_save(self) -> bool:
-        """Prepare the ranks to save the run's final state; False if the group broke. Called on every rank."""
+        """Prepare the ranks to save the run's final state; False if the group broke. Call this on every rank."""
         try:
             self._ready_to_save(ends=True)
         except CommunicationFailedError:

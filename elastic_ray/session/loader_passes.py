@@ -158,7 +158,7 @@ class LoaderPasses:
             return None
 
     def end_after_step(self) -> None:
-        """End the innermost pass with the step in progress, once that step is committed.
+        """End the innermost pass after the current step, once that step is committed.
 
         A lost step is drawn again, and the call must then be repeated. ``break`` does not allow that.
         """
@@ -202,10 +202,10 @@ class LoaderPasses:
 
         Args:
             loader_pass: The pass to which the step belongs; None for the innermost.
-            ends_pass: The pass ends with this step. Actions between two steps are then postponed.
-            abandoned: The loop was left, so that the step cannot be drawn again.
+            ends_pass: True if the pass ends with this step. Actions between two steps are then postponed.
+            abandoned: True if the loop was left, so that the step cannot be drawn again.
 
-        Returns whether the step was committed, by this rank or by a survivor whose state it received.
+        Returns True if the step was committed, by this rank or by a survivor whose state it received.
 
         Raises:
             RuntimeError: Another pass was started within the step and has not ended.
@@ -247,7 +247,7 @@ class LoaderPasses:
             if abandoned and not nested:
                 self._give_up(step, str(error))
             else:
-                self._recover(step, str(error))
+                self._recover(step, str(error), abandoned=abandoned)
             return run.states.progress.loader_steps > before
         if ends_early:
             self.ended_early = step.loader_pass
@@ -264,10 +264,10 @@ class LoaderPasses:
     def _edge_alone(self, step: LoaderStep, *, ends_early: bool) -> bool:
         """End a step that the other ranks are not in; same result as :meth:`edge`."""
         run, ledger = self._run, self._run.ledger
-        added = run.sums.take(ledger.depth + 1)
         if not ledger.has_left:
+            run.sums.undo_beyond(ledger.depth)
             return ledger.end_left(step)
-        run.states.progress.add_sums((key, name, value) for key, sums in added.items() for name, value in sums.items())
+        self._add_own()
         step.loader_pass.advance(step.count, None)
         if ends_early:
             self.ended_early = step.loader_pass
@@ -294,10 +294,10 @@ class LoaderPasses:
         return True
 
     def end_round(self, *, ends_pass: bool = True, abandoned: bool = False) -> bool:
-        """End the round in progress, if any, with a vote of all ranks, and average models.
+        """End the current round, if any, with a vote of all ranks, and average models.
 
         Args:
-            ends_pass, abandoned: As in :meth:`edge`.
+            ends_pass, abandoned: Same as in :meth:`edge`.
 
         Returns True if its steps are committed; otherwise they must be drawn again.
         """
@@ -416,6 +416,8 @@ class LoaderPasses:
             except CommunicationFailedError as error:
                 if early and run.ledger.depth == 0:
                     self._end_alone(loader_pass)
+                elif early:
+                    run.ledger.leave_steps(0)
                 furthest = self._changes.regroup(str(error))
                 # Others are through: they only differ in code that this rank will run by itself.
                 self._run.states.progress.follow_passes(furthest)
@@ -468,22 +470,39 @@ class LoaderPasses:
     def _vote(self, what: Announced, step: LoaderStep | None = None, plan: DataPlan | None = None) -> None:
         """Agree in a separate collective, and add up the contributions to accumulators."""
         run = self._run
-        added = run.sums.take(run.ledger.depth + 1)
+        added = run.sums.of(run.ledger.depth + 1)
         if step is None or not step.leaves_ranks_idle:
             sums = run.consensus.vote(what, added, plan=plan)
         else:
             join = run.registry.join if step.is_idle(run.group.communicator.rank) else None
             sums = run.consensus.vote(what, added, some_are_idle=True, join=join, plan=plan)
-        if not run.agreed.ran_out:  # else the step is drawn again
-            run.states.progress.add_sums(sums)
-
-    def _recover(self, step: LoaderStep, cause: str) -> None:
-        """Recover from a lost step: undo what user code changed in it, and continue with the remaining workers."""
-        run = self._run
         run.sums.undo_beyond(run.ledger.depth)
-        lost = run.ledger.undo(step, gradients_wait=run.registry.gradients_wait)
+        if not run.agreed.ran_out:  # else the step is drawn again
+            run.states.progress.add_sums(sums if run.unit is None else run.unit.over_shards(sums))
+
+    def _add_own(self) -> None:
+        """Give code that this rank runs alone the sums that it alone has added in the step that has ended."""
+        depth, progress = self._run.ledger.depth, self._run.states.progress
+        for key, sums in self._run.sums.of(depth + 1).items():
+            progress.add_sums((key, name, value) for name, value in sums.items())
+        self._run.sums.undo_beyond(depth)
+
+    def _recover(self, step: LoaderStep, cause: str, *, abandoned: bool) -> None:
+        """Recover from a lost step: undo what user code changed in it, and continue with the remaining workers.
+
+        Code that has left a nested loop by ``break`` cannot draw its step again, and a worker that joins cannot come to
+        where that code is: the step around it is drawn again.
+        """
+        run, ledger = self._run, self._run.ledger
+        if abandoned:
+            ledger.leave_steps(0)
+            self._changes.regroup(cause)
+            self._add_own()
+            return
+        run.sums.undo_beyond(ledger.depth)
+        lost = ledger.undo(step, gradients_wait=run.registry.gradients_wait)
         self._changes.regroup(cause)
-        run.ledger.resume(lost, cause)
+        ledger.resume(lost, cause)
 
     def _draw_in_parts(self, step: LoaderStep, *, abandoned: bool) -> None:
         """Undo a step in which a worker ran out of memory, and draw its batch again in smaller micro-batches."""

@@ -1,7 +1,7 @@
 """SHELL: one train function's run in one process: its components, and their order at the end of a step.
 
-Only the loader's ``__next__`` and the wrapped optimizer's ``step`` may change anything; user code between them never
-sees a change of membership, batch size or learning rate.
+Only the loader's ``__next__`` and the wrapped optimizer's ``step`` may change anything. User code between these calls
+never sees a change of membership, batch size or learning rate.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Session:
 
     @property
     def synced(self) -> bool:
-        """True if this worker has joined the job, which happens at the first epoch."""
+        """True if this worker has joined the job, as it does at its first epoch."""
         return self.run.synced
 
     def fail_opening(self) -> None:
@@ -152,7 +152,7 @@ class Session:
 
     @property
     def preempted(self) -> bool:
-        """True if the ranks have agreed to stop now and to continue later."""
+        """True if the ranks have agreed to stop now and resume later."""
         return self.run.agreed.preempted and not self.run.agreed.stop
 
     def mark_replaced(self) -> None:
@@ -171,7 +171,7 @@ class Session:
         self.adaptation.add(policies)
 
     def sync_point(self) -> None:
-        """Join the job, after everything is built and before anything is trained.
+        """Join the job, after all models and loaders are built and before training starts.
 
         Raises:
             WorkerDismissed: The job ended or shrank before this worker joined.
@@ -300,7 +300,7 @@ class Session:
         return reports
 
     def may_save(self) -> bool:
-        """True if all ranks hold this rank's model; if not, request that they do after the next step."""
+        """True if all ranks hold the same model; if not, request that they do after the next step."""
         settled = self.registry.settled
         if not settled:
             self.run.agreed.wants_consensus = True
@@ -374,7 +374,7 @@ class Session:
         """Finish the run, after the train function has returned.
 
         Args:
-            saves: Whether the run's final state should be saved; equal on all ranks.
+            saves: True if the run's final state should be saved; equal on all ranks.
 
         Returns True if this rank can now save its part of the final state, or all of it.
 

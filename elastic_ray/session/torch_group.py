@@ -1,9 +1,9 @@
-"""Process group of torch.distributed whose collectives run in the job's current group (torch).
+"""Default process group of torch.distributed whose collectives run in the job's current group (torch).
 
 Torch's own groups cannot change size. This one has no connections: its collectives run in the current generation, and
-behave like ``elastic_ray.all_reduce`` (see there). Objects that hold it, such as a ``DeviceMesh``, survive changes of
-the group; its rank and size are always the current ones. The group belongs to the process, and delegates to the
-thread's session.
+behave like ``elastic_ray.all_reduce`` (see there). Objects that hold this group, such as a ``DeviceMesh``, survive
+changes of the job's group, and always see the current rank and size. The group belongs to the process, and delegates to
+the thread's session.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.communication.ended_work import BACKEND, EndedWork
-from elastic_ray.consensus.intents import RanksDisagreeError
+from elastic_ray.consensus.intents import Announced, RanksDisagreeError
 from elastic_ray.run.current import check_thread, session_of_thread
 from elastic_ray.state.tree import from_bytes, to_bytes
 
@@ -86,7 +86,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return BACKEND
 
     def new_group(self, ranks: Sequence[int], *args: Any, **options: Any) -> DefaultGroup | None:
-        """Return another object for the same group, or for one rank alone a group of its own; None to other ranks.
+        """Return this group for all ranks, or a group of its own for a single rank; None on the other ranks.
 
         Raises ValueError: `ranks` are several, but not all.
         """
@@ -333,13 +333,18 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         """Send a tensor to one rank, which must receive it."""
         (tensor,) = tensors
         sent = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return Transfer(lambda communicator: communicator.send(sent, destination, _tag(tag)))
+        return Transfer(
+            lambda communicator: communicator.send(sent, destination, _TAG + tag), destination, _checked(tag)
+        )
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> EndedWork:
         """Receive a tensor from one rank, which must send it."""
         found = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
         return Transfer(
-            lambda communicator: communicator.receive(found, source, _tag(tag)), lambda: _put(tensors, [found])
+            lambda communicator: communicator.receive(found, source, _TAG + tag),
+            source,
+            _checked(tag),
+            lambda: _put(tensors, [found]),
         )
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Any:
@@ -406,14 +411,14 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 class SoloGroup(DefaultGroup):
-    """Group of this worker alone, such as a mesh's dimension of size 1; no change of the job's group breaks it."""
+    """Process group of this worker alone, as for a mesh dimension of size 1; changes of the job never break it."""
 
     def rank(self) -> int:
-        """Return 0."""
+        """Return 0, the rank of the only member."""
         return 0
 
     def size(self) -> int:
-        """Return 1."""
+        """Return 1, the number of members."""
         return 1
 
     getRank, getSize = rank, size
@@ -425,29 +430,42 @@ class SoloGroup(DefaultGroup):
 
 
 class Transfer(EndedWork):
-    """Point-to-point transfer of a tensor; in a lost step nothing is sent or received."""
+    """Point-to-point transfer of a tensor; in a lost step nothing is sent or received.
 
-    def __init__(self, start: Callable[[Communicator], Any], come: Callable[[], None] = lambda: None) -> None:
+    Args:
+        come: Called with a received tensor's arrival; None for a sent one.
+    """
+
+    def __init__(
+        self, start: Callable[[Communicator], Any], peer: int, tag: int, come: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self._run, self._come = _session().run, come
         self._run.refuse_in_round("nothing may be sent from one rank to another", "do so after the pass")
-        self._work = self._tried(lambda: start(self._run.group.communicator))
-        self._communicator = self._run.group.communicator
+        self._communicator, self._announcer = self._run.group.communicator, self._run.consensus.announcer
+
+        def begin() -> tuple[Any, Announced]:
+            work = start(self._communicator)
+            return work, self._announcer.begin_transfer(peer, tag, received=come is not None)
+
+        self._begun: tuple[Any, Announced] | None = self._tried(begin)
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the transfer to complete; raises CommunicationFailedError if a rank is lost between steps."""
-        if (work := self._work) is not None:
-            self._work = None
-            self._tried(functools.partial(self._end, work))
+        if (begun := self._begun) is not None:
+            self._begun = None
+            self._tried(functools.partial(self._end, *begun))
         return True
 
-    def _end(self, work: Any) -> None:
-        self._communicator.wait_all([work])
-        self._come()
+    def _end(self, work: Any, told: Announced) -> None:
+        steps = self._run.progress.loader_steps
+        self._communicator.wait_all([work], speak=lambda: self._announcer.speak_in_transfer(told, steps))
+        if self._come is not None:
+            self._come()
 
     def is_completed(self) -> bool:
         """True once the transfer has been waited for."""
-        return self._work is None
+        return self._begun is None
 
     def _tried(self, act: Callable[[], Any]) -> Any:
         """Return the result of ``act``; None if the step is already lost, or is lost by the call."""
@@ -556,10 +574,10 @@ def _check_splits(splits: Sequence[int], communicator: Communicator) -> None:
             )
 
 
-def _tag(tag: int) -> int:
+def _checked(tag: int) -> int:
     if not 0 <= tag < _LONGEST_TAG:
         raise ValueError(f"tag must be from 0 to {_LONGEST_TAG - 1}, but got {tag}")
-    return _TAG + tag
+    return tag
 
 
 def made_group(name: str, made: DefaultGroup | None = None) -> DefaultGroup:

@@ -1,1 +1,1 @@
-"""Sessions without a trainer: one process alone, or the fixed group that a launcher started."""
+"""Sessions without a trainer: a single process, or the fixed group of processes that a launcher started."""

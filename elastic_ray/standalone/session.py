@@ -37,21 +37,20 @@ from placement.text import printable
 
 _HELD: dict[tuple[str, int], Any] = {}  # by address: it lasts as long as the process, also for later calls
 _STORE_S = timedelta(seconds=2)  # neither a process that ends nor one that fails waits long for a store that is gone
-_LEAVE_S = 2.0
 _LONGEST = 1000  # anybody who reaches the store may write there
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 def env_store(rank: int, timeout_s: float) -> Any:
-    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT``.
+    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT``, through which the group forms.
 
-    ``torchrun``'s agent hosts a store and indicates this by ``TORCHELASTIC_USE_AGENT_STORE``. Under ``srun``,
+    ``torchrun``'s agent hosts a store and sets ``TORCHELASTIC_USE_AGENT_STORE`` to indicate this. Under ``srun``,
     ``mpirun`` and similar launchers there is no agent, so rank 0 hosts the store, on that address only.
 
     Args:
-        timeout_s: longest wait for the store, and for each request to it [s].
+        timeout_s: Longest wait for the store, and for each request to it [s].
 
-    Raises RuntimeError: the store cannot be reached or hosted; the message says where.
+    Raises RuntimeError: the store cannot be reached or hosted; the message names its address.
     """
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -62,7 +61,7 @@ def env_store(rank: int, timeout_s: float) -> Any:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this machine that is reachable for any machine that can reach ``host``."""
+    """Return this machine's address on the network through which it reaches ``host``."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing
@@ -111,10 +110,10 @@ _FITS_PART = 5  # as many times what the look before took
 
 
 class StandaloneController:
-    """Substitute for the controller: reports go to the log, and rank 0's own planner adapts the batch size.
+    """Local substitute for the controller, which logs reports and adapts the batch size with rank 0's own planner.
 
     Args:
-        post: delivers a message to this process's membership.
+        post: Delivers a message to this process's membership.
     """
 
     paced = False
@@ -127,11 +126,11 @@ class StandaloneController:
         self.metrics: dict[str, Any] = {}
 
     def measure(self, session: Session) -> None:
-        """Use measurements from this session, which belongs to rank 0, once its loader is known to adapt its batch."""
+        """Read step measurements from rank 0's session, once its loader is known to adapt its batch size."""
         self._session = weakref.ref(session)  # a session that is forgotten ends the thread that looks at it
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
-        """Announce the only generation."""
+        """Announce generation 1, the only one of a fixed group."""
         members = tuple(Member(worker=str(rank), node=_node_of(rank)) for rank in range(self._replicas))
         spec = GenerationSpec(generation=1, members=members, reason="a group of fixed size")
         if loader is not None and not loader.limits.fixed:
@@ -168,7 +167,7 @@ class StandaloneController:
             took_s = time.monotonic() - now_s
 
     def observe(self, report: StepReport) -> None:
-        """Add rank 0's measurements to the planner, and change the batch size if this is worthwhile."""
+        """Pass rank 0's measurements to the planner, and change the batch size if the planner recommends it."""
         if self._choice is None or not report.steps or report.shape is None:
             return
         bound = report.memory_bound
@@ -190,26 +189,26 @@ class StandaloneController:
         """Do nothing: no controller waits for reports."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
-        """Log rank 0's metrics; a checkpoint stays where user code wrote it."""
+        """Log rank 0's metrics and leave the checkpoint where user code wrote it."""
         self.metrics = dict(metrics)
         shown = ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in metrics.items())
         logger.info("epoch %s: %s", resume_point.epoch, shown)
 
     def add_files(self, checkpoint: Any, index: int) -> None:
-        """Do nothing: a checkpoint stays where user code wrote it."""
+        """Do nothing: the checkpoint stays where user code wrote it."""
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Log a message for the user."""
         logger.log(logging.INFO if kind == "strategy" else logging.WARNING, "%s", text)
 
     def tracker_dir(self) -> str:
-        """Return ``ELASTIC_RAY_TRACKER_DIR`` or a folder in the current directory, creating it if necessary."""
+        """Return ``ELASTIC_RAY_TRACKER_DIR``, or else a folder in the current directory; create it if necessary."""
         folder = os.path.abspath(os.environ.get("ELASTIC_RAY_TRACKER_DIR", _TRACKER_DIR))
         os.makedirs(folder, exist_ok=True)
         return folder
 
     def claim_fault(self, index: int) -> bool:
-        """Return False: scripted faults need a trainer."""
+        """Return False, because scripted faults require a trainer."""
         return False
 
 
@@ -218,10 +217,7 @@ def _node_of(rank: int) -> str:
 
 
 def session_after(earlier: Session) -> Session:
-    """Return a session for another run in the same process, or group of processes.
-
-    The group of the earlier session is released.
-    """
+    """Release the group of an earlier session, and return a session for another run in the same process or group."""
     assert isinstance(earlier.controller, StandaloneController), "a trainer's session serves one run"
     earlier.run.leave_group()
     earlier.membership.close(broken=False)
@@ -230,7 +226,7 @@ def session_after(earlier: Session) -> Session:
 
 
 def standalone_session() -> Session:
-    """Return a session for this process, which joins a group under ``torchrun`` and otherwise trains alone."""
+    """Return a session for this process, which joins its group under ``torchrun`` and otherwise trains alone."""
     place = _place()
     gpu = None
     if torch.cuda.is_available():
@@ -262,11 +258,11 @@ def standalone_session() -> Session:
 
 
 def own_gpu(local_rank: int, chosen: int, count: int) -> int:
-    """Return the index of this process's GPU.
+    """Return the index of the GPU that this process uses.
 
     Args:
-        chosen: the current GPU: 0 unless user code has chosen another.
-        count: number of GPUs visible to the process.
+        chosen: Index of the current GPU; 0 unless user code has chosen another.
+        count: Number of GPUs visible to the process.
     """
     return chosen or local_rank % count
 
@@ -324,7 +320,6 @@ def _form(prefix: str, departures: Departures, gpu: int | None, spec: Generation
         host=_own_host() if spec.nodes > 1 else "127.0.0.1",
         gpu=gpu,
     )
-    departures.formed(group)
     return group
 
 
@@ -334,10 +329,10 @@ def _own_host() -> str:
 
 # All that gloo tells the others is that a connection was closed.
 class Departures:
-    """Record of the first rank that left the group.
+    """Record, in the group's store, of the first rank that left the group.
 
     Args:
-        prefix: name of the group in the store.
+        prefix: Name of the group in the store.
     """
 
     def __init__(self, prefix: str, rank: int, world_size: int) -> None:
@@ -345,20 +340,15 @@ class Departures:
         self._rank, self._world_size = rank, world_size
         self._store: Any = None
         self._follows = False
-        self._group: weakref.ref[Communicator] | None = None
         self._process = os.getpid()
 
     def use(self, store: Any) -> None:
-        """Use this store, through which the group is about to form, and publish this rank's departure in it at exit."""
+        """Use the store through which the group is about to form, and publish this rank's departure there at exit."""
         self._store = store
         atexit.register(self._leave)
 
-    def formed(self, group: Communicator) -> None:
-        """Store a weak reference to the group that has formed."""
-        self._group = weakref.ref(group)
-
     def explain(self, cause: str) -> str:
-        """Return why a collective has failed: the given ``cause``, or which rank has left, if known."""
+        """Return why a collective has failed: the rank that left, if known, else the given ``cause``."""
         self._follows = True
         if self._store is None:
             return cause
@@ -375,14 +365,11 @@ class Departures:
         return f"{who} has left without a word: its process was killed, or its machine is gone"
 
     def _leave(self) -> None:
-        """Leave the group and publish the reason, unless this rank ends because another has left."""
+        """Publish why this rank leaves the group, unless it ends because another has left."""
         if os.getpid() != self._process:
             return  # a child that was forked
         if not self._follows:
             self._tell()
-        group = self._group() if self._group is not None else None
-        if group is not None:
-            group.leave(_LEAVE_S)
 
     def _tell(self) -> None:
         """Publish in the store why this rank ends, unless another rank has published a reason first."""

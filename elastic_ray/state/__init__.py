@@ -1,1 +1,1 @@
-"""Training state that all ranks share, and its transfer."""
+"""Training state that all ranks share, and its transfer between ranks."""

@@ -1,4 +1,4 @@
-"""Facts and layouts (registered states by name, and the data) that ranks must share, and comparisons (pure)."""
+"""Facts and layouts (registered states by name, and the data) that must be equal on all ranks (pure)."""
 
 from __future__ import annotations
 

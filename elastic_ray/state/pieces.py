@@ -1,4 +1,4 @@
-"""Tensors of a captured state of which a rank holds, or writes, only some elements (torch)."""
+"""Tensors of a captured state of which a rank holds or writes only some elements (torch)."""
 
 from __future__ import annotations
 

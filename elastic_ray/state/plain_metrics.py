@@ -1,4 +1,4 @@
-"""Conversion of reported metrics to plain, bounded data, because other users' processes read them (pure)."""
+"""Conversion of reported metrics to plain data of limited size, because other users' processes read it (pure)."""
 
 from __future__ import annotations
 

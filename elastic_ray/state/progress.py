@@ -91,7 +91,7 @@ _STORED_AS = {"passes": "loops", "loader_steps": "ticks", "optimizers_stepped": 
 
 @dataclasses.dataclass(slots=True)
 class RunProgress:
-    """Progress of a run: everything except tensors that a rank must share with the others."""
+    """Progress of a run, and all other values except tensors that ranks must share."""
 
     epoch: int = 0  # epoch in progress, from 0
     epochs: int | None = None  # declared number of epochs, None before it is known
@@ -226,7 +226,7 @@ class RunProgress:
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
 
     def reset_sums(self, key: tuple[int, int]) -> None:
-        """Make an accumulator empty, and known to have been made."""
+        """Make an accumulator empty, and record that it exists."""
         self.sums[key] = {}
 
     def restore_effects(self, effects: Effects) -> None:

@@ -1,6 +1,6 @@
-"""Comparison of replicas: whether all ranks hold bit-identical parameters and train them in the same way.
+"""Comparison of replicas: checks that all ranks hold bit-identical parameters and train them in the same way.
 
-A fingerprint of both is sent with announcements from time to time.
+A fingerprint of the parameters and the way of training is sent with announcements from time to time.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class UnreadableStateError(Exception):
-    """Error raised if a state to continue from cannot be read, or is not what was written."""
+    """Error raised if the state from which a run should continue cannot be read, or differs from what was written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class ResumePoint:
 
     @classmethod
     def from_json(cls, point: Any) -> ResumePoint | None:
-        """Return the resume point that :meth:`to_json` wrote; None for an empty object.
+        """Parse the JSON values that :meth:`to_json` returned; None for an empty object.
 
         Raises ValueError: A field is missing or wrong; the message names it.
         """

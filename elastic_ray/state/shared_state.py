@@ -1,4 +1,4 @@
-"""Shared state of a job's ranks: registered states, their exchange, and rollback of a lost step."""
+"""State that a job's ranks share: registered states, their exchange, and rollback of a lost step."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _Rollback:
 
 
 class SharedState:
-    """States by name, the run's progress, and small per-step state that a lost step must roll back."""
+    """Registered states keyed by name, the run's progress, and small state that a lost step must roll back."""
 
     def __init__(self, progress: RunProgress, *, position: int | None = None) -> None:
         self._position_in_unit = position  # None where a rank is one worker
@@ -127,7 +127,7 @@ class SharedState:
         return any(isinstance(state, DictState) and state.target is target for state in self._states.values())
 
     def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
-        """Register small state to roll back, which user code changes even if its step is lost (schedulers, scalers)."""
+        """Register small state (schedulers, scalers) to be rolled back if user code changes it in a lost step."""
         self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore))
 
     def check_plain(self) -> None:
@@ -205,7 +205,7 @@ class SharedState:
         return {"run": self.progress.to_state(), "shape": shape}
 
     def alike(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that must be identical on all ranks between two steps, by name.
+        """Return the tensors that must be identical on all ranks between two steps, keyed by name.
 
         These are unsharded parameters and optimizer states. Rows, tiles and slices that differ by rank are left out,
         and so are buffers, which a pass may change on each rank.
@@ -307,10 +307,10 @@ class SharedState:
     def exchange(
         self, communicator: Communicator, replicas: Registry, samples: int | None, ledger: StepLedger
     ) -> Exchanged:
-        """Bring every rank of a new group to the furthest rank's state, bit by bit.
+        """Give every rank of a new group an exact copy of the furthest rank's state.
 
         Args:
-            ledger: Leaves this rank's steps, if other ranks are in none: they draw these steps again, or are past them.
+            ledger: Leaves this rank's steps if other ranks are in none: they draw these steps again, or are past them.
             replicas: Merges replicas that differ among ranks at the same progress. Before anything is sent, the ranks
                 that hold a state replace it by the mean over those of them that had completed the last average.
             samples: Samples per epoch of this rank's training data; None if unknown.

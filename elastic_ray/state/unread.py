@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint of which each rank reads only its elements, once it knows which (torch)."""
+"""Tensors of a checkpoint that a rank reads only in part, once it knows which elements it needs (torch)."""
 
 from __future__ import annotations
 

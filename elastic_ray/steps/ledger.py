@@ -24,10 +24,10 @@ _LEFT = "the other ranks are not in this step any more"
 
 
 class Replay:
-    """Replay of user code up to the other ranks' position; its effects on the received state are undone.
+    """Replay of user code until this worker catches up with the other ranks; effects on received state are undone.
 
     Args:
-        between_epochs: The code first passes through loader passes of earlier epochs.
+        between_epochs: True if the code first passes through loader passes of earlier epochs.
     """
 
     def __init__(self, state: SharedState, *, between_epochs: bool = False) -> None:
@@ -45,7 +45,7 @@ class Replay:
         return bool(progress.passes) or progress.joined_at is not None
 
     def reach_pass(self, ordinal: int) -> bool:
-        """Record that the code has reached the epoch's pass number `ordinal`; True if it has caught up."""
+        """Record that the code has reached pass number `ordinal` of the epoch; True if it has caught up."""
         if ordinal < self._ordinal:
             return False
         self.before_pass = False
@@ -53,7 +53,7 @@ class Replay:
         return self._collective is None
 
     def reach_collective(self, number: int) -> bool:
-        """Record that the code has reached its collective number `number`; True if it has caught up."""
+        """Record that the code has reached collective number `number`; True if it has caught up."""
         if self.before_pass or self._collective is None or number < self._collective:
             return False
         self._take_back()
@@ -168,7 +168,7 @@ class StepLedger:
         worker that has joined meanwhile gives them too.
         """
         within = self.round if self.round is not None and self.depth else self.outermost
-        if within is None:
+        if within is None or self.abandoned >= self.depth:  # code after `break` is also run by workers that join later
             return None
         within.made_at.append(place)
         times = within.made_at.count(place)
@@ -538,12 +538,12 @@ class StepSums:
         sums = self._pending.setdefault(depth, {}).setdefault(key, {})
         sums[name] = sums.get(name, 0.0) + value
 
-    def take(self, depth: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
-        """Return and drop the contributions of the step at ``depth``."""
-        return self._pending.pop(depth, {})
+    def of(self, depth: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
+        """Return the contributions of the step at ``depth``."""
+        return self._pending.get(depth, {})
 
     def undo_beyond(self, depth: int) -> None:
-        """Undo the contributions of lost steps deeper than ``depth``."""
+        """Drop the contributions of steps deeper than ``depth``, which are lost or counted."""
         self._pending = {at: sums for at, sums in self._pending.items() if at <= depth}
 
 

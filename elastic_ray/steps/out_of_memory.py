@@ -1,4 +1,4 @@
-"""Out-of-memory errors: how to recognise them, and how to free the memory that a failed pass holds (torch)."""
+"""Recognition of out-of-memory errors, and release of the memory that a failed pass holds (torch)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def free_caches() -> None:
 
 
 def gpu_memory() -> tuple[int, int] | None:
-    """Return the peak bytes allocated and reserved by this process on its GPU; None without a GPU."""
+    """Return the peak memory allocated and reserved by this process on its GPU [bytes]; None without a GPU."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

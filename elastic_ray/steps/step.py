@@ -1,4 +1,4 @@
-"""Steps of a loader pass: each rank's samples, and times read from the monotonic clock only."""
+"""Steps of a loader pass: samples of each rank, and step times measured with the monotonic clock."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class LoaderStep:
         self.is_last_micro = self.micro == self.micro_steps - 1
 
     def give_away(self) -> None:
-        """Leave this rank's part of the step to another rank."""
+        """Leave this rank's part of the step to be executed by another rank."""
         self.given, self.hashed = True, None if self.hashed is None else int
 
     def begin_micro(self, micro: int) -> None:
@@ -126,7 +126,7 @@ class LoaderStep:
 
     @property
     def equal_bsz(self) -> int:
-        """Largest micro-batch if all ranks had equal numbers of samples."""
+        """Size of the largest micro-batch if all ranks had equally many samples."""
         return -(-self.count // (len(self.sizes) * self.micro_steps))
 
     @property
@@ -176,7 +176,7 @@ _WARM_UP = 2
 
 
 class StepClock:
-    """Clock of step and micro-step times [s] for one batch shape and strategy; restarts at every change."""
+    """Clock that measures step and micro-step times [s]; restarts when the batch shape or strategy changes."""
 
     def __init__(self) -> None:
         self._last_edge_s: float | None = None
@@ -242,7 +242,7 @@ class StepClock:
         self._last_micro_s = now_s
 
     def change_begins(self) -> None:
-        """Record the start of a change of group, agreed or after a failure."""
+        """Record the start of a change of group, whether the ranks agreed on it or a failure caused it."""
         self._change_s = time.monotonic() if self._change_s is None else self._change_s
 
     def group_stands(self) -> None:

@@ -1,1 +1,1 @@
-"""Stragglers: detection of slow workers and its causes, smaller shares for them, and their replacement."""
+"""Stragglers: detection of slow workers and of the cause, smaller shares for them, and their replacement."""

@@ -36,16 +36,16 @@ _SIGNIFICANT = 3.0
 
 
 def lower_median(values: Sequence[float]) -> float:
-    """Return the median; for an even number of values, the smaller of the two middle ones."""
+    """Return the median; for an even number of values, the lower of the two middle ones."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Base of records of a group's steps, whose fields are numbers or tuples by rank."""
+    """Base class of records of a group's steps, whose fields are numbers or tuples with one entry per rank."""
 
     def to_state(self) -> dict[str, Any]:
-        """Return plain values, for :meth:`from_state`."""
+        """Return the fields as plain values, for :meth:`from_state`."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -60,12 +60,12 @@ def _as_tuple(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedTrace(Trace):
-    """Moving averages of the ranks' step times in one group, since its members or shares last changed.
+    """Moving averages of each rank's step times in one group, since its members or shares last changed.
 
-    A rank's time t is compared with the time of the median rank for equal work. Part of a step does not grow with its
-    work, and the size of that part is unknown. For a healthy rank with q times the median's work, only this bound is
-    known: t <= max(1, q) x the median's t. Times are divided by that bound, so unequal work alone never makes a rank
-    slow.
+    A rank's time t is compared with the time of the median rank for equal work. Part of a step's time does not grow
+    with its work, and the size of that part is unknown. For a healthy rank with q times the median's work, only this
+    bound is known: t <= max(1, q) x the median's t. Times are divided by that bound, so unequal work alone never makes
+    a rank slow.
     """
 
     skipped: int = 0  # steps that were left out at the beginning
@@ -82,10 +82,10 @@ class SpeedTrace(Trace):
         """Return the trace after one more step.
 
         Args:
-            work: samples (or tokens) of each rank; the step is ignored if any rank has none.
-            busy_s: time of each rank from the step's start until its gradients were complete [s].
-            data_s: part of ``busy_s`` spent waiting for data [s].
-            among: ranks not known to be slow; their median work is the reference.
+            work: Samples (or tokens) of each rank; the step is ignored if any rank has none.
+            busy_s: Time of each rank from the step's start until its gradients were complete [s].
+            data_s: Part of ``busy_s`` spent waiting for data [s].
+            among: Ranks not known to be slow; their median work is the reference.
         """
         if min(work) <= 0 or min(busy_s) <= 0:
             return self
@@ -124,19 +124,19 @@ class SpeedTrace(Trace):
         return self.busy[rank] / self._usual(among) if self.steps else 1.0
 
     def last_ratio(self, rank: int, among: Sequence[int]) -> float:
-        """Return a rank's time divided by the median of the ranks ``among``, over the last five steps only."""
+        """Return a rank's median time over the last five steps, divided by the median of the ranks ``among``."""
         middle = [lower_median(times) for times in zip(*self.last, strict=True)]
         return middle[rank] / lower_median([middle[other] for other in among])
 
     def slow(self, rank: int, among: Sequence[int]) -> bool:
-        """True if the rank is a straggler: on average, in most recent steps, and beyond what noise explains."""
+        """True if the rank is a straggler: on average, in most recent steps, and by more than noise explains."""
         if not self.ready or self.recent[rank].bit_count() < _SLOW_STEPS:
             return False
         excess = self.busy[rank] - self._usual(among)
         return THRESHOLD * self.ratio(rank, among) > 1.0 and excess > _SIGNIFICANT * self.deviation
 
     def waits_for_data(self, rank: int, among: Sequence[int]) -> bool:
-        """True if the rank spends most of its time above the median waiting for data."""
+        """True if the rank spends most of its time in excess of the median waiting for data."""
         usual = lower_median([self.data[other] for other in among])
         return 2.0 * (self.data[rank] - usual) > self.busy[rank] - self._usual(among)
 
@@ -145,7 +145,7 @@ class SpeedTrace(Trace):
 
 
 def moved(before: Sequence[float], now: Sequence[float], part: float) -> tuple[float, ...]:
-    """Return averages moved towards new values by a part of the difference."""
+    """Return the averages after moving each towards its new value by the fraction ``part`` of the difference."""
     return tuple(old + part * (new - old) for old, new in zip(before, now, strict=True))
 
 
@@ -163,8 +163,8 @@ _LEAST_PART = 1e-3  # of the time of a look: what sends for less is not told apa
 class SendTrace(Trace):
     """Sending times of a group's ranks, evaluated after each step or each second, whichever is longer.
 
-    In a ring all ranks send equally many bytes and wait for the slowest connection; only the sender's kernel knows
-    which connection that is. It cannot distinguish a slow sender from a slow receiver.
+    In a ring, all ranks send equally many bytes and wait for the slowest connection. Only the kernel of the sender
+    knows which connection is the slowest, and it cannot distinguish a slow sender from a slow receiver.
     """
 
     seconds: float = 0.0  # of the look in progress [s]
@@ -179,9 +179,9 @@ class SendTrace(Trace):
         """Return the trace after one more step of all ranks.
 
         Args:
-            sending_s: time that each rank spent sending [s].
-            mib: data that each rank passed to collectives [MiB].
-            seconds: duration of the step [s].
+            sending_s: Time that each rank spent sending [s].
+            mib: Data that each rank passed to collectives [MiB].
+            seconds: Duration of the step [s].
         """
         sums = dataclasses.replace(
             self, seconds=self.seconds + seconds, sending_s=plus(self.sending_s, sending_s), mib=plus(self.mib, mib)
@@ -212,7 +212,7 @@ class SendTrace(Trace):
 
 
 def plus(before: Sequence[float], now: Sequence[float]) -> tuple[float, ...]:
-    """Return sums including new values; nothing before counts as zeros."""
+    """Return the sums after adding new values; an empty ``before`` counts as zeros."""
     return tuple(now) if not before else tuple(old + new for old, new in zip(before, now, strict=True))
 
 
@@ -223,7 +223,7 @@ RESPONSES: tuple[str, ...] = get_args(Response)
 
 
 class StragglerCause(str, enum.Enum):
-    """Probable cause of a worker's slowness, judging by the measures of all workers."""
+    """Probable cause of a worker's slowness, inferred from the measures of all workers."""
 
     WORKER = "worker"
     NODE = "node"
@@ -233,7 +233,7 @@ class StragglerCause(str, enum.Enum):
 
     @property
     def sentence(self) -> str:
-        """Description of the cause."""
+        """Description of the cause, as a sentence."""
         return {
             StragglerCause.WORKER: "the others on its node, if any, are not slow",
             StragglerCause.NODE: "all workers on its node are slow",
@@ -245,7 +245,7 @@ class StragglerCause(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerConfig:
-    """Configuration of the response to stragglers.
+    """Configuration of how a job responds to stragglers.
 
     Raises ValueError: the response is unknown, or the time is not above 0.
     """
@@ -260,7 +260,7 @@ class StragglerConfig:
             raise ValueError(f"patience_s must be above 0 seconds and finite, but got {self.patience_s}")
 
     def goes_beyond(self, other: StragglerConfig) -> bool:
-        """True if this configuration's response does more than that of `other`."""
+        """True if this configuration's response does more than the response of ``other``."""
         return RESPONSES.index(self.response) > RESPONSES.index(other.response)
 
     @property
@@ -281,7 +281,7 @@ class StragglerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlowWorker:
-    """Worker that slows down its group."""
+    """Worker that slows down its whole group."""
 
     worker: str
     node: str

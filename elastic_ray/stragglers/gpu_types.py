@@ -1,4 +1,4 @@
-"""Shares of a group with several GPU types, by speed: a worker on a slow GPU type is not a straggler (pure).
+"""Shares by speed for a group with several GPU types, in which a slower type is not a straggler (pure).
 
 Only additions, multiplications, divisions and comparisons are used, which IEEE 754 specifies to the last bit, so that
 ranks on different kinds of machines compute the same shares.
@@ -32,16 +32,17 @@ class _Sums:
 
 
 class TypeShares:
-    """Shares by GPU type.
+    """Shares of a step's samples by GPU type, adjusted until all types take the same time.
 
     A type that takes r times as long as the fastest gets 1 / r of its samples next, until times are equal, based on
-    averages over ten steps. Before anything is measured, shares follow the model's predicted speeds. Ranks are compared
-    with each other only within a type.
+    averages over ten steps. Before anything is measured, shares depend on the model's predicted speeds. Ranks are
+    compared with each other only within a type.
 
     Args:
-        members: returns the group's members in rank order; empty before the first group.
-        measured: returns the members' measures of the latest step.
-        equal: returns True if the current group must have equal shares, because unequal shares did not fit into memory.
+        members: Function that returns the group's members in rank order; empty before the first group.
+        measured: Function that returns the members' measures of the latest step.
+        equal: Function that returns True if the current group must have equal shares, because unequal shares did not
+            fit into memory.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class TypeShares:
         return self._mixed
 
     def weights(self, others: Sequence[float] | None) -> tuple[float, ...] | None:
-        """Return the current ranks' shares of a step's samples; None if they are equal."""
+        """Return each current rank's share of a step's samples; None if the shares are equal."""
         if not self.mixed:
             return tuple(others) if others is not None else None
         known = self._known()
@@ -100,7 +101,7 @@ class TypeShares:
         )
 
     def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
-        """Add the measures of a committed training step.
+        """Record the measures of a committed training step.
 
         Args:
             sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches.
@@ -165,7 +166,7 @@ class TypeShares:
         return {gpu: lower_median(found) for gpu, found in sorted(by_type.items())}
 
     def take(self) -> tuple[MeasuredPart, ...]:
-        """Return each GPU type's sums since the last call; empty if the group has one type or there were no steps."""
+        """Return the sums of each GPU type since the last call; empty if there was one type or no step."""
         seen, self._reported = self._reported, {}
         members = [member.gpu_type for member in self._members()]
         if not self.mixed or any(sums.busy_s <= 0 for sums in seen.values()):
@@ -182,12 +183,12 @@ class TypeShares:
         )
 
     def capture(self) -> dict[str, Any]:
-        """Return the state for joiners and checkpoints."""
+        """Return the state to send to joining workers and to save in checkpoints."""
         sums = {gpu: dataclasses.asdict(each) for gpu, each in self._sums.items()}
         return {"weights": dict(self._weights), "seen": list(self._seen), "steps": self._steps, "sums": sums}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Restore a captured state."""
+        """Restore the state returned by :meth:`capture`."""
         self._weights, self._seen = dict(tree["weights"]), tuple(tree["seen"])
         self._steps, self._sums = tree["steps"], {gpu: _Sums(**each) for gpu, each in tree["sums"].items()}
         self._reported = {}

@@ -1,4 +1,4 @@
-"""Watch for one group's stragglers, equal on all ranks, from measures known to all of them (pure)."""
+"""Watch for stragglers in a group, which gives the same result on all ranks since all know all measures (pure)."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ _ALPHA = 0.1
 
 
 class StragglerWatch:
-    """Finds stragglers, gives them fewer samples, and marks those to be replaced.
+    """Watch that finds stragglers, gives them fewer samples, and marks those to be replaced.
 
     Every committed training step must be reported on all ranks; durations come from the steps' own times, not from a
-    clock. If stragglers get fewer samples, shares follow the measured times: a rank that takes r times as long as the
-    others gets 1 / r of its samples next. If part of a step does not shrink with its samples, this converges from
+    clock. If stragglers get fewer samples, shares depend on the measured times: a rank that takes r times as long as
+    the others gets 1 / r of its samples next. If part of a step does not shrink with its samples, this converges from
     above, with an error that shrinks each time by the factor (that part) / (whole step). A rank that catches up regains
     its samples in the same way.
 
     Args:
-        config: response to stragglers, unless :meth:`ask` requests more.
-        members: returns the group's members in rank order; empty before the first group.
-        equal: returns True if the current group must have equal shares, because unequal shares did not fit into memory.
-            From then on, all later groups have equal shares too.
-        measured: returns the members' measures of the latest step.
-        tell: sends a message to the job's user.
-        measure: enables the measurement of steps.
+        config: Response to stragglers, unless :meth:`ask` requests more.
+        members: Function that returns the group's members in rank order; empty before the first group.
+        equal: Function that returns True if the current group must have equal shares, because unequal shares did not
+            fit into memory. From then on, all later groups have equal shares too.
+        measured: Function that returns the members' measures of the latest step.
+        tell: Function that sends a message to the job's user.
+        measure: Function that enables the measurement of steps.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class StragglerWatch:
         self.ask(config)
 
     def ask(self, config: StragglerConfig) -> None:
-        """Request at least this response; call it before the first epoch, on all ranks."""
+        """Request at least this response; call this before the first epoch, on all ranks."""
         if config.goes_beyond(self._config):
             self._config = config
             self._measure()
 
     def lacks(self, config: StragglerConfig) -> bool:
-        """True if `config` requests more than the current response."""
+        """True if ``config`` requests more than the current response."""
         return config.goes_beyond(self._config)
 
     @property
@@ -101,7 +101,7 @@ class StragglerWatch:
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """The current ranks' shares of a step's samples; None if they are equal."""
+        """Share of each current rank in a step's samples; None if the shares are equal."""
         if not self.slow or self._equal() or not any(each.weight < 1.0 for each in self.slow):
             return None
         weights = {each.worker: each.weight for each in self.slow}
@@ -109,7 +109,7 @@ class StragglerWatch:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Each rank's time for equal work divided by the group's median; empty until enough steps are measured."""
+        """Time of each rank for equal work, divided by the group's median; empty until enough steps are measured."""
         if not self._trace.ready or self._workers != tuple(member.worker for member in self._members()):
             return ()
         return tuple(self._trace.ratio(rank, self._healthy) for rank, _ in enumerate(self._workers))
@@ -120,7 +120,7 @@ class StragglerWatch:
         return self.weights is not None
 
     def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
-        """Add the measures of a committed training step.
+        """Record the measures of a committed training step.
 
         Args:
             sizes: ``sizes[rank][micro]`` samples (or tokens) of each rank's micro-batches.
@@ -293,7 +293,7 @@ class StragglerWatch:
             )
 
     def capture(self) -> dict[str, Any]:
-        """Return the state for joiners and checkpoints."""
+        """Return the state to send to joining workers and to save in checkpoints."""
         return {
             "workers": list(self._workers),
             "trace": self._trace.to_state(),
@@ -308,7 +308,7 @@ class StragglerWatch:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Restore a captured state."""
+        """Restore the state returned by :meth:`capture`."""
         self._workers, self._trace = tuple(tree["workers"]), SpeedTrace.from_state(tree["trace"])
         self._memory, self._sends = MemoryTrace.from_state(tree["memory"]), SendTrace.from_state(tree["sends"])
         self._recent = RecentSteps.from_state(tree["recent"])
@@ -341,7 +341,7 @@ def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecentSteps(Trace):
-    """Sums over the latest steps, which are combined while they are short."""
+    """Sums over the latest steps, which are merged while they are short."""
 
     work: tuple[float, ...] = ()  # samples of each rank
     # time of each rank until its gradients were complete [s]
@@ -386,9 +386,9 @@ class MemoryTrace(Trace):
     def short(self, rank: int, among: Sequence[int]) -> bool:
         """True if a slow rank lacks memory, compared with the ranks ``among``.
 
-        Either its page faults explain at least a quarter of its extra time, or its memory is full and that of the
-        others is not. Conditions common to all ranks (reading a mapped file, or a GPU that is full by design) explain
-        nothing.
+        Either its page faults explain at least a quarter of its extra time, or its memory is full while the memory of
+        the other ranks is not. Conditions common to all ranks (reading a mapped file, or a GPU that is full by design)
+        explain nothing.
         """
         others = [other for other in among if other != rank]
         if not self.used or not others:

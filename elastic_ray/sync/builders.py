@@ -1,4 +1,4 @@
-"""Strategy builders, named as in AutoDist and KungFu, which make a ``Strategy`` for a model and a group (pure).
+"""Builders that create a ``Strategy`` for a model and a group, named as in AutoDist and KungFu (pure).
 
 Each builder's docstring gives its original name and the differences from the original.
 """
@@ -19,9 +19,9 @@ from placement.checks import check_whole
 
 
 class StrategyBuilder(Protocol):
-    """Protocol of a strategy builder, which makes a strategy for a model.
+    """Interface of a strategy builder, which creates a strategy for a model and a group.
 
-    Custom builders are accepted wherever a strategy is.
+    A custom builder can be passed wherever a strategy is accepted.
 
     Examples:
         >>> from elastic_ray.sync import Strategy
@@ -34,7 +34,7 @@ class StrategyBuilder(Protocol):
     """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy; equal on every rank that calls it with equal arguments."""
+        """Return the strategy for a model and a group; equal arguments must give equal strategies on every rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,10 @@ class AllReduce:
     """All-reduce of every gradient in flat buckets, as torch DDP does (AutoDist: AllReduce).
 
     Attributes:
-        bucket_bytes: Size of a bucket, see ``Reduce``; AutoDist's ``chunk_size`` counts variables instead.
-        wire: Form in which gradients are sent.
-        topology: Topology of the all-reduce, see ``Reduce`` (KungFu's strategies).
+        bucket_bytes: Size at which a new bucket starts [bytes]; AutoDist's ``chunk_size`` counts variables instead.
+        wire: Format in which gradients are sent.
+        topology: Algorithm of the all-reduce: ``"native"``, ``"two_level"``, ``"ring"``, ``"tree"`` or ``"star"``
+            (KungFu's strategies).
 
     Examples:
         >>> from elastic_ray.sync import AllReduce
@@ -64,7 +65,7 @@ class AllReduce:
         return Reduce(bucket_bytes=self.bucket_bytes, wire=self.wire, topology=self.topology)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
+        """Return the strategy for a model and a group."""
         way = "all_reduce" if self.topology == "native" else self.topology
         return dense(self._reduce, profile, self.wire.name or way)
 
@@ -74,7 +75,7 @@ class PowerSGD:
     """Low-rank compression of gradient matrices, with error feedback (Vogels et al., NeurIPS 2019).
 
     Attributes:
-        rank: Rank of the approximation; 4 is usual.
+        rank: Rank of the approximation; a higher rank is more accurate but sends more data.
 
     Examples:
         >>> from elastic_ray.sync import PowerSGD
@@ -88,38 +89,39 @@ class PowerSGD:
         check_whole("rank", self.rank, least=1, error=StrategyError)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
+        """Return the strategy for a model and a group."""
         return dense(Reduce(wire=Wire(rank=self.rank)), profile, "powersgd")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PS:
-    """Reduction to rank 0, which sends the mean back: the traffic of one parameter server (AutoDist: PS).
+    """Reduction of all gradients to rank 0, which sends the mean back, as one parameter server does (AutoDist: PS).
 
-    All ranks apply the update. AutoDist's server holds and updates the parameters, and may do so asynchronously.
+    Every rank applies the update itself. In AutoDist, the server holds and updates the parameters, possibly
+    asynchronously.
     """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
+        """Return the strategy for a model and a group."""
         return dense(Owner(placement="first"), profile, "ps")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PSLoadBalancing:
-    """Variant of ``PS`` in which each rank owns some tensors, balanced by bytes (AutoDist: PSLoadBalancing)."""
+    """Variant of ``PS`` in which each rank owns some of the tensors, balanced by bytes (AutoDist: PSLoadBalancing)."""
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
+        """Return the strategy for a model and a group."""
         return dense(Owner(placement="balanced"), profile, "ps_balanced")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionedAR:
-    """Several concurrent all-reduces per bucket, for links that one stream does not fill (AutoDist: PartitionedAR).
+    """Several concurrent all-reduces per bucket, for links that one stream cannot fill (AutoDist: PartitionedAR).
 
     Attributes:
-        parts: Number of all-reduces. AutoDist uses the smallest divisor of the first dimension, so a prime dimension
-            has as many parts as its size.
+        parts: Number of all-reduces per bucket. AutoDist uses the smallest divisor of the first dimension instead, so
+            a prime dimension is split into parts of size 1.
     """
 
     parts: int = 4
@@ -128,17 +130,17 @@ class PartitionedAR:
         Reduce(parts=self.parts)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
+        """Return the strategy for a model and a group."""
         return dense(Reduce(parts=self.parts), profile, "partitioned_ar")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RandomAxisPartitionAR:
-    """Variant of ``PartitionedAR`` along a random axis of each tensor (AutoDist: RandomAxisPartitionAR).
+    """Variant of ``PartitionedAR`` that divides each tensor along a random axis (AutoDist: RandomAxisPartitionAR).
 
     Attributes:
-        parts: Number of all-reduces.
-        seed: Seed for the choice of the axis; AutoDist chooses anew in each run.
+        parts: Number of all-reduces per bucket.
+        seed: Seed for the choice of axes, which makes runs repeatable; AutoDist chooses new axes in each run.
     """
 
     parts: int = 4
@@ -148,17 +150,18 @@ class RandomAxisPartitionAR:
         Reduce(parts=self.parts, axis=-1, seed=self.seed)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
+        """Return the strategy for a model and a group."""
         return dense(Reduce(parts=self.parts, axis=-1, seed=self.seed), profile, "random_axis_partition_ar")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parallax:
-    """Strategy that exchanges used rows of embedding tables and all-reduces the rest (Parallax, EuroSys 2019).
+    """Strategy that exchanges only used rows of embedding tables and all-reduces the rest (Parallax, EuroSys 2019).
 
     Attributes:
-        update: Layout of a table's ``.grad`` after synchronisation; see ``Rows``.
-        wire: Form in which the other gradients are sent.
+        update: Layout of a table's ``.grad`` after the exchange: ``"sparse"``, ``"dense"``, or ``"auto"`` for
+            autograd's.
+        wire: Format in which all other gradients are sent.
 
     Examples:
         >>> from elastic_ray.sync import Parallax
@@ -174,7 +177,7 @@ class Parallax:
         Reduce(wire=self.wire)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
+        """Return the strategy for a model and a group."""
         return Strategy(
             rules=tuple(
                 Rule(pattern=exactly(name), sync=Rows(update=self.update))
@@ -202,7 +205,7 @@ class _Averaging:
         return Average(algorithm=self.algorithm, **fields)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
+        """Return the strategy for a model and a group."""
         return Strategy(average=self._average, name=self.algorithm)
 
 
@@ -213,84 +216,92 @@ class LocalSGD(_Averaging):
     Attributes:
         period: Number of steps between averages.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
+        batch_moments: Whether Adam's second moments are those of the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import LocalSGD
         >>> LocalSGD(period=8)
-        LocalSGD(period=8, give_back=False)
+        LocalSGD(period=8, give_back=False, batch_moments=True)
     """
 
     period: int = 4
     give_back: bool = False
+    batch_moments: bool = True
 
     algorithm: ClassVar[str] = "local_sgd"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo(_Averaging):
-    """Strategy of local steps, then an outer Nesterov step to the mean (Douillard et al., arXiv 2311.08105).
+    """Strategy of local steps followed by an outer Nesterov step to the mean (Douillard et al., arXiv 2311.08105).
 
     Attributes:
         period: Number of local steps between outer steps.
         outer_lr: Learning rate of the outer step.
         outer_momentum: Momentum of the outer step.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
+        batch_moments: Whether Adam's second moments are those of the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import DiLoCo
         >>> DiLoCo(period=32)
-        DiLoCo(period=32, outer_lr=0.7, outer_momentum=0.9, give_back=False)
+        DiLoCo(period=32, outer_lr=0.7, outer_momentum=0.9, give_back=False, batch_moments=True)
     """
 
     period: int = 16
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     give_back: bool = False
+    batch_moments: bool = True
 
     algorithm: ClassVar[str] = "diloco"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SMA(_Averaging):
-    """Strategy that pulls every rank to the mean model (KungFu: SynchronousAveragingOptimizer, after EA-SGD).
+    """Strategy that pulls every rank towards the mean model (KungFu: SynchronousAveragingOptimizer, after EA-SGD).
 
     Attributes:
         alpha: Fraction of the distance to the mean that each pull covers.
         period: Number of steps between pulls.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
+        batch_moments: Whether Adam's second moments are those of the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import SMA
         >>> SMA(alpha=0.2)
-        SMA(alpha=0.2, period=1, give_back=False)
+        SMA(alpha=0.2, period=1, give_back=False, batch_moments=True)
     """
 
     alpha: float = 0.1
     period: int = 1
     give_back: bool = False
+    batch_moments: bool = True
 
     algorithm: ClassVar[str] = "sma"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PairAveraging(_Averaging):
-    """Strategy that averages each rank's model with other ranks' newest models (KungFu: PairAveragingOptimizer).
+    """Strategy that averages each model with a random other rank's newest model (KungFu: PairAveragingOptimizer).
 
-    After a step a rank averages its model with one that it has pulled from a random other rank meanwhile. No rank waits
-    for a model, so runs are not repeatable.
+    During a step, each rank pulls the newest model of a random other rank; after the step, it averages its own model
+    with the pulled one. No rank waits for a model, so runs are not reproducible.
 
     Attributes:
         period: Number of steps that ranks make separately and commit together.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
+        batch_moments: Whether Adam's second moments are those of the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import PairAveraging
         >>> PairAveraging()
-        PairAveraging(period=8, give_back=False)
+        PairAveraging(period=8, give_back=False, batch_moments=True)
     """
 
     period: int = 8
     give_back: bool = False
+    batch_moments: bool = True
 
     algorithm: ClassVar[str] = "pair"
 
@@ -300,7 +311,7 @@ class AdaptiveSGD:
     """Strategy that starts with SMA and switches to all-reduce at a given step (KungFu: AdaptiveSGDOptimizer).
 
     Attributes:
-        change_step: Number of optimizer steps with SMA.
+        change_step: Number of optimizer steps before the switch.
         alpha: Fraction of the distance to the mean that each pull covers, as in ``SMA``.
 
     Examples:
@@ -320,18 +331,18 @@ class AdaptiveSGD:
         return Average(algorithm="sma", alpha=self.alpha, period=1, until=self.change_step)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
+        """Return the strategy for a model and a group."""
         return Strategy(average=self._average, name="adaptive_sgd")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """Strategy that is chosen by a race between candidates over real training steps; the fastest is kept.
+    """Strategy that is chosen by a race between candidates over real training steps.
 
     Attributes:
-        exact: Whether to race only strategies whose step equals plain data-parallel training.
-        steps: Maximum number of steps of the race. They train the model like all other steps. A job whose fastest
-            strategy is known from earlier jobs does not race.
+        exact: Whether to consider only strategies that give the same result as plain data-parallel training.
+        steps: Maximum number of steps in the race, which train the model like all other steps. There is no race if
+            the fastest strategy is known from earlier jobs.
 
     Examples:
         >>> from elastic_ray.sync import Auto
@@ -347,7 +358,7 @@ class Auto:
         check_count("steps", self.steps, least=12, most=1000)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy that training starts with: touched rows for tables, all-reduce for the rest."""
+        """Return the initial strategy: exchange of used rows for embedding tables, all-reduce for the rest."""
         return dataclasses.replace(Parallax().build(profile, topology), name="auto")
 
 
@@ -357,7 +368,7 @@ def exactly(name: str) -> str:
 
 
 def dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
-    """Return a strategy with one `sync` for all parameters, except that sparse gradients are exchanged as rows."""
+    """Return a strategy that applies `sync` to all parameters, except that sparse gradients are exchanged as rows."""
     rules = tuple(
         Rule(pattern=exactly(name), sync=Rows()) for param in profile.params if param.sparse for name in param.names
     )
@@ -381,17 +392,17 @@ class _Tiles:
         return Owner(unit="tile", gradients=self._GRADIENTS, copies=self.copies, cut=self._CUT)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
+        """Return the strategy for a model and a group."""
         return dense(self._owner, profile, self._NAME)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ZeRO1(_Tiles):
-    """Strategy that all-reduces gradients and divides optimizer state among the ranks (ZeRO-1, SC 2020).
+    """Strategy that all-reduces gradients and divides the optimizer state among the ranks (ZeRO-1, SC 2020).
 
-    In ZeRO each rank owns one slice. Here the state is cut into tiles that are the same for every group size, so
-    that few of them move when the size changes. Each tile has a second owner that makes the same updates, so that
-    losing one worker loses no state.
+    In the original ZeRO, each rank owns one slice. Here the state is divided into tiles that do not depend on the
+    group size, so that few of them move when the size changes. By default, each tile has a second owner that makes
+    the same updates, so that no state is lost with a worker.
 
     Attributes:
         copies: Number of owners per tile.
@@ -409,9 +420,9 @@ class ZeRO1(_Tiles):
 class ZeRO2(_Tiles):
     """Variant of ``ZeRO1`` that sends gradients only to the owners of their tile (ZeRO-2, SC 2020).
 
-    A rank sends each part of its gradient to one owner, which sums the parts and sends the sum to the second owner.
-    Therefore ``.grad`` has no elements. Its 2-norm is known, and clipping by that norm and AMP's ``GradScaler`` work
-    unchanged; operations that need the elements raise an error.
+    Each rank sends each part of its gradient to one owner, which sums the parts and sends the sum to the other
+    owners. As no rank has the whole gradient, ``.grad`` has no readable elements. Its 2-norm is known, so clipping by
+    that norm and AMP's ``GradScaler`` work as usual; operations that need the elements raise an error.
 
     Attributes:
         copies: Number of owners per tile.
@@ -428,11 +439,12 @@ class ZeRO2(_Tiles):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionedPS(_Tiles):
-    """Strategy that divides tensors into parts, which their owners update (AutoDist: PartitionedPS).
+    """Strategy that divides tensors into parts that are updated by their owners (AutoDist: PartitionedPS).
 
-    A tensor is divided along its first dimension, into as many parts as the dimension's smallest divisor above 1, but
-    at most 64. Updates are synchronous. In AutoDist each part is on one server, which receives its gradients. Here each
-    part has ``copies`` owners among the ranks, and gradients are all-reduced, so that user code can clip them.
+    Each tensor is divided along its first dimension; the number of parts is the smallest divisor of that dimension
+    above 1, but at most 64. Updates are synchronous. In AutoDist, each part is on one server, which receives its
+    gradients. Here each part has ``copies`` owners among the ranks, and gradients are all-reduced, so that user code
+    can clip them.
 
     Attributes:
         copies: Number of owners per part.
@@ -444,9 +456,9 @@ class PartitionedPS(_Tiles):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenPartitionedPS(_Tiles):
-    """Variant of ``PartitionedPS`` with the smallest number of parts that does not divide the first dimension.
+    """Variant of ``PartitionedPS`` whose number of parts is the smallest that does not divide the first dimension.
 
-    AutoDist: UnevenPartitionedPS.
+    The original is AutoDist's UnevenPartitionedPS.
 
     Attributes:
         copies: Number of owners per part.
@@ -509,11 +521,11 @@ def resolve_strategy(given: object) -> StrategyBuilder:
     """Return the strategy builder for a user's ``strategy=`` argument.
 
     Args:
-        given: A name in :data:`NAMED`, a builder, a ``Strategy``, a ``Reduce`` or ``Owner`` for all parameters,
-            or the path of a strategy's JSON file.
+        given: A name in :data:`NAMED`, a builder, a ``Strategy``, a ``Reduce`` or ``Owner`` for all parameters, or
+            the path of a JSON file that contains a strategy.
 
     Raises:
-        StrategyError: the name or file does not exist, or the file does not contain a valid strategy.
+        StrategyError: the name is unknown, or the file does not exist or does not contain a valid strategy.
         TypeError: `given` has none of these types.
     """
     if isinstance(given, Strategy):

@@ -1,4 +1,4 @@
-"""Checks of a strategy's fields, with one wording for all errors (pure)."""
+"""Checks of a strategy's fields, with uniform error messages (pure)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class StrategyError(ValueError):
 
 
 def check_one_of(field: str, value: object, known: tuple[str, ...]) -> None:
-    """Raise StrategyError if the value is not among the known values."""
+    """Raise StrategyError if the value is not one of the known values."""
     if value not in known:
         raise StrategyError(f"{field} must be one of {', '.join(known)}, but got {value!r}")
 
 
 def check_count(field: str, value: object, *, least: int, most: int) -> None:
-    """Raise StrategyError if the value is not a whole number in its range."""
+    """Raise StrategyError if the value is not an integer from ``least`` to ``most``."""
     check_whole(field, value, least=least, error=StrategyError)
     if isinstance(value, int) and value > most:
         raise StrategyError(f"{field} must be a whole number, {most} or less, but got {value!r:.40}")
 
 
 def check_range(field: str, value: object, *, above: float, up_to: float) -> None:
-    """Raise StrategyError if the value is not a number in its range."""
+    """Raise StrategyError if the value is not a number above ``above`` and at most ``up_to``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value <= up_to:
         raise StrategyError(
             f"{field} must be a number above {max(0.0, above):g} and up to {up_to:g}, but got {value!r}"
@@ -43,14 +43,14 @@ def check_flag(field: str, value: object) -> None:
 
 
 def check_type(field: str, value: object, kind: Any) -> None:
-    """Raise StrategyError if the value has the wrong type."""
+    """Raise StrategyError if the value does not have the given type."""
     if not isinstance(value, kind):
         names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
         raise StrategyError(f"{field} must be a {names}, but got {value!r}")
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of untrusted JSON text; raise StrategyError if it is too long or deep, or repeats a field."""
+    """Parse untrusted JSON text; raise StrategyError if it is invalid, too long, too deep, or repeats a field."""
     if len(text) > _MOST_TEXT:
         raise StrategyError(f"a strategy's JSON must have at most {_MOST_TEXT} characters, but it has {len(text)}")
 

@@ -1,6 +1,6 @@
-"""Scalars on devices: summed on the device, and read with one synchronisation per device (torch).
+"""Scalars on devices, which are added on the device and read with one synchronisation per device (torch).
 
-Reading a number from a GPU waits for all work queued on that GPU.
+Reading a number from a GPU waits for all work that is queued on that GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Number: TypeAlias = float | Tensor
 
 
 def added(numbers: Iterable[Number]) -> Number:
-    """Return the sum of numbers, on the first number's GPU if there is one: a model may span several GPUs."""
+    """Return the sum of numbers, on the device of the first GPU tensor if any; a model may span several GPUs."""
     found: Number = 0.0
     for each in numbers:
         if not isinstance(found, Tensor) and found == 0.0:
@@ -30,7 +30,7 @@ def added(numbers: Iterable[Number]) -> Number:
 
 
 def read(numbers: Sequence[Number]) -> list[float]:
-    """Return all numbers as floats, with one synchronisation per device."""
+    """Return all numbers as floats, waiting only once per device."""
     found = [0.0 if isinstance(each, Tensor) else float(each) for each in numbers]
     places: dict[torch.device, list[int]] = {}
     for place, each in enumerate(numbers):
@@ -45,7 +45,7 @@ def read(numbers: Sequence[Number]) -> list[float]:
 
 
 def read_with(vector: Tensor, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
-    """Return a vector and numbers as floats, with one synchronisation of the vector's device."""
+    """Return a vector and further numbers as floats, waiting only once for the vector's device."""
     here = [place for place, each in enumerate(numbers) if isinstance(each, Tensor) and each.device == vector.device]
     rest = read([0.0 if place in here else each for place, each in enumerate(numbers)])
     if not here:
@@ -58,7 +58,7 @@ def read_with(vector: Tensor, numbers: Sequence[Number]) -> tuple[list[float], l
 
 
 def with_steps_read(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return optimizer states with step counts as floats, because fused optimizers keep them on the GPU."""
+    """Return optimizer states with their step counts as floats; fused optimizers keep the counts on the GPU."""
     counted = [place for place, state in enumerate(states) if isinstance(state.get("step"), Tensor)]
     steps = read([states[place]["step"] for place in counted])
     found = list(states)
@@ -68,27 +68,27 @@ def with_steps_read(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 
 
 def real_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of a tensor's real numbers; complex ones have a last dimension of 2, as in ``view_as_real``."""
+    """Return the shape of a tensor as real numbers; complex tensors get a last dimension of 2."""
     return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
 
 
 def real_count(tensor: Tensor) -> int:
-    """Return the number of real numbers in a tensor."""
+    """Return the number of real numbers in a tensor; complex elements count twice."""
     return math.prod(real_shape(tensor))
 
 
 def local(tensor: Any) -> Any:
-    """Return this worker's part of a tensor; the tensor itself if it is not divided."""
+    """Return this worker's part of a divided tensor, or the tensor itself if it is not divided."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a view of a complex tensor's real numbers; any other tensor unchanged."""
+    """Return a view of a complex tensor as real numbers; any other tensor is returned unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def shaped_like(numbers: Tensor, tensor: Tensor) -> Tensor:
-    """Return a view of a vector of real numbers with a tensor's shape, complex if the tensor is."""
+    """Return a view of a vector of real numbers in another tensor's shape, complex if that tensor is."""
     return (
         torch.view_as_complex(numbers.view(real_shape(tensor))) if tensor.is_complex() else numbers.view(tensor.shape)
     )

@@ -1,4 +1,4 @@
-"""Plan of a strategy for one model and one group: its buckets, and how each is synchronised (pure)."""
+"""Plan of a strategy for one model and one group: its buckets, and how each bucket is synchronised (pure)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from elastic_ray.sync.spec import Owner, Reduce, Rows, Strategy, Sync
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParamInfo:
-    """Description of one trainable parameter.
+    """Properties of one trainable parameter.
 
     Attributes:
         names: Names in the model; a tied parameter has several.
         shape: Shape of the tensor.
         dtype: Dtype of the tensor, such as ``"float32"``.
         itemsize: Size of an element [bytes].
-        device: Kind of device, such as ``"cpu"``; device numbers may differ between ranks.
-        group: Index of its parameter group in the optimizer.
-        sparse: Whether a layer with ``sparse=True`` gives it gradients.
-        table: Whether only embedding layers use it, according to the module tree.
-        rows: Median number of distinct rows that a rank touches in a step; None if unknown, or if it is not a table.
-        divisible: Whether its elements are contiguous in memory, so that parts of it are tensors.
+        device: Type of the device, such as ``"cpu"``, without its index, which may differ between ranks.
+        group: Index of the parameter's group in the optimizer.
+        sparse: Whether a layer with ``sparse=True`` computes its gradients.
+        table: Whether the parameter is used only by embedding layers, according to the module tree.
+        rows: Median number of distinct rows that a rank uses in a step; None if unknown, or if it is not a table.
+        divisible: Whether the elements are contiguous in memory, so that a range of them is a tensor.
     """
 
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class ParamInfo:
 
     @property
     def name(self) -> str:
-        """First of the parameter's names."""
+        """First name of the parameter."""
         return self.names[0]
 
     @property
@@ -58,13 +58,13 @@ class ParamInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerInfo:
-    """Properties of an optimizer that strategies depend on.
+    """Properties of an optimizer on which strategies depend.
 
     Attributes:
-        name: Name of its class.
-        takes_sparse: Whether it can step sparse gradients, with the same result as for dense ones.
-        only_sparse: Whether it can step only sparse gradients (SparseAdam).
-        elementwise: Whether an element's update depends on no other element of its tensor.
+        name: Name of the optimizer's class.
+        takes_sparse: Whether it accepts sparse gradients and gives the same result as for dense ones.
+        only_sparse: Whether it accepts only sparse gradients (SparseAdam).
+        elementwise: Whether it updates each element independently of the rest of its tensor.
     """
 
     name: str = "SGD"
@@ -75,12 +75,12 @@ class OptimizerInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """Description of a model's parameters and optimizers.
+    """Properties of a model's parameters and optimizers on which strategies depend.
 
     Attributes:
-        params: Trainable parameters, group by group, in the model's order within each group.
+        params: Trainable parameters, ordered by parameter group, and within a group as in the model.
         optimizer: Optimizer of the parameters; the first one if the model has several.
-        by_group: Optimizer of each parameter group if the model has several optimizers; else empty.
+        by_group: Optimizer of each parameter group; empty if the model has only one optimizer.
         frozen: Names of parameters that are currently not trained.
     """
 
@@ -90,7 +90,7 @@ class ModelProfile:
     frozen: tuple[str, ...] = ()
 
     def optimizer_of(self, param: ParamInfo) -> OptimizerInfo:
-        """Return the optimizer that steps a parameter."""
+        """Return the optimizer that updates a parameter."""
         return self.by_group[param.group] if self.by_group else self.optimizer
 
 
@@ -99,8 +99,8 @@ class Topology:
     """Locations of a group's ranks: their nodes and network domains.
 
     Attributes:
-        nodes: Node of each rank, by any name.
-        domains: Network domain of each rank's node, by any name; empty unless all nodes are labelled with one.
+        nodes: Name of each rank's node.
+        domains: Name of the network domain of each rank's node; empty if any node has no domain label.
     """
 
     nodes: tuple[str, ...] = ("node-0",)
@@ -113,17 +113,17 @@ class Topology:
 
     @property
     def node_numbers(self) -> tuple[int, ...]:
-        """Node of each rank as a number from 0; nodes of one domain have consecutive numbers."""
+        """Node of each rank as a number from 0; nodes in the same domain have consecutive numbers."""
         return _numbers(tuple(zip(self.domains, self.nodes, strict=True)) if self.domains else self.nodes)
 
     @property
     def level_numbers(self) -> tuple[int, ...]:
-        """Domain of each rank as a number from 0 if the group spans several domains; else its node."""
+        """Domain of each rank as a number from 0 or, if there is only one domain, the number of its node."""
         return _numbers(self.domains) if len(set(self.domains)) > 1 else self.node_numbers
 
     @property
     def why_flat(self) -> str:
-        """Reason why the group does not have two levels; empty if it does."""
+        """Reason why ``"two_level"`` does not apply to the group; empty if it does."""
         there = len(set(self.level_numbers))
         if there == 1:
             return "all ranks are on one node"
@@ -143,7 +143,7 @@ _MOST_OF_MODEL = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """Plan of one bucket: its parameters, their parameter group, and their synchronisation."""
+    """Plan of one bucket: its parameters, their parameter group, and how they are synchronised."""
 
     params: tuple[int, ...]  # positions in ``ModelProfile.params``, in the bucket's order
     group: int
@@ -155,20 +155,20 @@ class BucketPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TilePlan:
-    """Parameters whose optimizer state is kept in tiles."""
+    """Plan for parameters whose optimizer state is divided into tiles."""
 
     params: tuple[int, ...]  # positions in ``ModelProfile.params``, in its order
     owner: Owner  # how
     divided: bool  # whether the group has more ranks than each tile has owners; else every rank holds the whole state
 
     def holds(self, params: Sequence[int]) -> bool:
-        """True if the optimizer state of all `params` is in tiles."""
+        """True if the optimizer state of all these parameters is divided into tiles."""
         return set(params) <= set(self.params)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """Plan of all buckets in reduction order, which is that of a backward pass: last parameters first."""
+    """Plan of all buckets in the order of their reduction: last parameters first, as in a backward pass."""
 
     buckets: tuple[BucketPlan, ...]  # of at least one parameter each
     strategy: Strategy
@@ -176,17 +176,17 @@ class SyncPlan:
 
     @property
     def digest(self) -> int:
-        """40-bit digest that distinguishes plans; compared by all ranks before the first step."""
+        """40-bit digest of the plan, which all ranks compare before the first step."""
         text = repr([(b.params, b.group, b.sync, b.owner, b.nodes) for b in self.buckets]) + self.strategy.to_json()
         text += repr(self.tiles.divided) if self.tiles is not None else ""
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
 
 
 def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> SyncPlan:
-    """Return the plan of a strategy for a model and a group.
+    """Return the plan that carries out a strategy for a model in a group.
 
-    Raises StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer
-    cannot step the gradients that a rule produces.
+    Raises StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer does not
+    accept the gradients that a rule produces.
     """
     assigned = _assign(strategy, profile)
     for param, sync in zip(profile.params, assigned, strict=True):

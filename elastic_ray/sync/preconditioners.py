@@ -1,12 +1,12 @@
 """Gradient statistics on flat buckets for the synchronisation engine, with a few kernels per bucket.
 
-Every result is a tensor on the gradients' device and causes no synchronisation with the host until it is read.
-Non-finite values (an overflow under AMP) pass through and are discarded on reading: ``noise_scale.estimate_groups``
-returns None for them.
+Every result is a tensor on the gradients' device, so the host does not wait for the device until it reads one.
+Non-finite values (an overflow under AMP) pass through and are discarded on reading:
+``noise_scale.estimate_groups`` returns None for them.
 
-Learning rates depend on these numbers. Ranks must therefore compute them from identical tensors (reduced gradients,
-reduced norms, optimizer state after the broadcast), or parameters drift apart. Hence
-``BucketPreconditioner.invalidate`` at every change of generation, on every rank.
+Learning rates depend on these statistics. All ranks must therefore compute them from identical tensors (reduced
+gradients, reduced norms, optimizer state after the broadcast); otherwise their parameters diverge. For this
+reason, every rank calls ``BucketPreconditioner.invalidate`` at every change of generation.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ DENOMINATOR = "denominator"
 
 
 def squared_norm(flat: Tensor, precond: Tensor | FlatPreconditioner | None = None) -> Tensor:
-    """Return ||P g||^2 of a flat gradient g as a 0-dim tensor, by dot products; P is diagonal, None = identity.
+    """Return ||P g||^2 of a flat gradient g as a 0-dim tensor, for a diagonal preconditioner P (None: identity).
 
-    Half-precision gradients are summed in float32. If g still has a loss scale c, the result is scaled by c^2.
+    Half-precision gradients are summed in float32. If g is still multiplied by a loss scale c, so is the result by c^2.
     """
     flat = flat.detach()
     if isinstance(precond, FlatPreconditioner):
@@ -55,10 +55,10 @@ def squared_norm(flat: Tensor, precond: Tensor | FlatPreconditioner | None = Non
 
 
 def compact(values: Tensor) -> Tensor:
-    """Return values in the form in which they are kept for later steps: float32 becomes bfloat16.
+    """Return values in the dtype in which they are stored for later steps: float32 becomes bfloat16.
 
-    The range is the same. Rounding by up to 2^-9 of each value adds 1e-6 of a gradient's squared norm to the variance
-    between two gradients.
+    Bfloat16 has the same range. Rounding each value by up to 2^-9 adds 1e-6 of a gradient's squared norm to the
+    variance between two gradients.
     """
     return values.to(torch.bfloat16) if values.dtype == torch.float32 else values
 
@@ -132,10 +132,11 @@ _USED = {*_DENOMINATORS, "max_exp_avg_sq", "grad_avg"}
 
 
 def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer divides its step by a running size of the gradient, per coordinate.
+    """True if the optimizer divides each gradient element by a running estimate of its size.
 
-    Recognised by class or, for other libraries' optimizers, by state (``exp_avg_sq``, ``square_avg``, ``exp_inf``).
-    Adadelta (which sets its own step size) and Adafactor (whose moments are factored) are not.
+    Such optimizers are recognised by class or, for other libraries' optimizers, by their state (``exp_avg_sq``,
+    ``square_avg``, ``exp_inf``). Adadelta (which sets its own step size) and Adafactor (whose moments are factored)
+    do not count as Adam-like.
     """
     if isinstance(optimizer, _ADAM_LIKE):
         return True
@@ -163,9 +164,9 @@ def _step(state: _State) -> float:
 def preconditioner(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> FlatPreconditioner | None:
     """Return the flat diagonal 1 / (sqrt(v_hat) + eps) by which the optimizer multiplies gradients.
 
-    The diagonal is 1 for parameters with fewer than ``WARM_STEPS`` steps so far. Coordinates that never had a gradient
-    would count with up to 1 / eps = 1e8. Denominators are therefore floored at a hundredth of their parameter's root
-    mean square, so that one coordinate that becomes active does not dominate the whole gradient.
+    The diagonal is 1 for parameters that have made fewer than ``WARM_STEPS`` steps. An element that never had a
+    gradient would have a factor of up to 1 / eps = 1e8 and, once active, dominate the whole gradient. Denominators
+    are therefore floored at a hundredth of the root mean square of their parameter's denominators.
 
     Args:
         optimizer: Object with ``state`` and ``param_groups``.
@@ -193,12 +194,12 @@ class _Piece:
 class FlatPreconditioner:
     """Diagonal preconditioner of a flat gradient, computed on demand; see :func:`preconditioner`.
 
-    It stores only a floor for each parameter. Denominators are computed in chunks from the optimizer's current state.
-    Their order is that of ``torch.cat([p.reshape(-1) for p in params])``; the two parts of a complex number are
-    separate, as in these optimizers.
+    Only a floor per parameter is stored; denominators are computed in chunks from the optimizer's current state, in
+    the order of ``torch.cat([p.reshape(-1) for p in params])``. The real and imaginary parts of complex numbers are
+    separate elements, as in these optimizers.
 
     Args:
-        functions: Function that computes denominators, for each parameter; None for 1.
+        functions: For each parameter, the function that computes its denominators; None if they are 1.
     """
 
     def __init__(
@@ -221,7 +222,10 @@ class FlatPreconditioner:
         self._floors = self._find_floors()
 
     def advance_to(self, elapsed: int) -> None:
-        """Assume ``elapsed`` steps of all parameters since creation, because reading step counts may wait for a GPU."""
+        """Assume that all parameters have made ``elapsed`` steps since creation.
+
+        Reading their step counts might wait for a GPU.
+        """
         self._elapsed = elapsed
 
     def _cut(self, first: int, last: int) -> Iterator[list[_Piece]]:
@@ -285,7 +289,7 @@ class FlatPreconditioner:
 
     @torch.no_grad()
     def factors_of(self, parts: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> list[Tensor | None]:
-        """Return the factors for the part of each parameter that its function selects; None for 1."""
+        """Return the factors for the selected part of each parameter; None for a factor of 1."""
         found: list[Tensor | None] = [None] * len(parts)
         by_function: dict[_Function, list[int]] = {}
         places = [self._places[id(param)] for param, _ in parts]
@@ -309,7 +313,7 @@ class FlatPreconditioner:
 
     @torch.no_grad()
     def squared_norms(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return ||P g||^2 for the gradients of some of the parameters."""
+        """Return ||P g||^2 of each given gradient, which may belong to only some of the parameters."""
         flat = {self._places[id(p)]: as_real(grad.detach()).reshape(-1) for p, grad in zip(params, grads, strict=True)}
         found: dict[int, list[Tensor]] = {place: [] for place in flat}
         for part in self._parts:
@@ -322,7 +326,7 @@ class FlatPreconditioner:
 
     @torch.no_grad()
     def squared_norm(self, flat: Tensor, start: int = 0) -> Tensor:
-        """Return ||P g||^2 of a gradient whose first element is element ``start`` of the whole."""
+        """Return ||P g||^2 of a section of the flat gradient that starts at element ``start``."""
         found = torch.zeros((), dtype=self._dtype, device=flat.device)
         whole = not start and len(flat) == sum(self._counts)
         at = 0
@@ -336,7 +340,7 @@ class FlatPreconditioner:
 
 
 def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | None:
-    """Return an optimizer state's denominators of gradients, in float32 at least.
+    """Return the values by which an optimizer divides gradients, in float32 or wider.
 
     Args:
         state: State of the parameter, or of some of its rows; for many parameters, from ``with_steps_read``.
@@ -351,15 +355,15 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
 
 
 def least_denominator(size: Tensor) -> Tensor:
-    """Return the floor of denominators: a hundredth of their root mean square."""
+    """Return the lower bound of denominators: a hundredth of their root mean square."""
     return size.square().mean().sqrt().mul_(LEAST_PART).clamp_(min=torch.finfo(size.dtype).tiny)
 
 
 class BucketPreconditioner:
-    """Preconditioner of one bucket, renewed every ``interval`` steps.
+    """Preconditioner of one bucket, recomputed every ``interval`` steps.
 
-    ``at(step)`` renews it in the first steps and whenever step // interval changes, at the same steps on all ranks that
-    count alike.
+    :meth:`at` recomputes it in the first steps and whenever step // interval changes. Ranks with equal step counts
+    therefore recompute it at the same steps.
     """
 
     def __init__(self, *, interval: int = REFRESHED_EVERY) -> None:
@@ -371,11 +375,11 @@ class BucketPreconditioner:
         self._found: Any = None
 
     def at(self, step: int, find: Callable[[], Any]) -> Any:
-        """Return the preconditioner for this step; None = identity.
+        """Return the preconditioner for this step; None means identity.
 
         Args:
-            find: Computes the preconditioner, like :func:`preconditioner`. The function is not stored, because it would
-                keep a bucket of the step's gradients alive.
+            find: Computes the preconditioner, like :func:`preconditioner`. The function is not stored, because it
+                would keep a bucket of the step's gradients alive.
         """
         current = step // self._interval
         if current != self._round or step <= SETTLED_STEPS:
@@ -385,5 +389,5 @@ class BucketPreconditioner:
         return self._found
 
     def invalidate(self) -> None:
-        """Discard the preconditioner; call on every rank when the generation or the optimizer's state changes."""
+        """Discard the preconditioner. Call this on every rank when the generation or the optimizer's state changes."""
         self._round = self._found = None

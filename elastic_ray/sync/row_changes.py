@@ -1,8 +1,7 @@
 """Changes that user code makes to parameters outside of optimizer steps, such as weight averages (torch).
 
-In a sharded model, the model's parameters contain only the rows that a rank owns. The rank also holds copies
-of other rows, as their follower, which the model does not contain. A change must reach both, as an update
-does.
+In a sharded model, a rank's parameters contain only the rows that the rank owns. As a follower it also holds
+copies of rows that other ranks own, which are not part of its model. Like an update, a change must reach both.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _HOW = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdatedRows:
-    """Rows that are part of the current update."""
+    """Rows that the current update changes."""
 
     places: Mapping[int, int]  # position of each of the model's parameters, by ``id``
     # of each shard that this rank holds the rows by that position; without parameters of which it has none
@@ -37,7 +36,7 @@ class UpdatedRows:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Make the rows available to :func:`change_parameters` within the context."""
+        """Make the rows accessible to :func:`change_parameters` within the context."""
         token = _UPDATED.set(self)
         try:
             yield
@@ -50,16 +49,18 @@ _UPDATED: ContextVar[UpdatedRows | None] = ContextVar("elastic_ray_updated_rows"
 
 @torch.no_grad()
 def change_parameters(change: Callable[..., object], *of: nn.Module | Iterable[Tensor]) -> None:
-    """Change parameters outside of the optimizer's step, element by element, on every worker that holds them.
+    """Change parameters element by element outside of optimizer steps, on every worker that holds them.
 
-    Use it for sharded models (``fully_shard``), in a hook of the optimizer: changing ``model.parameters()`` directly
-    reaches only the rows that a worker owns. Parameters that are not sharded are passed to ``change`` as they are.
+    Use this function in an optimizer hook if the model is sharded (``fully_shard``), because changing
+    ``model.parameters()`` directly reaches only the rows that a worker owns. Parameters that are not sharded are
+    passed to ``change`` unchanged.
 
     Args:
-        change: Function that is called once for each shard on this worker. It gets one list of tensors for each of
-            ``of``; tensors at the same position hold the same rows of their parameters. It must change the tensors
-            in place, each element only from the elements at the same position, and equally on all workers.
-        of: Modules or lists of parameters, with equally many parameters of the same shapes.
+        change: Function that is called once per shard on this worker, with one list of tensors for each argument in
+            ``of``. Tensors at the same position hold the same rows of their parameters. The function must change
+            tensors in place and in the same way on all workers; each element may only depend on elements at the same
+            position.
+        of: Modules or lists of parameters, all with the same number and shapes of parameters.
 
     Raises:
         TypeError: ``change`` is not a function, or one of ``of`` contains something other than tensors.
@@ -107,10 +108,10 @@ def _checked(change: object, of: Sequence[nn.Module | Iterable[Tensor]]) -> list
 
 
 class HandChanges:
-    """Detector of owned rows that were changed outside of updates, while other ranks hold copies of them.
+    """Detector of owned rows that were changed outside of updates although other ranks hold copies of them.
 
-    The detector samples a few elements of each parameter, which is enough to find averages and manual weight
-    decay. Other changes, such as clipping single weights, are found when a pass ends.
+    The detector samples a few elements of each parameter, which suffices to detect averaging and manual weight decay.
+    Other changes, such as clipping individual weights, are detected at the end of a pass.
     """
 
     def __init__(self, model: int) -> None:
@@ -120,7 +121,7 @@ class HandChanges:
         self._found = self._suspected = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Treat the optimizer's steps as updates, and changes by its later hooks as changes by hand."""
+        """Treat the optimizer's steps as updates, and changes made by its later hooks as changes by hand."""
         handle = optimizer.register_step_post_hook(lambda *_: self.note())
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
@@ -135,18 +136,18 @@ class HandChanges:
         self._seen, self._found, self._suspected = self._now(), False, False
 
     def suspect(self) -> None:
-        """Have rows that were replaced on all ranks compared between their holders before the next update."""
+        """Request a comparison of rows between their holders before the next update, because rows were replaced."""
         self.note()
         self._suspected = True
 
     @property
     def suspected(self) -> bool:
-        """True if holders of the same rows must be compared before the next update."""
+        """True if rows must be compared between their holders before the next update."""
         return self._suspected or self.found
 
     @contextmanager
     def served(self) -> Iterator[None]:
-        """Accept changes made within the context, which all holders of copies also make."""
+        """Accept all changes made within the context, because all holders of copies make them too."""
         found = self.found
         yield
         self.note()
@@ -164,7 +165,7 @@ class HandChanges:
     def end(self) -> None:
         """Stop watching, because the group changes or rows are replaced.
 
-        Raises ReplicasDifferError: a change was found that holders of copies did not make.
+        Raises ReplicasDifferError: a change was found that the holders of copies did not make.
         """
         found = self.found
         self.watch(())

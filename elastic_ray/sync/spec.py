@@ -1,4 +1,4 @@
-"""Synchronisation strategies as frozen data without ranks, addresses or world size, and their JSON (pure).
+"""Synchronisation strategies as immutable data, without ranks or addresses, and their JSON form (pure).
 
 Sources: AutoDist's strategies per variable (NSDI 2021 submission, petuum/autodist), KungFu's synchronous and
 model averaging optimizers (OSDI 2020), DiLoCo (arXiv 2311.08105), PowerSGD (NeurIPS 2019).
@@ -36,14 +36,15 @@ AVERAGES = ("local_sgd", "diloco", "sma", "pair")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """Form in which gradients are sent.
+    """Format in which gradients are sent.
 
     Attributes:
-        dtype: ``"native"`` sends them unchanged, ``"bf16"`` or ``"fp16"`` rounded, ``"int8"`` with one scale per
-            2048 elements.
-        rank: Rank of a low-rank approximation of matrices (PowerSGD); 0 for none. Requires ``dtype="native"``.
-        error_feedback: Whether the compression error is added to the next step's gradients. Only affects ``int8``
-            and ``rank``, for which it is on by default.
+        dtype: ``"native"`` sends gradients unchanged, ``"bf16"`` and ``"fp16"`` round them, and ``"int8"`` quantises
+            them with one scale per 2048 elements.
+        rank: Rank of the low-rank approximation of gradient matrices (PowerSGD); 0 disables it. Other ranks require
+            ``dtype="native"``.
+        error_feedback: Whether each rank adds its compression error to its next gradients. Only affects ``int8`` and
+            low-rank compression.
 
     Raises:
         StrategyError: a field is out of range.
@@ -62,27 +63,27 @@ class Wire:
 
     @property
     def name(self) -> str:
-        """Name of a strategy that only uses this form; empty for unchanged gradients."""
+        """Strategy name derived from this format, such as ``"bf16"``; empty if gradients are sent unchanged."""
         return f"powersgd of rank {self.rank}" if self.rank else self.dtype if self.dtype != "native" else ""
 
     @property
     def exact(self) -> bool:
-        """True if the mean is unchanged by sending."""
+        """True if gradients are sent unchanged."""
         return self.dtype == "native" and not self.rank
 
     @property
     def compresses(self) -> bool:
-        """True if more is lost than by rounding to 16 bits."""
+        """True if the format loses more precision than rounding to 16 bits does."""
         return self.rank > 0 or self.dtype == "int8"
 
     @property
     def keeps_residuals(self) -> bool:
-        """True if each rank keeps a residual (the compression error)."""
+        """True if each rank stores its compression error and adds it to its next gradients."""
         return self.error_feedback and self.compresses
 
     @property
     def gives_statistics(self) -> bool:
-        """True if the norm of the mean gradient is exact within 1e-3."""
+        """True if the norm of the mean gradient is accurate to within 1e-3."""
         return not self.compresses
 
 
@@ -94,16 +95,18 @@ class Reduce:
     """All-reduce of gradients in flat buckets.
 
     Attributes:
-        bucket_bytes: Size at which a new bucket starts [bytes]. It is limited to an eighth of the gradients that are
-            reduced in this way, or 1 MiB if that is more.
-        parts: Number of collectives per bucket. Use more than 1 if one stream does not fill the link.
-        axis: Axis of each tensor to divide into parts; -1 chooses one by ``seed`` and the tensor's position.
+        bucket_bytes: Size at which a new bucket starts [bytes], capped at an eighth of the total size of all
+            gradients with this synchronisation, or at 1 MiB if that is larger.
+        parts: Number of concurrent collectives per bucket. Use more than 1 if a single stream does not saturate the
+            link.
+        axis: Axis along which tensors are divided into parts; -1 picks an axis for each tensor at random, from
+            ``seed`` and the tensor's position.
         seed: Seed for ``axis=-1``.
-        wire: Form in which gradients are sent.
-        topology: Path of the data through the group. ``"native"`` leaves it to the backend. ``"two_level"`` sums
-            within each node, then between nodes, and copies within nodes, so that a node's link carries one share;
-            it is native if no two ranks share a node, or all do. The others are ``"ring"``, ``"tree"`` and
-            ``"star"``. All give the same bits on all ranks.
+        wire: Format in which gradients are sent.
+        topology: Algorithm of the all-reduce. ``"native"`` leaves the choice to the backend. ``"two_level"`` sums
+            within each node, then between nodes, and then copies the result within each node; it falls back to native
+            if no two ranks share a node, or if all do. ``"ring"``, ``"tree"`` and ``"star"`` are also supported. With
+            every topology, all ranks get bit-identical results.
     """
 
     kind: ClassVar[str] = "reduce"
@@ -138,23 +141,24 @@ ALL_REDUCE = Reduce()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Synchronisation by owners: each tensor has a rank that collects its gradient and sends the mean back.
+    """Synchronisation through owners: one rank per tensor collects the gradient and sends the mean back.
 
-    An owner acts like a parameter server, but every rank keeps the complete optimizer state, so losing an owner loses
-    nothing. With ``unit="tile"``, parameters are divided into tiles. Only ``copies`` ranks hold a tile's optimizer
-    state; they make the same updates and send new parameters to all ranks (ZeRO-1). A group of no more than ``copies``
-    ranks trains replicated.
+    An owner acts like a parameter server, but every rank keeps the complete optimizer state, so no state is lost with
+    an owner. With ``unit="tile"``, parameters are divided into tiles, and only ``copies`` ranks hold the optimizer
+    state of a tile. These ranks make identical updates and send the new parameters to all ranks (ZeRO-1). In a group
+    of at most ``copies`` ranks, the optimizer state is not divided.
 
     Attributes:
         unit: ``"tensor"`` or ``"tile"``.
-        gradients: For tiles: ``"full"`` gradients are all-reduced, so that user code can read them; ``"sliced"``
-            gradients go only to the owners of their tile (ZeRO-2).
-        copies: Number of owners per tile, on different nodes if balance allows.
-        cut: For tiles: ``"equal"`` parts of all tensors together, or AutoDist's parts of each tensor (``"divisor"``,
-            ``"uneven"``). With an optimizer that is not element-wise, tensors are not cut.
-        placement: For whole tensors: ``"balanced"`` by bytes over the ranks, or ``"first"``: rank 0 owns all.
-        bucket_bytes: Size at which a new bucket (of one owner) starts [bytes].
-        wire: Form in which gradients are sent, without residuals.
+        gradients: For tiles only. ``"full"`` gradients are all-reduced, so that user code can read them; ``"sliced"``
+            gradients are sent only to the owners of their tile (ZeRO-2).
+        copies: Number of owners per tile. They are on different nodes if that does not unbalance the load.
+        cut: For tiles only. ``"equal"`` divides all tensors together into equal parts; ``"divisor"`` and ``"uneven"``
+            divide each tensor as AutoDist does. Tensors are kept whole if the optimizer is not element-wise.
+        placement: For whole tensors only. ``"balanced"`` balances the owned bytes over the ranks; with ``"first"``,
+            rank 0 owns all tensors.
+        bucket_bytes: Size at which a new bucket starts [bytes]; each bucket has a single owner.
+        wire: Format in which gradients are sent: native, bf16 or fp16.
     """
 
     kind: ClassVar[str] = "owner"
@@ -188,16 +192,16 @@ class Owner:
 
     @property
     def slices_gradients(self) -> bool:
-        """True if gradients go only to the owners."""
+        """True if gradients are sent only to the owners of their tile."""
         return self.gradients == "sliced"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Exchange of only those rows of an embedding table that the step has used.
+    """Exchange of only the embedding table rows that were used in the step.
 
     Attributes:
-        update: Layout of ``.grad`` afterwards: ``"sparse"``, ``"dense"``, or ``"auto"`` for autograd's layout.
+        update: Layout of ``.grad`` afterwards: ``"sparse"``, ``"dense"``, or ``"auto"`` for the one autograd produces.
     """
 
     kind: ClassVar[str] = "rows"
@@ -212,17 +216,17 @@ Sync: TypeAlias = Reduce | Owner | Rows
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Average:
-    """Averaging of the ranks' models, each of which is updated with its rank's own gradients.
+    """Averaging of models: each rank updates its own replica, and replicas are averaged periodically.
 
-    Between two averages the ranks hold different models. At a change of group, a checkpoint, the end of a loader's
-    pass and the end of the run, all ranks adopt the consensus, which is the mean of all models.
+    Between two averages, the ranks hold different models. All ranks adopt the consensus (the mean of all models) when
+    the group changes, at a checkpoint, at the end of each pass over a loader, and at the end of the run.
 
     Attributes:
-        algorithm: ``"local_sgd"`` (the mean every ``period`` steps), ``"diloco"`` (an outer Nesterov step towards
-            the mean), ``"sma"`` (KungFu's synchronous model averaging: every rank moves towards the mean by
-            ``alpha`` every ``period`` steps), ``"pair"`` (the mean with a random other rank's newest model,
-            after each step for which one has come).
-        period: Number of steps between averages, which ranks make separately and commit together.
+        algorithm: ``"local_sgd"`` sets all ranks to the mean every ``period`` steps. ``"diloco"`` makes an outer
+            Nesterov step towards the mean instead. ``"sma"`` (KungFu's synchronous model averaging) moves each rank
+            towards the mean by ``alpha``. ``"pair"`` averages with the newest model of a random other rank after each
+            step, if that model has arrived.
+        period: Number of steps between averages. Ranks make these steps independently and commit them together.
         alpha: Fraction of the distance to the mean [0 to 1], for ``"sma"``.
         outer_lr: Outer learning rate, for ``"diloco"``.
         outer_momentum: Outer momentum [0 to 1), for ``"diloco"``.
@@ -230,6 +234,9 @@ class Average:
             never.
         give_back: Whether a slow rank gives steps of a period to ranks that wait for it. The assignment of steps to
             ranks then depends on their speeds. False, the default, assigns the same steps in each run.
+        batch_moments: Whether the second moments of torch's Adam, AdamW, NAdam and RAdam are those of the whole batch,
+            as under all-reduce. False leaves those of each rank's share, which has more noise, so that steps are
+            shorter.
     """
 
     algorithm: str = "local_sgd"
@@ -239,6 +246,7 @@ class Average:
     outer_momentum: float = 0.9
     until: int | None = None
     give_back: bool = False
+    batch_moments: bool = True
 
     def __post_init__(self) -> None:
         check_one_of("algorithm", self.algorithm, AVERAGES)
@@ -247,17 +255,18 @@ class Average:
         check_range("outer_lr", self.outer_lr, above=0.0, up_to=10.0)
         check_range("outer_momentum", self.outer_momentum, above=-1e-9, up_to=0.9999)
         check_flag("give_back", self.give_back)
+        check_flag("batch_moments", self.batch_moments)
         if self.until is not None:
             check_count("until", self.until, least=1, most=1 << 53)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Rule for the synchronisation of parameters with matching names.
+    """Synchronisation of all parameters whose names match a pattern.
 
     Attributes:
         pattern: Glob, as in ``fnmatch``, for names from ``module.named_parameters()``.
-        sync: Synchronisation of these parameters.
+        sync: Synchronisation of the matching parameters.
     """
 
     pattern: str
@@ -271,14 +280,15 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """Strategy that synchronises the replicas of one model, with a rule for each parameter.
+    """Description of how the replicas of one model are kept in sync, with a rule for each parameter.
 
     The first rule that matches a parameter's name applies.
 
     Attributes:
-        rules: Rules for parameters by name.
-        default: Synchronisation of all other parameters.
-        average: Averaging of models in place of gradients; rules are then not allowed. None to reduce gradients.
+        rules: Rules in order of precedence.
+        default: Synchronisation of parameters that match no rule.
+        average: Averaging of models instead of gradients, which excludes ``rules`` and ``default``; None to reduce
+            gradients.
         name: Name for display.
 
     Raises:
@@ -313,10 +323,10 @@ class Strategy:
                 )
 
     def with_topology(self, topology: str) -> Strategy:
-        """Return the strategy with another topology for all gradients that are all-reduced.
+        """Return a copy of the strategy that uses another topology for all all-reduced gradients.
 
-        Raises StrategyError: no gradients are all-reduced, or they are sent in a form that the topology does not
-        support.
+        Raises StrategyError: the strategy all-reduces no gradients, or sends them in a format that the topology does
+        not support.
         """
         if self.average is not None or not any(isinstance(sync, Reduce) for sync in self.syncs):
             raise StrategyError(
@@ -330,37 +340,37 @@ class Strategy:
         return dataclasses.replace(self, rules=tuple(rules), default=_by(self.default, topology), name=name)
 
     def asks_for(self, topology: str) -> bool:
-        """True if some gradients are all-reduced with this topology."""
+        """True if the strategy all-reduces any gradients with the given topology."""
         return any(isinstance(sync, Reduce) and sync.topology == topology for sync in self.syncs)
 
     @property
     def label(self) -> str:
-        """Name of the strategy, or "by hand"."""
+        """Name of the strategy; ``"by hand"`` if it has none."""
         return self.name or "by hand"
 
     @property
     def exact(self) -> bool:
-        """True if each step equals one of plain data-parallel training."""
+        """True if each step gives the same result as a step of plain data-parallel training."""
         return self.average is None and all(_wire(sync).exact for sync in self.syncs)
 
     @property
     def gives_statistics(self) -> bool:
-        """True if the gradient noise scale can be measured in every step; with compression, only some steps."""
+        """True if the gradient noise scale can be measured in every step; compression allows it only in some steps."""
         return self.average is None and all(_wire(sync).gives_statistics for sync in self.syncs)
 
     @property
     def keeps_residuals(self) -> bool:
-        """True if ranks keep the residuals of a compression."""
+        """True if ranks keep compression errors from one step to the next."""
         return any(_wire(sync).keeps_residuals for sync in self.syncs)
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """Synchronisations that may apply: one of each rule, and the default."""
+        """Synchronisation of each rule, followed by the default."""
         return (*(rule.sync for rule in self.rules), self.default)
 
     @property
     def invariant(self) -> str:
-        """Sentence that states the relation between the replicas after each step."""
+        """Sentence that states how the replicas are related after each step."""
         if self.average is None:
             kept = "; the sum over ranks of what compression left out is kept" if self.keeps_residuals else ""
             copies = {each.copies for each in self.syncs if isinstance(each, Owner) and each.owns_tiles}
@@ -371,7 +381,7 @@ class Strategy:
         return f"every {self.average.period} steps ranks are pulled to their mean; between they differ"
 
     def to_json(self) -> str:
-        """Return the strategy as JSON text that :meth:`from_json` reads."""
+        """Return the strategy as JSON text for :meth:`from_json`."""
         return json.dumps(
             {
                 "version": VERSION,
@@ -385,10 +395,10 @@ class Strategy:
 
     @classmethod
     def from_json(cls, text: str) -> Strategy:
-        """Return the strategy from the text of :meth:`to_json`.
+        """Return the strategy described by JSON text from :meth:`to_json`.
 
         Raises:
-            StrategyError: the text is not JSON or has another version, or a field is unknown or out of range.
+            StrategyError: the text is not JSON or has a different version, or a field is unknown or out of range.
         """
         tree = parse_json(text)
         if not isinstance(tree, dict) or type(tree.get("version")) is not int or tree["version"] != VERSION:

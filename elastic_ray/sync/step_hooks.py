@@ -1,9 +1,9 @@
-"""User hooks around an optimizer step that consists of steps on parts of parameters, such as tiles (torch).
+"""User hooks around an optimizer step that is carried out in parts, such as tiles (torch).
 
-A pre-step hook sees the parameters that its optimizer was given, with all gradients. It is called before
-the ranks vote on the update, even if the update is then skipped because gradients are not finite. A
-post-step hook sees the parameters as they are on all ranks if tiles were stepped. For a model whose rows
-are sharded, see ``elastic_ray.sync.change_parameters``.
+A pre-step hook sees the parameters that the optimizer was created with, with all gradients. It is called before
+the ranks vote on the update, even if the update is then skipped because gradients are not finite. If tiles were
+stepped, a post-step hook sees the parameters as they are on all ranks. For models whose rows are sharded, see
+``elastic_ray.sync.change_parameters``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 class InnerHook:
-    """Hook that is part of the optimizer step itself, and not one of the user's."""
+    """Hook that belongs to the implementation of the optimizer step and not to the user."""
 
     def __init__(self, call: Callable[[torch.optim.Optimizer, Any, Any], None]) -> None:
         self._call = call
@@ -27,16 +27,15 @@ class InnerHook:
 
 
 class StepHooks:
-    """User hooks of an optimizer, called once per step regardless of the number of inner optimizer steps."""
+    """User hooks of an optimizer, which are called once per step regardless of the number of inner steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer
 
     def before(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Call the user's pre-step hooks and return the keyword arguments for the step.
+        """Call the user's pre-step hooks, and return the keyword arguments for the step.
 
-        Raises RuntimeError: a hook returned something other than None or new arguments, or added positional
-        arguments.
+        Raises RuntimeError: a hook returned something other than None or new arguments, or added positional arguments.
         """
         args: tuple[Any, ...] = (self._optimizer,)
         given = dict(kwargs)
@@ -58,7 +57,7 @@ class StepHooks:
 
     @contextmanager
     def left_out(self, *, after: bool = True) -> Iterator[None]:
-        """Within the context, disable the user's pre-step hooks and, with ``after``, the user's post-step hooks."""
+        """Disable the user's pre-step hooks within the context and, with ``after``, the post-step hooks too."""
         found: list[dict[int, Any]] = [self._optimizer._optimizer_step_pre_hooks]
         found += [self._optimizer._optimizer_step_post_hooks] if after else []
         kept = [dict(hooks) for hooks in found]

@@ -1,4 +1,4 @@
-"""SHELL: client through which a controller (or a sweep) uses the cluster's pool of warm worker processes."""
+"""SHELL: client with which a controller or a sweep uses the cluster's pool of warm worker processes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _ANSWER_S = 2.0  # a cold process takes not much longer than waiting for a pool 
 
 
 class PoolClient:
-    """Client that claims processes from the pool, and starts new ones that the pool requests.
+    """Client of the pool, which claims processes and starts new ones when the pool requests them.
 
     Args:
-        environment: Ray runtime environment of the processes, on top of that of this Ray job.
-        start: Starts a process without an owner; called with a node and a name.
+        environment: Ray runtime environment of the processes, added to that of this Ray job.
+        start: Starts a process without an owner, given a node and a name.
     """
 
     def __init__(self, owner: ProcessOwner, environment: Mapping[str, Any], start: Callable[[str, str], Any]) -> None:
@@ -44,10 +44,10 @@ class PoolClient:
         self._witnesses: dict[str, Any] = {}
 
     async def take(self, node: str, *, starting: bool = True) -> tuple[Any, str] | None:
-        """Claim a process on the node for the owner; return it with its name, or None if none is available.
+        """Claim a process on a node, and return it with its name; None if no process is available.
 
         Args:
-            starting: Whether to wait for a process that is still starting.
+            starting: Whether to accept a process that is still starting, and wait for it.
         """
         while self.on:
             try:
@@ -80,7 +80,7 @@ class PoolClient:
             return False
 
     async def order(self, nodes: Mapping[str, int], *, over: bool = False) -> None:
-        """Report processes wanted per node, and start those the pool requests; ``over``: the owner has ended."""
+        """Report the number of processes wanted per node, or that the owner has ended; start requested processes."""
         if not self.on or not (nodes or over):
             return
         try:
@@ -96,12 +96,12 @@ class PoolClient:
             logger.info("%s: the pool of warm processes does not answer: %r", self._owner.holder, error)
 
     def witness(self, node: str) -> Any | None:
-        """Return a pool process on the node that can check other processes there, or None."""
+        """Return a process of the pool that can check other processes on the node; None if there is no such process."""
         return self._witnesses.get(node)
 
 
 def environment_key(environment: Mapping[str, Any]) -> str:
-    """Return a key shared by interchangeable processes, from their runtime environment and this package's code.
+    """Return a key that is equal for processes with the same runtime environment and version of this package.
 
     Local directories have already been uploaded under names derived from their contents.
     """

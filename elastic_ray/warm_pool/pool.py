@@ -1,9 +1,10 @@
 """SHELL: the cluster's pool of warm worker processes, as one named, detached, restartable actor.
 
-Importing torch takes a new process seconds. A process of the pool has already imported it and has never run anything;
-it is given to one job (or one sweep), which ends it. The pool only decides and keeps track. Jobs' controllers start
-the processes, since an actor inherits the Ray job and the runtime environment of its starter. The processes are
-detached actors with descriptive names, so that a pool restarted by Ray finds those without an owner.
+A new process needs seconds to import torch. A process of the pool has already done so and has not run anything
+else; it is given to one job or sweep, which ends it after use. The pool only keeps records and decides. Jobs'
+controllers start the processes, because an actor inherits the Ray job and the runtime environment of the process
+that starts it. The processes are detached actors with descriptive names, so that a restarted pool can find those
+without an owner.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _CLOSING_S = 5.0
 
 
 def find_pool() -> Any | None:
-    """Return the cluster's pool, or None if there is none. Blocks briefly."""
+    """Return the cluster's pool, or None if it does not exist. Blocks briefly."""
     return find_actor(NAME)
 
 
@@ -102,7 +103,7 @@ class _PoolEntry:
 
 
 class WarmPool:
-    """Actor class of the pool; use :func:`get_or_create_pool`."""
+    """Actor class of the pool. Call :func:`get_or_create_pool` to get the actor."""
 
     def __init__(self) -> None:
         log_plainly(logging.WARNING)
@@ -119,12 +120,13 @@ class WarmPool:
         self._main = asyncio.get_event_loop().create_task(self._watch())
 
     async def hand_out(self, job: str, environment: str, node: str, *, starting: bool) -> tuple[Any, bool, str] | None:
-        """Remove a process from the pool; return it, whether it is ready, and its name, or None if there is none.
+        """Remove a process from the pool, and return its handle, whether it is ready, and its name; None if none fits.
 
         The caller must claim the process before using it.
 
         Args:
-            job: Job (or sweep) of the caller; no process is started on the node for a while when a new job begins.
+            job: Job or sweep of the caller. If it is new, no process is started on the node for a while.
+            environment: Key of the process's runtime environment.
             starting: Whether a process that is still starting is acceptable.
         """
         await self._found
@@ -142,16 +144,16 @@ class WarmPool:
     async def order(
         self, job: str, environment: str, nodes: Mapping[str, int], *, first: bool = False, over: bool = False
     ) -> tuple[tuple[tuple[str, str], ...], dict[str, Any]]:
-        """Record how many processes a training job would use on each node, and decide which to start.
+        """Record how many processes a job would use on each node, and return the processes to start.
 
         Args:
             environment: Key of the job's runtime environment.
-            nodes: Number of processes the job has and may want again, keyed by node.
+            nodes: Number of processes that the job has and may want again, keyed by node.
             first: True if the job has just started training.
-            over: True if the job has ended; this is its last call.
+            over: True if the job has ended, so that this is its last call.
 
-        Returns names and nodes of processes that the caller must start now and, keyed by node, a process that can check
-        others there.
+        Returns the name and node of each process that the caller must start now, and, keyed by node, a process that
+        can check other processes there.
         """
         await self._found
         now_s = time.monotonic()
@@ -173,7 +175,7 @@ class WarmPool:
         return tuple(starts), witnesses
 
     async def started(self, name: str, actor: Any) -> None:
-        """Record a process that a controller has started as requested."""
+        """Record a process that a controller has started at the pool's request."""
         entry = self._entries.get(name)
         if entry is None:  # too late
             ray.kill(actor)

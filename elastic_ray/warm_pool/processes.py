@@ -1,4 +1,4 @@
-"""SHELL: worker processes available to a job: its own, its sweep's, and those of the cluster's warm pool."""
+"""SHELL: worker processes available to a job, which belong to the job, its sweep, or the cluster's warm pool."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _COLD_S = 30.0  # no other warm process on a node for so long after one could no
 
 
 def end_strays(job: str, keep: Collection[str]) -> None:
-    """Kill the job's processes that no controller knows any more, except those named in ``keep``. Blocks.
+    """Kill processes of the job that no controller knows any more, except those named in ``keep``. Blocks.
 
-    Some may still be starting, for a controller that has died.
+    Some of them may still be starting for a controller that has died.
     """
     for name, actor in actors_named(_prefix(job)):
         if name not in keep:
@@ -50,7 +50,7 @@ def _prefix(job: str) -> str:
 
 
 def setup_of(spec: JobSpec, *, controller: Any = None, token: str = "") -> WorkerSetup:
-    """Return the setup of a job's processes; ``controller`` and ``token`` are set only for the job's own processes."""
+    """Return the setup of a job's processes; ``controller`` and ``token`` are omitted for a sweep's processes."""
     return WorkerSetup(
         use_gpu=spec.use_gpu,
         cpus=spec.bundle.get("CPU", 1.0) / spec.scheduling.unit_size,
@@ -75,13 +75,13 @@ def environment_of(spec: JobSpec) -> dict[str, Any]:
 
 
 def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: str) -> Any:
-    """Start a worker process on the node; the caller ends it, and it exits itself when its owner is gone.
+    """Start a worker process on a node. The caller must end the process, which also exits when its owner is gone.
 
-    The process requests no resources. Ray cannot move a warm process into the placement group that reserves a worker's
-    resources, but the process can run on the node where the group has reserved them.
+    The process requests no resources. Ray cannot move a warm process into the placement group that reserves a
+    worker's resources, but the process can run on the node where the group has reserved them.
 
     Args:
-        spec: Job that determines the runtime environment.
+        spec: Job whose runtime environment the process gets.
         owner: Owner of the process; None for a process of the cluster's pool, which has no owner yet.
     """
     return (
@@ -101,7 +101,7 @@ def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: st
 
 
 def pool_client(spec: JobSpec, owner: ProcessOwner) -> PoolClient:
-    """Return the owner's client for the cluster's pool."""
+    """Return a client with which the owner uses the cluster's pool."""
     return PoolClient(owner, environment_of(spec), lambda node, name: start_process(spec, node, None, name))
 
 
@@ -114,12 +114,13 @@ class _Lent(enum.Enum):
 
 
 class Processes:
-    """Worker processes of a job that currently run no worker.
+    """Supply of worker processes for one job.
 
-    A process that a worker has left may serve the job's next worker. Others come from the cluster's pool of warm
-    processes, in which the job requests some on its nodes; if the pool is off, the job keeps its own warm processes.
+    A process that a worker has left can be reused for the job's next worker. Other processes come from the cluster's
+    pool, in which the job requests some on its nodes; if the pool is off, the job keeps warm processes of its own.
 
-    Processes of a trial belong to its sweep: a trial returns them, and another continues in them within milliseconds.
+    The processes of a trial belong to its sweep: the trial returns them, and the next one starts in them within
+    milliseconds.
     """
 
     def __init__(self, spec: JobSpec, controller: Any, token: str) -> None:
@@ -152,9 +153,9 @@ class Processes:
         return self._spec.elastic.warm_workers_per_node * self._spec.scheduling.unit_size
 
     async def take(self, node: str) -> tuple[Any, ProcessInfo]:
-        """Return a ready process on the node.
+        """Return a process on the node that is ready to run a worker.
 
-        Tries the job's own warm processes first, then the sweep, then the pool, and finally starts a new one.
+        Sources, in this order: the job's warm processes, its sweep, the pool, a new process.
         """
         warm = self._warm.get(node, [])
         while warm:
@@ -205,7 +206,7 @@ class Processes:
         return process_info
 
     def name_of(self, actor: Any) -> str:
-        """Return the name of one of the job's own processes; empty for a process lent by a sweep."""
+        """Return the name of a process of the job; empty if a sweep has lent the process."""
         return self._names.get(actor, "")
 
     async def _borrow(self, node: str) -> tuple[Any, bool] | None:
@@ -231,14 +232,14 @@ class Processes:
         return process_info
 
     def adopt(self, actor: Any, name: str, *, lent: bool) -> None:
-        """Adopt a process that an earlier controller started or borrowed."""
+        """Adopt a process that an earlier controller of the job started, or borrowed from a sweep."""
         if lent:
             self._lent[actor] = _Lent.READY
         else:
             self._names[actor] = name
 
     def rest(self, node: str, actor: Any) -> None:
-        """Return a reusable process: to its sweep if borrowed, else to the job's warm ones if they are too few."""
+        """Return a reusable process to its sweep, or keep it warm if the job wants more warm processes on the node."""
         warm = self._warm.setdefault(node, [])
         if actor in self._lent:
             self._give_back(actor, fit=True)
@@ -248,7 +249,7 @@ class Processes:
             self._kill(actor)
 
     def end(self, actor: Any) -> None:
-        """End a process that must not be reused."""
+        """End a process that cannot be reused."""
         if actor in self._lent:
             self._give_back(actor, fit=False)
         else:
@@ -268,11 +269,11 @@ class Processes:
         self._sweep.take_back.remote(self._run, actor, fit=fit)
 
     def witness(self, node: str) -> Any | None:
-        """Return a warm process on the node that can check other processes there, or None."""
+        """Return a warm process that can check other processes on the node; None if there is no such process."""
         return next(iter(self._warm.get(node, [])), None) or self._pool.witness(node)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
-        """Keep warm processes available on these nodes, and kill the job's own elsewhere."""
+        """Keep warm processes on these nodes, and end the job's own warm processes on all other nodes."""
         for node in set(self._warm) - set(nodes):
             for actor in self._warm.pop(node):
                 self._kill(actor)
@@ -314,11 +315,11 @@ class Processes:
             self._warming.discard(node)
 
     async def refilled(self) -> None:
-        """Wait until the pool knows that the job has ended, and this process has started what the pool requested."""
+        """Wait until the pool knows that the job has ended, and the processes that it requested have been started."""
         await self._farewell.finish(_FAREWELL_S)
 
     def close(self, *, fit: bool) -> None:
-        """End warm processes, and return borrowed ones; with ``fit``, those that do not hang remain usable."""
+        """End the job's warm processes and return borrowed ones, as reusable if ``fit`` and they do not hang."""
         self.keep_warm({})
         self._background.cancel()
         if self._used and self._spec.elastic.warm_workers_per_node and not self._closed:

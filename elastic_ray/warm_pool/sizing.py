@@ -1,4 +1,4 @@
-"""Sizing of the cluster's pool: which warm processes to keep, start and end (pure)."""
+"""Decisions of the cluster's pool on which warm processes to keep, start and end (pure)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ESTIMATE_BYTES = 512 << 20  # of a process that has not told its size yet: Ray,
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """Limits of the cluster's pool of warm processes, for all jobs together."""
+    """Limits of the cluster's pool of warm processes, which apply to all jobs together."""
 
     per_node: int = 4  # most warm processes on one node; 0 turns the pool off
     total: int = 32  # most of them on the whole cluster
@@ -47,10 +47,10 @@ class PoolConfig:
 
 
 def read_config(environment: Mapping[str, str]) -> PoolConfig:
-    """Return the pool's limits from the environment variable with which the cluster's nodes were started.
+    """Return the pool's limits as set by the environment variable ``ELASTIC_RAY_POOL`` of the cluster's nodes.
 
-    ``ELASTIC_RAY_POOL=off`` turns the pool off; ``ELASTIC_RAY_POOL=per_node=2,total=16,memory_share=0.05`` sets
-    fields of :class:`PoolConfig`. Without the variable, all fields have their defaults.
+    ``ELASTIC_RAY_POOL=off`` disables the pool; ``ELASTIC_RAY_POOL=per_node=2,total=16,memory_share=0.05`` sets fields
+    of :class:`PoolConfig`. Fields that are not set have their defaults.
 
     Raises ValueError if the variable contains an unknown field or an invalid value.
     """
@@ -75,7 +75,7 @@ def read_config(environment: Mapping[str, str]) -> PoolConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNode:
-    """A node of the cluster and its memory [bytes]; None if Ray does not report it."""
+    """Node of the cluster; its memory is None if Ray does not report it."""
 
     node: str
     memory_bytes: float | None = None
@@ -84,7 +84,7 @@ class PoolNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PooledProcess:
-    """Unclaimed process of the pool."""
+    """Process of the pool that no job has claimed yet."""
 
     name: str  # its actor's
     node: str  # where it runs
@@ -95,7 +95,7 @@ class PooledProcess:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRequest:
-    """Request by one job for warm processes."""
+    """Request for warm processes from one job."""
 
     job: str
     environment: str  # key of the runtime environment of its processes
@@ -129,8 +129,8 @@ class End:
 def remember(config: PoolConfig, requests: Iterable[ProcessRequest], now_s: float) -> tuple[ProcessRequest, ...]:
     """Return the requests that still count, most urgent first.
 
-    Running jobs come first, in order of their first request, so that they do not alternate. Then come jobs that have
-    ended, latest first, because the next job is most likely similar to the latest.
+    Running jobs come first, in a fixed order (by first request), so that the pool does not alternate between them.
+    Jobs that have ended come after them, latest first, because the next job is most likely similar to the latest one.
     """
     fresh = [request for request in requests if now_s - request.asked_s <= config.idle_s]
     living = sorted((each for each in fresh if each.lives(now_s)), key=lambda each: (each.since_s, each.job))
@@ -153,15 +153,15 @@ def plan(
     busy: Mapping[str, float],
     now_s: float,
 ) -> tuple[Start | End, ...]:
-    """Return which processes to start and to end now.
+    """Return the processes to start and to end now.
 
     Args:
         processes: Unclaimed processes, including those that are still starting.
-        requests: Requests of jobs for processes.
-        busy: Time until which jobs in their first epochs need a node's CPUs, keyed by node [s].
+        busy: Time until which a node's CPUs are reserved for jobs that have just started, keyed by node [s].
 
     Returns:
-        Ends come first; later calls may start processes in the space they free. At most one start per node.
+        All ends, followed by at most one start per node. A start that needs the space of an ended process happens in
+        a later call.
     """
     living = {node.node: node for node in nodes if not node.draining}
     sizes = _sizes(processes)

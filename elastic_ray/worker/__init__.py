@@ -1,1 +1,1 @@
-"""Worker processes, which run the user's train function, and their connection to the job's controller."""
+"""Worker processes that run the user's train function, and their connection to the job's controller."""

@@ -1,4 +1,4 @@
-"""SHELL: a worker's client for its job's controller, which may be unavailable while Ray restarts it."""
+"""SHELL: client through which a worker reaches its job's controller, even while Ray restarts the controller."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _UNWRITTEN_S = 20.0  # a controller writes reports every ten seconds at the late
 
 
 class ActorControllerClient:
-    """Session's connection to its job's controller; calls return at once, except for some that must not be lost."""
+    """Connection of a session to its job's controller; most calls return without waiting for an answer."""
 
     def __init__(self, assignment: Assignment, setup: WorkerSetup) -> None:
         self._controller = assignment.controller
@@ -91,11 +91,11 @@ class ActorControllerClient:
 
     @property
     def follows(self) -> bool:
-        """True if another process of this process's unit (one worker of several processes) reports for it."""
+        """True if this process belongs to a worker of several processes (a unit) and another process reports for it."""
         return bool(self._position)
 
     def start_from(self, resumed: str) -> None:
-        """Set which automatic checkpoint the run resumes from, or why it cannot; sent with :meth:`ready`."""
+        """Set the automatic checkpoint that the run resumes from, or why it cannot resume; sent by :meth:`ready`."""
         self._resumed = resumed
 
     def saved(self, message: StateSaved) -> float:
@@ -108,7 +108,7 @@ class ActorControllerClient:
         return math.inf
 
     def push(self, message: WorkerMessage) -> Any:
-        """Send a message; if it is lost with the controller, the worker's reregistration repeats its content."""
+        """Send a message without waiting; if it is lost with the controller, reregistration makes up for it."""
         return self._controller.push.remote(message)
 
     def _is_mute(self, message: WorkerMessage) -> bool:
@@ -116,7 +116,7 @@ class ActorControllerClient:
         return bool(self._position) and not isinstance(message, WorkerHeartbeat | StepFailed | PrepareFailed)
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
-        """Report that this worker restarts with fewer samples at once; it keeps its state if that is ``whole``."""
+        """Report that this worker ran out of memory and restarts with fewer samples; it keeps a ``whole`` state."""
         self.starts_over, self.last_switched = whole, 0
         self.last_ready = self.last_failed = None
         self.insist_on(
@@ -130,10 +130,10 @@ class ActorControllerClient:
         )
 
     def insist_on(self, message: WorkerMessage) -> None:
-        """Send a message that must not be lost: :meth:`repeat` sends it again until it has arrived.
+        """Send a message that must not be lost: :meth:`repeat` resends it until it has arrived.
 
-        Returns at once unless too many messages are in flight; then a loop that reports too fast waits for the
-        controller.
+        Returns at once, unless too many messages are in flight. In that case the call waits for the controller, which
+        slows down a loop that reports too fast.
         """
         if self.gone or self._is_mute(message):
             return
@@ -146,16 +146,16 @@ class ActorControllerClient:
             self._unheard[self._sent] = (message, self.push(message))
 
     def report_again(self) -> None:
-        """Resend recent reports, which an earlier controller may have received but not written."""
+        """Resend recent reports, which the previous controller may have received but not written to storage."""
         now_s = time.monotonic()
         for told_s, report in tuple(self._reported):
             if now_s - told_s < _UNWRITTEN_S and not self._is_mute(report):
                 self.push(dataclasses.replace(report, checkpoint_ref=None, again=True))
 
     def repeat(self) -> bool:
-        """Resend messages lost with a controller; return True if all have arrived. Thread-safe.
+        """Resend messages that were lost with a controller; return True if all have arrived. Thread-safe.
 
-        Raises RayError if the controller is gone for good.
+        Raises RayError if the controller will not come back.
         """
         with self._lock:
             if not self._unheard:
@@ -179,9 +179,9 @@ class ActorControllerClient:
             return not self._unheard
 
     def flush(self) -> None:
-        """Wait until every report has arrived, so that the end of the run cannot overtake them.
+        """Wait until every report has arrived, so that the end of the run cannot overtake a report.
 
-        Raises RayError if the controller is gone for good, and TimeoutError if it does not come back in time.
+        Raises RayError if the controller will not come back, and TimeoutError if it does not come back in time.
         """
         deadline_s = time.monotonic() + self._patience_s
         while not self.gone and not self.repeat():
@@ -272,7 +272,7 @@ class ActorControllerClient:
 
 
 class HeartbeatThread:
-    """Thread that sends heartbeats to the controller for the duration of a run."""
+    """Thread that sends heartbeats to the controller until the run ends."""
 
     def __init__(self, link: ActorControllerClient, session: Session, *, interval_s: float, report_s: float) -> None:
         self._link, self._session, self._interval_s = link, session, interval_s
@@ -315,7 +315,7 @@ class HeartbeatThread:
             return None
 
     def stop(self) -> None:
-        """Send a last report with the run's final progress, then stop and join the thread."""
+        """Send a final heartbeat with the run's progress, then stop and join the thread."""
         self._link.beat(report=self._report(), ending=True)
         self._stop.set()
         self._link.wanted.set()
@@ -323,7 +323,7 @@ class HeartbeatThread:
 
 
 class ControllerCaller:
-    """Caller of the controller's bootstrap method, through which a new generation's members exchange values."""
+    """Client for the controller's bootstrap method, through which members of a new generation exchange values."""
 
     def __init__(self, assignment: Assignment, generation: int) -> None:
         self._controller = assignment.controller
@@ -333,11 +333,11 @@ class ControllerCaller:
         self._told: list[Any] = []
 
     def tell(self, values: Mapping[str, bytes]) -> None:
-        """Publish values to the other members without waiting; a refusal raises in the next :meth:`ask`."""
+        """Publish values to the other members without waiting; if they are refused, the next :meth:`ask` raises."""
         self._told.append(self._call(tells=values))
 
     def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Publish ``tells``, and return all known values once ``keys`` are known or ``wait_s`` has passed.
+        """Publish ``tells``, wait up to ``wait_s`` [s] until all ``keys`` are known, and return all known values.
 
         Raises RuntimeError if the controller does not answer, or refuses the call.
         """

@@ -1,8 +1,8 @@
 """SHELL: watchdog of a worker process for its job's controller, which may die and come back during training.
 
-The process regularly asks the controller whether it still belongs to it. A controller that Ray has restarted requests
-a new registration. If no controller knows the process, it releases its reservation and exits. If the controller is
-gone for good, the run first saves itself between two steps.
+The process regularly asks the controller whether it still belongs to it. A controller that Ray has restarted
+requests a new registration. If the controller does not know the process, the process releases its reservation and
+exits. If the controller is gone for good, the run first saves its state between two steps.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Registration:
 
 
 class ControllerWatchdog:
-    """Watchdog thread that checks the controller for as long as the process lives.
+    """Watchdog thread that checks the controller during the whole life of the process.
 
     Args:
         introduce: Returns the registration for a restarted controller, or None if no run is in progress.
         introduced: Called after the controller has accepted the registration.
         give_back: Releases the reservation of the current run before the process exits.
-        save: Called with the reason; makes the current run save itself and end if possible, and returns afterwards.
-        timeout_s: Longest time to wait for an answer from a controller that may come back.
+        save: Called with the reason; makes the current run save its state and end if possible, and then returns.
+        timeout_s: Longest wait for an answer from a controller that may come back [s].
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ControllerWatchdog:
         threading.Thread(target=self._run, name="controller-watchdog", daemon=True).start()
 
     def watch(self, watch: Registration | None) -> None:
-        """Watch this controller from now on, or none if None. The process exits if its controller ends."""
+        """Watch this controller from now on (None: no controller), and exit the process if the controller ends."""
         self._heard_s = time.monotonic()
         self._registration = watch
 

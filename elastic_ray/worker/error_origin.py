@@ -1,4 +1,4 @@
-"""Origin of a train function's exception, used to compare the exceptions of two workers (pure)."""
+"""Origin of a train function's exception, which shows whether two workers failed in the same way (pure)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NODE_TEXTS = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorOrigin:
-    """Type and source location of an exception."""
+    """Type of an exception and the source location where it was raised."""
 
     kind: str  # module and name of its type
     place: str  # file and line of the innermost frame of the user's code
@@ -36,7 +36,7 @@ class ErrorOrigin:
 
 
 def origin_of(error: BaseException) -> ErrorOrigin:
-    """Return the origin of an exception that still has its traceback."""
+    """Return the origin of an exception, which must still have its traceback."""
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [(frame, line) for frame, line in frames if _is_users(frame)]
     kind, places = type(error), own or frames

@@ -1,4 +1,4 @@
-"""SHELL: makes the functions of ``ray.train`` call those of ``elastic_ray`` in a worker."""
+"""SHELL: redirection of the functions of ``ray.train`` to their ``elastic_ray`` equivalents inside a worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REFUSED = {
 
 @contextlib.contextmanager
 def in_ray_train() -> Iterator[None]:
-    """Redirect ``ray.train.report``, ``get_checkpoint``, ``prepare_model`` and others to elastic_ray in the block."""
+    """Redirect ``ray.train.report``, ``get_checkpoint`` and other functions to elastic_ray within the context."""
     with (
         patched(_HOME, "_train_fn_utils", _TrainFnUtils()),
         patched(_TORCH_HOME, "DistributedDataParallel", _prepared_model),

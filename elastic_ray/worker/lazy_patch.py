@@ -1,4 +1,4 @@
-"""SHELL: patches an object in one of Ray's modules without importing the module."""
+"""SHELL: patching of an object in a Ray module without importing the module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 
 @contextlib.contextmanager
 def patched(home: str, name: str, value: object) -> Iterator[None]:
-    """Patch ``home.name`` with ``value`` in the block, now or as soon as the module is imported."""
+    """Replace ``home.name`` with ``value`` within the context, as soon as the module ``home`` is imported."""
     before: list[object] = []
 
     def put(module: ModuleType) -> None:

@@ -1,8 +1,8 @@
-"""Messages from workers to their controller: membership signals, other messages, and results of runs.
+"""Messages from workers to their controller: membership signals, reports, and results of runs.
 
-Objects made by the user's train function are sent as plain data of bounded size
-(``elastic_ray.state.plain_metrics``) or sealed (``elastic_ray.sealed``), because Ray unpickles a message in the
-controller before any of our code can inspect it.
+Objects created by the user's train function are sent either as plain data of bounded size
+(``elastic_ray.state.plain_metrics``) or sealed (``elastic_ray.sealed``). Ray unpickles messages in the controller
+before our code can inspect them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StateSaved:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady(Ready):
-    """Signal that the worker is waiting for its first generation."""
+    """Signal that the worker has built its model and waits for its first generation."""
 
     loader: LoaderInfo | None  # limits of the training loader
     resumed: str = ""  # which automatic checkpoint it continues from, or why it could not
@@ -44,10 +44,10 @@ class WorkerReady(Ready):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOutOfMemory(Rerun):
-    """Signal that the worker ran out of memory with ``atomic_bsz`` samples at once, and starts over.
+    """Signal that the worker ran out of memory with ``atomic_bsz`` samples per forward pass, and starts over.
 
-    Without ``has_state`` it was inside ``optimizer.step()``, so its state belongs to no step. ``more_than_equal`` is
-    True if an equal split of the step would have given the worker fewer samples.
+    Without ``has_state``, it was inside ``optimizer.step()``, so its state belongs to no step. ``more_than_equal`` is
+    True if the worker had more samples than an equal split of the step would have given it.
     """
 
     atomic_bsz: int
@@ -57,7 +57,7 @@ class WorkerOutOfMemory(Rerun):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNotice(Signal):
-    """Event message for the job's user: its kind, a sentence, and numbers."""
+    """Message about an event, to be shown to the job's user."""
 
     kind: EventKind
     text: str
@@ -66,13 +66,12 @@ class WorkerNotice(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport(Signal):
-    """Metrics of rank 0 and the path of the stored checkpoint; ``index`` counts the run's reports.
+    """Report of rank 0: its metrics and the path of the stored checkpoint.
 
-    ``checkpoint_ref`` refers to a copy of the checkpoint in the cluster's memory; None if there is none. ``problem``
-    says why the checkpoint was not stored.
-
-    The index is needed because Ray may deliver calls to an async actor out of order. ``again`` marks a report that an
-    earlier controller received but may not have written.
+    ``index`` counts the run's reports; it is needed because Ray may deliver calls to an async actor out of order.
+    ``checkpoint_ref`` refers to a copy of the checkpoint in the cluster's memory; None if there is no copy.
+    ``problem`` says why the checkpoint was not stored. ``again`` marks a report that an earlier controller received
+    but may not have written.
     """
 
     index: int
@@ -86,7 +85,7 @@ class WorkerReport(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHeartbeat(Signal):
-    """Heartbeat of a worker."""
+    """Periodic sign of life from a worker, with its progress and, from rank 0, its measurements."""
 
     report: StepReport | None = None  # rank 0's measurements
     # generation and number of committed edges that the worker has reached, None before its first generation
@@ -99,7 +98,7 @@ class WorkerHeartbeat(Signal):
 
 
 class ControllerAnswer(enum.Enum):
-    """Answer of a controller to a process that asks whether it belongs to that controller."""
+    """Reply of a controller to a process that asks whether it belongs to this controller."""
 
     KNOWN = "known"
     INTRODUCE = "introduce yourself"
@@ -108,7 +107,7 @@ class ControllerAnswer(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReregistration:
-    """Registration of a worker with a restarted controller: everything the previous controller knew about it."""
+    """Registration of a worker with a restarted controller, with all that the previous controller knew about it."""
 
     worker: str
     token: str  # what messages to its run carry
@@ -148,7 +147,7 @@ WorkerMessage = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """End of a run of the train function, with the resources its process uses."""
+    """End of a run of the train function, with the resources that its process uses."""
 
     memory_bytes: int = 0  # resident memory of the process afterwards
     cuda_used: bool = False  # whether the process holds a CUDA context
@@ -156,7 +155,7 @@ class RunEnd:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(RunEnd):
-    """End of a run whose train function returned ``value``, with its last ``rank`` and ``steps`` of all loaders."""
+    """End of a run whose train function returned ``value``, with the worker's last rank and steps over all loaders."""
 
     value: Sealed | None = None
     rank: int = 0
@@ -164,27 +163,27 @@ class RunFinished(RunEnd):
 
 
 class RunLeft(RunEnd):
-    """End of a run because the worker has left its generation as instructed."""
+    """End of a run whose worker has left its generation as instructed."""
 
 
 class RunStopped(RunEnd):
-    """End of a run because the job was stopped."""
+    """End of a run whose job was stopped."""
 
 
 class RunPreempted(RunEnd):
-    """End of a run because the job is preempted; rank 0 reports the saved state."""
+    """End of a run whose job is preempted; rank 0 sends ``RunSaved`` instead."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunSaved(RunEnd):
-    """End of rank 0's run in a preempted job: the state was saved, or ``problem`` says why not."""
+    """End of rank 0's run in a preempted job; ``problem`` says why the state was not saved, and is empty if it was."""
 
     problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFailed(RunEnd):
-    """End of a run because the train function raised ``error``, or something outside it failed."""
+    """End of a run whose train function raised ``error``, or that failed outside of the train function."""
 
     error: BaseException | Raised | None = None
     origin: ErrorOrigin | None = None  # where that comes from; None of what went wrong beside the train function
@@ -195,14 +194,14 @@ class RunFailed(RunEnd):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutOfMemory(RunFailed):
-    """End of a run that ran out of memory before its first generation; ``cause`` describes it in a sentence."""
+    """End of a run that ran out of memory before its first generation; ``cause`` describes this in a sentence."""
 
     cause: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLost(RunEnd):
-    """End of a run because the group broke and no new one formed; ``cause`` gives the reason in a sentence."""
+    """End of a run whose group broke and was not replaced in time; ``cause`` gives the reason in a sentence."""
 
     cause: str
 

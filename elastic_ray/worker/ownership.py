@@ -1,7 +1,7 @@
-"""SHELL: ownership of a worker process, first by the pool, then by one job or sweep until the process ends.
+"""SHELL: ownership of a worker process, first by the pool, and then by one job or sweep until the process ends.
 
-A process of the cluster's pool was started on behalf of an earlier job. For its owner, Ray's module search path,
-the driver that receives its output, and the namespace for actor names are replaced.
+A process of the cluster's pool was started on behalf of an earlier job. For its new owner, it adopts Ray's module
+search path, the driver that receives its output, and the namespace for actor names.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _UNWANTED_S = 180.0  # its pool asks every few seconds, and has given it up whil
 
 
 class Ownership:
-    """Tracker of this process's owner; the process exits when it has no possible owner left.
+    """Record of this process's owner, which makes the process exit when no owner can come any more.
 
     Args:
-        owner: The owner on whose behalf the process was started; None if any job may claim it.
+        owner: Owner on whose behalf the process was started; None if any job may claim the process.
     """
 
     def __init__(self, owner: ProcessOwner | None) -> None:
@@ -55,7 +55,7 @@ class Ownership:
         self._thread.start()
 
     def wanted(self) -> bool:
-        """Record that a pool still wants the process; return True if it has no owner yet."""
+        """Record that the pool still wants the process; return True if the process has no owner yet."""
         self._wanted_s = time.monotonic()
         return self._owner is None
 
@@ -64,14 +64,14 @@ class Ownership:
         self._prepared = True
 
     def claim(self, owner: ProcessOwner) -> bool:
-        """Claim the process for this owner; return True on success."""
+        """Claim the process for this owner; return True if the process now belongs to it."""
         if self._owner is None:
             adopt(owner)
             self._owner = owner
         return self._owner.holder == owner.holder
 
     def leave(self, holder: str) -> None:
-        """Exit the process unless it belongs to a holder other than ``holder``."""
+        """Exit the process, unless it belongs to a holder other than ``holder``."""
         if self._owner is None or self._owner.holder == holder:
             os._exit(0)
 
@@ -105,7 +105,7 @@ def _is_gone(owner: Any) -> bool:
 
 
 def calling_owner(holder: str) -> ProcessOwner:
-    """Return the caller as a process owner: its Ray job and actor (None for a driver, which ends processes itself)."""
+    """Return the caller as a process owner, identified by its Ray job and actor (None if the caller is a driver)."""
     context = ray.get_runtime_context()
     actor = context.current_actor if context.get_actor_id() is not None else None
     if _adopted:
@@ -129,7 +129,7 @@ def _search_path() -> tuple[str, ...]:
 
 
 def adopt(owner: ProcessOwner) -> None:
-    """Make this process appear to belong to the owner's Ray job, as seen from a train function."""
+    """Make this process look like a process of the owner's Ray job to the train function."""
     if owner.ray_job == ray.get_runtime_context().get_job_id():
         return
     for path in _search_path():

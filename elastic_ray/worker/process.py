@@ -1,6 +1,6 @@
-"""SHELL: actor class of a worker process, which a controller can import without torch.
+"""SHELL: actor class of worker processes, which a controller can import without torch.
 
-A controller only starts workers. Importing torch, which :mod:`elastic_ray.worker.worker` needs, would cost it two
+A controller only starts workers. Importing torch, as :mod:`elastic_ray.worker.worker` does, would cost it two
 seconds of CPU time.
 """
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class WorkerProcess:
-    """Actor class of a worker process; its methods call :class:`elastic_ray.worker.worker.Worker`.
+    """Actor class of worker processes, whose methods delegate to :class:`elastic_ray.worker.worker.Worker`.
 
-    The process warms up at start and may wait in the cluster's pool; the first job that claims it keeps it for good.
+    The process warms up when it starts, and may wait in the cluster's pool until a job or sweep claims it for good.
 
     Args:
         owner: Owner of the process; None for a process of the pool.
@@ -40,22 +40,22 @@ class WorkerProcess:
         warm_up()
 
     def memory_bytes(self) -> int | None:
-        """Return this process's resident memory to its pool, as a sign of life; None once a job owns the process."""
+        """Return the process's resident memory to its pool, as a sign of life; None once the process is claimed."""
         from elastic_ray.worker.warm_up import resident_bytes
 
         return resident_bytes() if self._ownership.wanted() else None
 
     def claim(self, owner: ProcessOwner) -> bool:
-        """Assign the process to this owner; return False if it already belongs to another."""
+        """Assign the process to this owner; return False if it already belongs to a different owner."""
         with self._lock:
             return self._ownership.claim(owner)
 
     def leave(self, holder: str) -> None:
-        """Exit, unless the process belongs to a holder other than ``holder``."""
+        """Exit the process, unless it belongs to a holder (job or sweep) other than ``holder``."""
         self._ownership.leave(holder)
 
     def prepare(self, setup: WorkerSetup) -> ProcessInfo:
-        """Create the job's worker on the first call; later calls only show that the process is alive."""
+        """Create the job's worker in this process on the first call; later calls only prove that it is alive."""
         from elastic_ray.worker.worker import Worker
 
         with self._lock:
@@ -66,27 +66,27 @@ class WorkerProcess:
         return self._worker.prepare()
 
     def run(self, assignment: Assignment) -> None:
-        """Run the train function to its end; :meth:`outcome` returns the result."""
+        """Run the train function until it ends; :meth:`outcome` returns the result."""
         assert self._worker is not None, "a process is prepared before it runs anything"
         self._worker.run(assignment)
 
     def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
-        """Return how a run has ended, or None if it has not ended within ``wait_s``."""
+        """Wait up to ``wait_s`` [s] for a run to end; return its result, or None if it is still in progress."""
         assert self._worker is not None, "a process is prepared before it runs anything"
         return self._worker.outcome(token, worker, wait_s)
 
     def post(self, token: str, worker: str, message: ControllerMessage) -> None:
-        """Deliver a message from the controller to one run."""
+        """Deliver a message from the controller to the run with this token."""
         if self._worker is not None:
             self._worker.post(token, worker, message)
 
     def sees_running(self, pid: int) -> bool:
-        """True if a process on this node is running (see :func:`is_running`)."""
+        """Return True if the process with this id on the same node is running; see :func:`is_running`."""
         return is_running(pid)
 
 
 def is_running(pid: int) -> bool:
-    """True if a local process exists and is neither stopped nor a zombie; also True without a ``/proc`` file system."""
+    """True if a local process exists and is neither stopped nor a zombie; always True without ``/proc``."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Setup of a worker process, and the facts its controller needs about it (plain values)."""
+"""Setup of a worker process, and facts about the process that its controller needs (plain values)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from elastic_ray.unit import UnitPlace
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """Setup of a worker process; ``paced`` jobs wait in ``report`` until they may continue.
+    """Settings that a job passes to its worker processes.
 
-    ``states_kept`` is the number of automatic checkpoints to keep; 0 if the job makes none. ``controller`` and
-    ``token`` are the controller that owns the process from its start, and the token of that controller's workers. They
-    are None and empty for a process owned by a sweep.
+    With ``paced``, ``report`` waits until the sweep lets the run continue. ``states_kept`` automatic checkpoints are
+    kept; 0 if the job makes none. ``controller`` owns the process from its start, and ``token`` identifies that
+    controller's workers; they are None and empty for a process owned by a sweep.
     """
 
     use_gpu: bool
@@ -34,9 +34,9 @@ class WorkerSetup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOwner:
-    """Owner of a worker process.
+    """Owner of a worker process: a job, or a sweep whose trials share the process.
 
-    A process that was started before it had an owner is made to look like one of the owner's own.
+    A pool process that was started before it had an owner is made to look like a process of its owner.
     """
 
     holder: str  # the job, or the sweep whose trials share the process; no other is ever given it
@@ -81,7 +81,7 @@ class Assignment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
-    """Facts about a worker process that is ready for use; ``gpu_type`` and ``domain`` are empty if unknown."""
+    """Facts about a ready worker process; ``gpu_type`` and the network ``domain`` are empty if unknown."""
 
     pid: int
     cuda: bool

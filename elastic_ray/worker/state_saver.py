@@ -1,4 +1,4 @@
-"""SHELL: rank 0's automatic checkpoints: copied between two steps, written by a thread while training continues."""
+"""SHELL: automatic checkpoints, copied between two steps and written by a thread while training continues."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _UNSEEN = 2
 
 
 class StateSaver:
-    """Saver of automatic checkpoints between steps, whenever one is due. Call :meth:`close` after the run.
+    """Writer of automatic checkpoints between steps. Call :meth:`close` after the run.
 
-    If all ranks hold the same state, rank 0 saves it alone. If models differ between averages, rank 0 announces the
-    save with the next step, after which all ranks hold the mean. If the state is divided among ranks, each rank saves
-    its part at the edge of a step that all have agreed on.
+    If all ranks hold the same state, rank 0 saves it alone. If the ranks' models differ between averages, rank 0
+    announces the save with the next step, after which all ranks hold the mean. If the state is divided among ranks,
+    each rank saves its part at the edge of a step that all have agreed on.
 
     Args:
         told: Called with each saved checkpoint; returns the job's mean time between worker losses [s].
-        interval_s: Time between two checkpoints; None chooses it from their cost and the observed losses.
-        calls: The run's storage calls; None creates new ones.
-        timeout_s: Longest silence to tolerate from storage in a preempted job, or from a rank with a missing part [s].
+        interval_s: Time between two checkpoints [s]; None derives it from their cost and the observed losses.
+        calls: Storage calls of the run; None creates new ones.
+        timeout_s: Longest time [s] to wait for unresponsive storage in a preempted job, or for a rank's missing part.
         saving: Agreement between ranks on checkpoints that all of them write; None if rank 0 writes everything.
-        workers: Returns the current group's workers by rank; empty while the group changes.
+        workers: Returns the current group's workers in rank order; empty while the group changes.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class StateSaver:
         self._unseen = 0  # checkpoints one after the other of which a rank's part has not appeared
 
     def ask(self) -> None:
-        """Request a checkpoint after this step, or after the first later step at which one is possible."""
+        """Request a checkpoint after this step, or after the next step at which one is possible."""
         self._asked = True
 
     def between_steps(self) -> None:
-        """Start a checkpoint if one is due; otherwise return at almost no cost."""
+        """Start a checkpoint if one is due. Otherwise the call is almost free."""
         order = self._saving.take_order() if self._session.run.wishes is None else self._unit_order()
         if order is not None:
             self._session.moment("save")
@@ -114,7 +114,7 @@ class StateSaver:
         return SaveOrder(token=f"{token:09x}", rank=place.position, world_size=place.size) if token else None
 
     def is_due(self) -> bool:
-        """Return True if this worker has a checkpoint to save for its unit."""
+        """Return True if a checkpoint is due and this worker is not still writing the previous one."""
         due = self._asked or time.monotonic() - self._since_s >= self._interval_s
         return due and not self._busy()
 
@@ -148,10 +148,10 @@ class StateSaver:
             )
 
     def save_last(self, until: Callable[[], bool]) -> None:
-        """Save the final state of the train function; if storage fails, the run still counts as finished.
+        """Save the final state after the train function has returned; a storage failure is reported but not raised.
 
         Args:
-            until: Polled while saving; once it returns True, the job stops waiting.
+            until: Polled while saving; the wait ends once it returns True.
         """
         problem = self.save(until)
         if problem:
@@ -159,11 +159,11 @@ class StateSaver:
             self._session.tell("storage", f"the end of the run was not saved: {problem}")
 
     def save(self, until: Callable[[], bool] = lambda: False) -> str:
-        """Save this rank's state and wait until it is written; no rank may be training any more.
+        """Save this rank's state and wait until it is written, after all ranks have stopped training.
 
-        Ranks other than 0 save their part, or nothing.
+        Ranks other than 0 save their part, or nothing if rank 0 writes everything.
 
-        Returns why the state could not be saved; empty if it was saved.
+        Returns the reason if the state could not be saved; empty if it was saved.
         """
         begin_s = time.monotonic()
         units = self._session.run.wishes is not None
@@ -198,7 +198,7 @@ class StateSaver:
         return state
 
     def close(self) -> None:
-        """Cancel a checkpoint that is being written, and wait briefly for its thread."""
+        """Cancel a checkpoint that is still being written, and wait briefly for its thread."""
         self._closed.set()
         with contextlib.suppress(StorageTimeoutError, concurrent.futures.CancelledError):
             if self._writing is not None:

@@ -1,4 +1,4 @@
-"""SHELL: storage in Ray's control store for train functions too large for a message, read by new workers."""
+"""SHELL: storage in Ray's control store for train functions that are too large for a message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZE_BYTES = 8
 
 
 def with_stored_train_loop(spec: JobSpec) -> JobSpec:
-    """Move a job's train function and callbacks to Ray's control store if they are too large. Blocks briefly."""
+    """Return a job's spec with its train function in Ray's control store if it is too large. Blocks briefly."""
     if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
         return spec
     key = store_train_loop(spec.train_loop, spec.callbacks)
@@ -28,8 +28,8 @@ def with_stored_train_loop(spec: JobSpec) -> JobSpec:
 def store_train_loop(train_loop: bytes, callbacks: bytes) -> str:
     """Store a train function and callbacks until :func:`delete_train_loop`; return their key. Blocks briefly.
 
-    Large actor arguments are lost together with the driver, and Ray then cannot restart the actor. Ray stores the
-    functions that it sends to workers in the same place.
+    Ray keeps the functions that it sends to workers in the same place. Large actor arguments would be lost together
+    with the driver, and Ray could then not restart the actor.
     """
     key = f"train_loop/{secrets.token_hex(8)}"
     packed = len(train_loop).to_bytes(_SIZE_BYTES) + train_loop + callbacks
@@ -38,9 +38,9 @@ def store_train_loop(train_loop: bytes, callbacks: bytes) -> str:
 
 
 def stored_train_loop(key: str) -> tuple[bytes, bytes]:
-    """Return the train function and callbacks stored by :func:`store_train_loop`.
+    """Return the train function and callbacks stored by :func:`store_train_loop` under a key.
 
-    Raises LookupError if they are not, or no longer, stored.
+    Raises LookupError if nothing is stored under the key, or no longer.
     """
     packed: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=NAMESPACE)
     if packed is None:

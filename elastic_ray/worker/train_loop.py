@@ -28,9 +28,9 @@ _given: set[str] = set()
 
 
 def load(packed: bytes) -> Any:
-    """Unpickle like ``pickle.loads``, and add classes and functions of the script to this process's ``__main__``.
+    """Unpickle a train function; its script's classes and functions are added to this process's ``__main__``.
 
-    Names that already exist in this process's own ``__main__`` are not replaced.
+    Names that already exist in ``__main__`` are not replaced.
     """
     unpickler = _Unpickler(io.BytesIO(packed))
     loaded = unpickler.load()
@@ -74,14 +74,14 @@ _RUNS_NOTHING = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspe
 
 
 def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, policies: Sequence[Policy] = ()) -> bytes:
-    """Pickle ``(train_loop, config)`` by value, with a config of None for a function without parameters.
+    """Pickle ``(train_loop, config)`` by value; the config is None if the function accepts no argument.
 
     Args:
-        config: Argument for the train function.
-        policies: Policies that the run consults between steps, before those of its models.
+        config: Argument for the train function; None if there is none.
+        policies: Policies that the run consults between steps, before the policies of its models.
 
-    Raises TypeError if the function is not callable with no argument or one, or cannot be pickled; the message names
-    the captured objects. Raises ValueError if there is a config that the function does not accept.
+    Raises TypeError if the function requires more than one argument or cannot be pickled; the message names the
+    captured objects. Raises ValueError if there is a config that the function does not accept.
     """
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"train_loop_config must be a dict or None, but got {config!r}")
@@ -123,7 +123,7 @@ class _ByValue(ray.cloudpickle.CloudPickler):
 
 
 class AdaptedTrainLoop:
-    """A train function whose run consults policies between steps."""
+    """Train function whose run consults adaptation policies between steps."""
 
     def __init__(self, train_loop: Callable[..., Any], policies: Sequence[Policy]) -> None:
         self._train_loop = train_loop
@@ -137,7 +137,7 @@ class AdaptedTrainLoop:
 
 
 class PickledTrainLoop:
-    """A train function and its config, unpickled only when called, so that no process in between imports it."""
+    """Train function and its config, unpickled only when called, so that other processes need not import them."""
 
     def __init__(self, packed: bytes) -> None:
         self._packed = packed
@@ -148,9 +148,9 @@ class PickledTrainLoop:
 
 
 def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
-    """Return a packed train function with `config` merged over its own config.
+    """Return a packed train function with `config` merged into its config, overriding equal keys.
 
-    Raises TypeError naming the value if one cannot be pickled.
+    Raises TypeError if a value cannot be pickled; the message names the value.
     """
     try:
         return bytes(ray.cloudpickle.dumps((PickledTrainLoop(packed), dict(config))))  # type: ignore[no-untyped-call]
@@ -159,7 +159,7 @@ def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
 
 
 def with_policies(packed: bytes, policies: Sequence[Policy]) -> bytes:
-    """Return a packed train function whose run also consults these policies, before its own."""
+    """Return a packed train function whose run consults the given policies first, and then its own."""
     loop = AdaptedTrainLoop(PickledTrainLoop(packed), policies)
     return bytes(ray.cloudpickle.dumps((loop, {})))  # type: ignore[no-untyped-call]
 
@@ -167,7 +167,7 @@ def with_policies(packed: bytes, policies: Sequence[Policy]) -> bytes:
 def call(packed: bytes) -> Any:
     """Run a packed train function in a worker, with the functions of ``ray.train`` redirected to elastic_ray.
 
-    Afterwards the working directory is restored, so that another run in this process finds its relative paths.
+    The working directory is restored afterwards, so that relative paths still work for the next run in this process.
     """
     folder = os.open(".", os.O_RDONLY)
     try:

@@ -1,7 +1,7 @@
 """SHELL: warm-up of a worker process before it belongs to a job, so that no first step waits for imports.
 
-Imports are limited by CPU. If more processes start on a machine than it has CPUs, they run one after another;
-otherwise all of them would be ready only at the end, and the first step would wait for the last import.
+Imports are limited by the CPU. Therefore only as many processes as there are CPUs import at the same time; with
+more, none would be ready until all are, and the first step would wait for the last import.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WAIT_S = 30.0
 
 
 def warm_up() -> None:
-    """Import modules, and run one forward, backward and optimizer step in torch without initialising CUDA."""
+    """Import modules, and run one training step in torch on the CPU, without initialising CUDA."""
     with start_slot():
         import torch
 
@@ -46,18 +46,18 @@ def warm_up() -> None:
 
 
 def resident_bytes() -> int:
-    """Return the peak resident memory of this process."""
+    """Return the peak resident memory of this process [bytes]."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextlib.contextmanager
 def start_slot(folder: Path | None = None, *, slots: int | None = None, timeout_s: float = _WAIT_S) -> Iterator[bool]:
-    """Hold one of the machine's start slots in the block; a process that dies releases its slot.
+    """Hold one of the machine's slots for starting processes; a process that dies releases its slot.
 
     Args:
         folder: Folder of the slot files, private to this user; None uses one in the Ray session's folder.
         slots: Number of slots; None uses the number of CPUs available to this process.
-        timeout_s: Longest wait [s]; afterwards the start continues without a slot.
+        timeout_s: Longest wait for a slot [s]; after that the start continues without one.
 
     Yields:
         True if a slot is held.

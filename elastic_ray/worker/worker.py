@@ -1,4 +1,4 @@
-"""SHELL: the worker actor, which runs the user's train function, repeatedly if necessary, in one process."""
+"""SHELL: the worker that runs the user's train function in one process, several times if necessary."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _End = TypeVar("_End", bound=RunEnd)
 
 
 class Worker:
-    """Worker inside a ``WorkerProcess``; methods other than ``run`` may be called while ``run`` is in progress."""
+    """Worker inside a ``WorkerProcess``. While :meth:`run` is in progress, the other methods can still be called."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         log_plainly(logging.WARNING)
@@ -109,7 +109,7 @@ class Worker:
         return Registration(controller=setup.controller, token=setup.token) if setup.controller is not None else None
 
     def prepare(self) -> ProcessInfo:
-        """Apply the job's settings; return the facts that the controller needs about the process."""
+        """Apply the job's settings to this process, and return the facts about it that the controller needs."""
         torch.set_num_threads(max(1, int(self._setup.cpus)))
         cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
         labels = ray.get_runtime_context().get_node_labels()
@@ -118,13 +118,13 @@ class Worker:
         return self._process_info
 
     def post(self, token: str, worker: str, message: ControllerMessage) -> None:
-        """Deliver a message from the controller to one run; a message for a run that has ended is dropped."""
+        """Deliver a message from the controller to the run with this token; drop the message if that run has ended."""
         membership = self._membership
         if membership is not None and (self._token, membership.worker) == (token, worker):
             membership.post(message)
 
     def run(self, assignment: Assignment) -> None:
-        """Run the train function until it returns, leaves, fails or loses its group."""
+        """Run the train function until it returns or fails, or until the worker leaves or loses its group."""
         self._assignment, self._link, self._result = assignment, None, None
         self._runs += 1
         # A sweep's process is registered only while it runs for the controller.
@@ -145,7 +145,7 @@ class Worker:
             self._ended.notify_all()
 
     def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
-        """Return how a run has ended, or None if it has not within ``wait_s``; may be called repeatedly."""
+        """Return how a run has ended, or None if it has not ended within ``wait_s`` [s]; may be called again."""
 
         def result() -> RunResult | None:
             found = self._result

@@ -1,1 +1,1 @@
-"""Workers of a job as one group: starting, watching, losing and re-adopting them."""
+"""Workers of a job as one group: how they are started, monitored, lost, and adopted by a restarted controller."""

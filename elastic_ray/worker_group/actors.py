@@ -1,4 +1,4 @@
-"""SHELL: a job's workers: their placement groups and the processes they run in (owned by the controller)."""
+"""SHELL: a job's workers with their placement groups and processes, which the controller owns."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _WITHDRAWN_S = 2.0  # at the end of a job; Ray tries a group again after a secon
 
 
 class WorkerActors:
-    """Workers of a job as Ray actors; carries out the membership machine's instructions and reports the results.
+    """Workers of a job as Ray actors, which carry out the membership machine's instructions.
 
-    Each worker's resources are reserved by its own placement group. Its process is an actor outside the group that
-    requests no resources. Both are detached, so they outlive a controller that Ray restarts, and the next one adopts
-    them.
+    Each worker's resources are reserved by its own placement group. Its process is an actor outside that group, which
+    requests no resources. Both are detached: they outlive a controller that Ray restarts, and the restarted
+    controller adopts them.
 
     Args:
         on_result: Called with a worker and how its run ended.
-        on_refusal: Called with a worker, the reason it got no process, and whether a retry is certain to fail.
+        on_refusal: Called with a worker, the reason why it got no process, and whether a retry is certain to fail.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class WorkerActors:
         self.process_infos: dict[str, ProcessInfo] = {}
 
     def reserve(self, worker: str, node: str) -> None:
-        """Request the worker's resources on a node; a ``Reserved`` signal follows when they are available."""
+        """Request a worker's resources on a node; a ``Reserved`` signal reports when they are available."""
         self._nodes[worker] = node
         self._background.start(self._await_reservation(worker))
 
@@ -104,7 +104,7 @@ class WorkerActors:
         return sum(bool(own & parts(self._nodes.get(other, "")).keys()) for other in unfulfilled)
 
     def reserved(self) -> dict[str, int]:
-        """Return the number of fulfilled reservations, keyed by node."""
+        """Return the number of reservations that have been granted, keyed by node."""
         counts: dict[str, int] = {}
         for worker in self._fulfilled & self._groups.keys():
             counts[self._nodes[worker]] = counts.get(self._nodes[worker], 0) + 1
@@ -127,12 +127,12 @@ class WorkerActors:
         return nodes_of(place, self._unit)[int(process.partition(".")[2] or 0)]
 
     def gpu_type(self, spec: GenerationSpec) -> str | None:
-        """Return the GPU type of a generation's nodes, empty if unknown; None if the types differ."""
+        """Return the common GPU type of a generation's nodes, empty if unknown; None if the types differ."""
         types = {self.process_infos[m.worker].gpu_type for m in spec.members if m.worker in self.process_infos}
         return next(iter(types), "") if len(types) <= 1 else None
 
     def with_domains(self, spec: GenerationSpec) -> GenerationSpec:
-        """Return the generation with each member's network domain filled in, if any is known."""
+        """Return the generation with the network domain of each member filled in, if any domain is known."""
         known = {name: info.domain for name, info in self.process_infos.items() if info.domain}
         if not known:
             return spec
@@ -149,7 +149,7 @@ class WorkerActors:
         return dataclasses.replace(spec, members=tuple(members))
 
     def launch(self, assignment: Assignment) -> None:
-        """Run the train function in a warm process on the node, or in a new one."""
+        """Run the train function in a warm process on the assigned node, or in a new process."""
         self._background.start(self._run(dataclasses.replace(assignment, token=self._token)))
 
     async def _run(self, assignment: Assignment) -> None:
@@ -256,7 +256,7 @@ class WorkerActors:
         self._on_result(worker, end)
 
     def adopt(self, unit: Sequence[WorkerReregistration]) -> None:
-        """Adopt a worker of an earlier controller, given the registrations of its processes by position."""
+        """Adopt a worker of an earlier controller, given the registrations of its processes in order of position."""
         first, worker = unit[0], unit[0].worker
         self._groups[worker], self._nodes[worker] = groups.find(first.group), first.node
         self._fulfilled.add(worker)
@@ -271,7 +271,7 @@ class WorkerActors:
             self._background.start(self._watch(worker, first.actor, first.token))
 
     def knows(self, worker: str, token: str) -> bool:
-        """True if a process with this token belongs to the worker, under this controller or an earlier one."""
+        """True if the worker has a process with this token, started by this controller or an earlier one."""
         return token in (self._token, self._tokens.get(worker))
 
     async def _with_gpus(self, assignment: Assignment) -> Assignment:
@@ -290,7 +290,7 @@ class WorkerActors:
         return dataclasses.replace(assignment, gpu_ids=tuple(ids))
 
     def release(self, worker: str, *, kill: bool) -> None:
-        """Release a worker's resources; its process returns to the warm pool if it is reusable, or ends."""
+        """Release a worker's resources, and ``kill`` its process or return it to the warm pool."""
         homes = nodes_of(self._nodes.pop(worker, ""), self._unit)
         self._tokens.pop(worker, None)
         group = self._groups.pop(worker, None)
@@ -316,9 +316,10 @@ class WorkerActors:
                 self._processes.end(actor)
 
     async def is_running(self, worker: str, timeout_s: float) -> bool | None:
-        """Return whether another process on the node sees the worker's process running; None if unknown.
+        """Return whether the worker's process is running, as seen by another process on its node; None if unknown.
 
-        A process that is stopped, a zombie or gone is not running. One that is starved or holds the GIL for long is.
+        A process that is stopped, a zombie, or gone is not running. A process that is starved of CPU time or holds
+        the GIL for long still counts as running.
         """
         node, process_info = self._node_of(worker), self.process_infos.get(worker)
         others = [actor for other, actor in self._actors.items() if other != worker and self._node_of(other) == node]
@@ -331,7 +332,7 @@ class WorkerActors:
             return None
 
     def post(self, workers: Iterable[str], message: ControllerMessage) -> None:
-        """Send a message to workers; those without a process are skipped."""
+        """Send a message to workers, skipping those without a process."""
         for worker in workers:
             for name in process_names(worker, self._unit):
                 actor = self._actors.get(name)
@@ -339,7 +340,7 @@ class WorkerActors:
                     actor.post.remote(self._tokens.get(worker, self._token), worker, message)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
-        """Keep warm processes on these nodes only, given the number of the job's workers on each."""
+        """Keep warm processes on these nodes only, given the number of the job's workers on each node."""
         self._processes.keep_warm(nodes)
 
     def disband(self) -> None:
@@ -350,7 +351,7 @@ class WorkerActors:
         self._processes.close(fit=False)
 
     async def vacate(self) -> None:
-        """Release all resources, leaving the processes in a state in which another trial can use them.
+        """Release all resources, and leave the processes reusable for another trial.
 
         Workers that were told to stop have half a second to leave their train function.
         """
@@ -364,11 +365,11 @@ class WorkerActors:
         await self.withdrawn()
 
     async def withdrawn(self) -> None:
-        """Wait until pending reservations are withdrawn; otherwise they would count for the next job of this name."""
+        """Wait until pending reservations are withdrawn; otherwise they would count for the next job with this name."""
         await self._withdrawals.finish(_WITHDRAWN_S)
 
     async def refilled(self) -> None:
-        """Wait until the pool has been notified of the job's end and holds processes for the next job."""
+        """Wait until the pool knows that the job has ended, and has been refilled for the next job."""
         await self._processes.refilled()
 
     def _may_come_out(self, worker: str) -> bool:

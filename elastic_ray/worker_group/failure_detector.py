@@ -1,4 +1,4 @@
-"""Detector of silent workers, and expected ranks of starting workers (pure; times are arguments)."""
+"""Detection of silent workers, and expected ranks of starting workers (pure; times are arguments)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _LONGEST_GAP_S = 0.3
 
 
 class FailureDetector:
-    """Detector of silent workers (or drivers), whose clock stops while the controller itself is held up.
+    """Detector of silent workers (or drivers). Its clock stops while the controller itself is blocked.
 
     Args:
         timeout_s: Silence after which a member of a group counts as hung [s].
-        alone_s: The same for a sole member, or one whose process was seen running [s]; defaults to ``timeout_s``.
+        alone_s: Timeout of a sole member, and of a worker whose process was seen running [s]; None uses ``timeout_s``.
     """
 
     def __init__(self, timeout_s: float, *, alone_s: float | None = None) -> None:
@@ -42,7 +42,7 @@ class FailureDetector:
         self._excused.difference_update(workers)
 
     def excuse(self, worker: str) -> None:
-        """Grant a longer timeout to a worker whose process was seen running: it may be busy or starved."""
+        """Grant a longer timeout to a worker whose process was seen running, because it may be busy or starved."""
         if worker in self._questioned:  # not heard of since the question
             self._excused.add(worker)
 
@@ -51,19 +51,19 @@ class FailureDetector:
         return worker in self._questioned
 
     def questionable(self) -> list[str]:
-        """Return workers that have become silent for a third of the timeout, each once, so that they can be checked."""
+        """Return, once each, the workers that have been silent for a third of the timeout and should be checked."""
         soon_s = self._timeout_s / 3
         found = [w for w, at_s in self._heard_s.items() if self._clock_s - at_s > soon_s and w not in self._questioned]
         self._questioned.update(found)
         return found
 
     def silence_s(self, worker: str) -> float | None:
-        """Return how long the worker has been silent [s], or None if it is not being watched."""
+        """Return how long a worker has been silent [s], or None if the worker is not watched."""
         heard_s = self._heard_s.get(worker)
         return None if heard_s is None else self._clock_s - heard_s
 
     def silent(self, now_s: float, members: Iterable[str]) -> list[tuple[str, float]]:
-        """Return the members that have been silent for longer than their timeout, and for how long [s]."""
+        """Return each member that has exceeded its timeout, with the time for which it has been silent [s]."""
         if self._looked_s is not None:
             self._clock_s += min(max(0.0, now_s - self._looked_s), _LONGEST_GAP_S)
         self._looked_s = now_s
@@ -75,20 +75,20 @@ class FailureDetector:
 
 
 class ExpectedRanks:
-    """Distinct expected ranks for workers that are starting.
+    """Distinct ranks that starting workers can expect to get.
 
-    Before the first generation exactly one living worker is given rank 0, so that ``if rank == 0: download()`` runs
-    once. A worker joining a group that already trains is never given rank 0. Final ranks may differ.
+    Before the first generation, exactly one living worker expects rank 0, so that ``if rank == 0: download()`` runs
+    once. A worker that joins a training group never expects rank 0. Final ranks may differ.
     """
 
     def __init__(self) -> None:
         self._told: dict[str, int] = {}
 
     def of(self, worker: str, nodes: Mapping[str, str], spec: GenerationSpec | None, target: int) -> RankInfo:
-        """Return the expected rank information of a worker that starts now.
+        """Return the rank, node rank and world size that a starting worker can expect.
 
         Args:
-            nodes: Node of every living worker, this one included, keyed by worker id; oldest first.
+            nodes: Node of every living worker, including this one, keyed by worker id; oldest first.
             spec: The current generation; None before the first.
             target: Intended number of workers of the job.
         """

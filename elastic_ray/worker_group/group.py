@@ -1,4 +1,4 @@
-"""SHELL: a job's workers as one group: carries out the membership machine's decisions and detects lost workers."""
+"""SHELL: a job's workers as one group, which executes the membership machine's decisions and detects losses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
 class WorkerGroup:
-    """Workers of a job, including the members of the current and the planned generation."""
+    """All workers of a job, including members of the current and of the planned generation."""
 
     def __init__(
         self,
@@ -94,12 +94,12 @@ class WorkerGroup:
 
     @property
     def silence_s(self) -> Mapping[str, float]:
-        """Time since the last sign of life from each member of the group [s]."""
+        """Time since the last sign of life from each member, keyed by worker [s]."""
         silence_s = {member.worker: self._detector.silence_s(member.worker) for member in self.machine.members()}
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
 
     def is_member(self, generation: int, worker: str) -> bool:
-        """True if ``generation`` is the current or the next one, and the worker is a member of it.
+        """True if the worker is a member of ``generation``, which must be the current or the announced one.
 
         Generation 0 stands for the group of the worker's own unit.
         """
@@ -110,7 +110,7 @@ class WorkerGroup:
         return any(spec.generation == generation and spec.rank_of(worker) is not None for spec in specs if spec)
 
     def training(self) -> set[str]:
-        """Return current and entering members whose train function has not returned."""
+        """Return the workers whose train function still runs, among current members and joiners about to enter."""
         members = [*self.machine.members(), *self.machine.entering()]
         return {member.worker for member in members} - self.returned
 
@@ -120,7 +120,7 @@ class WorkerGroup:
         return bool(others - self.returned - {worker}) and not self.machine.returned
 
     def take(self, stimulus: Stimulus) -> None:
-        """Pass an event to the membership machine, and carry out its instructions."""
+        """Pass an event to the membership machine, and carry out the resulting instructions."""
         if self._record.phase.ended:
             return
         if isinstance(stimulus, Allocated):
@@ -135,14 +135,14 @@ class WorkerGroup:
         self.actors.post([member.worker for member in self.machine.members()], message)
 
     def begin_again(self, *, waits: bool) -> None:
-        """Release all workers and start again with new ones; with ``waits``, only after the allocator says so."""
+        """Release all workers and start again; with ``waits``, end warm processes too, as the job waits for nodes."""
         for instruction in self.machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
         if waits:
             self.actors.keep_warm({})
 
     def take_over(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
-        """Continue with the surviving workers of an earlier controller; ``told`` lists all that are alive."""
+        """Continue with the surviving workers of an earlier controller, given the registrations of all of them."""
         speakers = [each for each in told if not each.position]
         for each in speakers:
             unit = sorted((other for other in told if other.worker == each.worker), key=lambda other: other.position)
@@ -168,7 +168,7 @@ class WorkerGroup:
             self._perform(instruction)
 
     def heard(self, worker: str, position: int = 0) -> bool:
-        """Record a message from a worker; return False if the message must be ignored.
+        """Record a sign of life from a worker; return False if its message must be ignored.
 
         Messages from workers that were killed, for example because they were declared lost, are ignored.
         """
@@ -178,7 +178,7 @@ class WorkerGroup:
         return True
 
     def beat(self, beat: WorkerHeartbeat) -> None:
-        """Handle a worker's heartbeat."""
+        """Update the failure detector with a worker's heartbeat."""
         if beat.ending:
             self._detector.forget(process_names(beat.worker, beat.position + 1)[beat.position])
         elif beat.at is not None and beat.at > self._furthest:
@@ -192,7 +192,7 @@ class WorkerGroup:
         return {name for worker in workers for name in process_names(worker, unit)}
 
     def tick(self, now_s: float) -> None:
-        """Advance the group's timers to the monotonic time ``now_s`` [s]; called about ten times a second."""
+        """Check for silent workers and advance all timers to ``now_s`` [s]; called about ten times a second."""
         members = self._processes_of(self.machine.watched())
         for process, silence_s in self._detector.silent(now_s, members):
             self.take(

@@ -1,4 +1,4 @@
-"""SHELL: restart of a controller, which waits until the workers of its predecessor have registered."""
+"""SHELL: wait of a restarted controller until the workers of its predecessor have registered."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STARVED_S = 20.0
 
 
 class Reconnection:
-    """Registrations received so far; a worker's latest one counts, because training continues meanwhile."""
+    """Registrations of workers with a restarted controller, of which the latest per worker counts."""
 
     def __init__(self, state: ControllerState, unit: int) -> None:
         self._unit = unit
@@ -41,7 +41,7 @@ class Reconnection:
         self._told: dict[str, WorkerReregistration] = {}
 
     def hear(self, told: WorkerReregistration) -> None:
-        """Record the registration of a worker."""
+        """Record a worker's registration, replacing an earlier one."""
         self._told[told.name] = told
         for member in told.spec.members if told.spec is not None else ():
             for name in process_names(member.worker, self._unit):
@@ -54,7 +54,7 @@ class Reconnection:
     async def complete(self) -> tuple[WorkerReregistration, ...]:
         """Wait for the living workers to register, and return their registrations.
 
-        Workers that are dead or stopped are not waited for. Incomplete units, which lack a process, are left out.
+        Dead and stopped workers are not waited for. Units of which a process is missing are left out.
         """
         begin_s = time.monotonic()
         looking = asyncio.get_running_loop().create_task(self._look())

@@ -1,7 +1,7 @@
 """SHELL: the allocator as one named, detached, restartable actor per Ray cluster.
 
-It keeps the clock, reads Ray's nodes, feeds ``AllocatorCore``, logs its decisions and sends its
-instructions to the jobs' controllers. It owns no resources: groups and workers belong to the controllers.
+It reads the clock and Ray's nodes, passes events to ``AllocatorCore``, logs the decisions and sends the resulting
+instructions to the jobs' controllers. It owns no resources: placement groups and workers belong to the controllers.
 """
 
 from __future__ import annotations
@@ -69,27 +69,26 @@ logger = logging.getLogger("placement.allocator")
 
 
 class PolicyConflictError(ValueError):
-    """Error raised if a policy is requested while jobs run under another one."""
+    """Error raised if a policy is requested while jobs are running under a different one."""
 
 
 def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | None = None) -> ActorHandle[Any]:
-    """Return the handle of the cluster's allocator, creating it on first use (on the head node if known).
+    """Return the handle of the cluster's allocator, creating the allocator (on the head node) if there is none.
 
-    A cluster has one policy and one configuration at a time. The arguments take effect only if there is no allocator
-    yet, or if it has no jobs. An allocator without jobs is replaced, and arguments that are None keep their current
-    values.
+    A cluster has one policy and one configuration at a time. The arguments take effect only if no allocator exists
+    or the existing one has no jobs, in which case it is replaced. An argument that is None keeps its current value.
 
     Args:
         policy: Any policy that ``make_policy`` accepts: a registered name, ``module:name``, a function, class or
-            object. None for the current one, or ``"goodput"`` if there is no allocator.
-        config: Times, tenants and node types; None for the current one. While jobs run, it is not changed and a
-            warning is logged.
+            object. None keeps the current policy, or selects ``"goodput"`` if there is no allocator.
+        config: Timing, tenants and node types; None keeps the current configuration. While jobs are running, the
+            configuration is not changed and a warning is logged.
 
     Raises:
         PolicyConflictError: Jobs are running under another policy.
         ValueError: The policy name is unknown.
         TypeError: The object is not a policy.
-        VersionError: The allocator is of another release.
+        VersionError: The running allocator belongs to another release.
     """
     packed = pack_policy(
         _DEFAULT_POLICY if policy is None else policy
@@ -135,7 +134,7 @@ def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> N
 
 
 def find_allocator() -> Any:
-    """Return the cluster's allocator without waiting; create one with the default policy if none runs."""
+    """Return the cluster's allocator without waiting for it; create one with the default policy if none exists."""
     return _named_actor(pack_policy(_DEFAULT_POLICY), None)
 
 
@@ -145,7 +144,7 @@ def _named_actor(packed: PackedPolicy, config: AllocatorConfig | None) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """Policy, configuration and jobs of a running allocator, for a client that wants different ones."""
+    """Policy, configuration and jobs of a running allocator, returned to a client that requested different settings."""
 
     packed: PackedPolicy
     config: AllocatorConfig | None
@@ -221,9 +220,9 @@ class Allocator:
             self._dashboard = None
 
     async def settings(self, wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-        """Return the operator's effective settings, now or as they would be with ``wanted``.
+        """Return the operator's effective settings: the current ones, or those that applying ``wanted`` would give.
 
-        Raises InputError: a quota is for a resource that no node has.
+        Raises InputError: a quota names a resource that no node has.
         """
         core, ruling = await self._start(), self._ruling
         if wanted is not None:
@@ -236,9 +235,9 @@ class Allocator:
         return in_force(ruling).to_plain()
 
     async def apply(self, wanted: OperatorSettings) -> Mapping[str, Any]:
-        """Apply and store an operator's settings, which also hold for later allocators; return the effective ones.
+        """Apply and store an operator's settings, and return the effective ones; allocators created later use them too.
 
-        Raises InputError: a quota is for a resource that no node has.
+        Raises InputError: a quota names a resource that no node has.
         """
         async with self._applying:  # of two operators one comes after the other
             await self.settings(wanted)
@@ -259,16 +258,19 @@ class Allocator:
                 await asks.withdraw()
 
     async def speak(self, theirs: Spoken) -> None:
-        """Check the protocol version of a controller or driver first. Raises VersionError: the versions differ."""
+        """Check the protocol version of a controller or driver, which must call this first.
+
+        Raises VersionError: the versions differ.
+        """
         check_spoken(theirs, "a job", "the cluster's allocator")
 
     async def heartbeat(
         self, view: JobView, controller: ActorHandle[Any], root: StorageRoot | None = None
     ) -> HeartbeatReply:
-        """Handle a heartbeat of a job's controller, sent every second and at once when something has changed.
+        """Handle a heartbeat of a job's controller, which is sent every second and immediately after a change.
 
         Args:
-            root: Location of its results; sent until the allocator has replied that it knows it.
+            root: Storage location of the job's results. Controllers send it until a reply confirms that it is known.
         """
         core = await self._start()
         if root is not None and not self._knowledge_sync.knows(view.job):
@@ -300,7 +302,7 @@ class Allocator:
         return self._scaler.decision.note(view.job) if self._scaler.decision is not None else ""
 
     async def ended(self, job: str, view: JobView | None = None) -> None:
-        """Handle the end of a job; ``view`` is its last state."""
+        """Handle the end of a job; ``view`` is the job's final state."""
         await self._start()
         self._forget(job, view)
 
@@ -309,15 +311,15 @@ class Allocator:
         return (await self._start()).snapshot()
 
     async def views(self) -> tuple[JobView, ...]:
-        """Return every job that could run, as the policy sees it: planned nodes, shared knowledge of its model."""
+        """Return all jobs that could run, as the policy sees them: planned nodes, shared knowledge of the model."""
         return tuple((await self._start()).views(time.time()))
 
     async def look(self, life: str, after: int) -> AllocatorLook:
-        """Return the data that the page polls.
+        """Return the data that the web page polls.
 
         Args:
-            life: Id of the allocator at the last poll; if it differs, all records are new.
-            after: Number of the last decision record that the page has.
+            life: Allocator id from the previous poll. If it differs from the current id, all records are returned.
+            after: Number of the last decision record that the page already has.
         """
         core = await self._start()
         return AllocatorLook(
@@ -332,11 +334,11 @@ class Allocator:
         )
 
     async def dashboard(self) -> str:
-        """Return the address of the page; empty if it is not served."""
+        """Return the address of the web page; empty if the page is not served."""
         return self._dashboard.address if self._dashboard is not None else ""
 
     async def explain(self, job: str) -> Explanation:
-        """Explain a job's workers, and the effect of one more worker.
+        """Explain why a job has its current workers, and the effect of one more worker.
 
         Raises KeyError: there is no such job; the message lists the known ones.
         """
@@ -347,19 +349,19 @@ class Allocator:
         return found if decision is None else dataclasses.replace(found, nodes_wanted=decision.explained(job))
 
     async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
-        """Return the last decision about the cluster's size, and the cost of each job so far [USD]."""
+        """Return the latest decision about the cluster's size, and each job's cost so far [USD]."""
         return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
 
     async def forgive(self, node: str) -> bool:
-        """Discard the failures of a node; return True if there were any."""
+        """Clear a node's record of failures; return True if there were any."""
         had = any(each.node == node for each in (await self._start()).snapshot().node_failures)
         self._handle(events.NodeForgiven(node=node))
         return had
 
     async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> AllocatorSettings | None:
-        """Return None if the wanted policy and configuration are in force, else the current ones.
+        """Return None if the requested policy and configuration are in force, else the current settings.
 
-        If there are no jobs, all knowledge has then been saved, and this actor may be replaced.
+        If the settings differ and no jobs exist, all knowledge is saved first, so the caller may replace this actor.
         """
         core = await self._start()
         if identity in (None, self._packed.identity) and (config is None or _equal(config, self._config)):

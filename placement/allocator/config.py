@@ -1,4 +1,4 @@
-"""Configuration of the allocator: timing, tenants, priorities, and services beside it."""
+"""Configuration of the allocator: timing, tenants, priorities and optional cluster services."""
 
 from __future__ import annotations
 
@@ -23,36 +23,38 @@ _NO_NUMBERS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig(NamesArguments):
-    """Configuration of the allocator: its timing [s], tenants and priorities, and services of the cluster.
+    """Configuration of the allocator: its timing [s], tenants, priorities and optional cluster services.
 
     Attributes:
-        gather_s: Delay between an event (a job's arrival or end, changed limits, a lost node) and the decision, which
-            covers all events until then.
-        min_interval_s: Shortest time between a decision and another whose reason can wait (a changed model, more room).
-        refresh_s: Time after which everything is decided again even if nothing has happened.
+        gather_s: Delay between an event (a job arrives or ends, limits change, a node is lost) and the resulting
+            decision. One decision covers all events within the delay.
+        min_interval_s: Minimum time between two decisions if the reason for the second one is not urgent (a changed
+            model, more free resources).
+        refresh_s: Maximum time between two decisions, even if nothing has happened.
         silence_s: Time without a heartbeat from a job's controller after which the job is dropped.
-        orphan_timeout_s: Longest time for which workers whose controller is lost for good keep their slots to save the
-            job; a slot whose process has ended is free at once.
-        log_length: Number of decision records kept.
-        rounds: True to decide at fixed intervals only (``TimePassed``), as the published schedulers do.
-        tenants: Weights and quotas of tenants (``Constraints``).
-        priorities: Priority by job name or pattern (``prod-*``), which overrides the one that the job requests;
-            the first match counts.
-        one_multi_node_job_per_node: True if no node may hold workers of two multi-node jobs; None enforces this only
-            while links slow two jobs down (``placement.planning.multi_node.held_up``), unless it would stop a job.
-        avoid_slow_nodes: True if a job leaves a node on which it has measured slow steps, when all its workers fit
-            elsewhere, and all jobs leave a node that two jobs have measured as slow.
-        notices: How spot nodes learn that their cloud reclaims them.
+        orphan_timeout_s: Maximum time for which workers keep their slots to save the job after its controller is
+            permanently lost. A slot is freed at once when its process ends.
+        log_length: Number of decision records to keep.
+        rounds: True to decide only at fixed intervals (on ``TimePassed`` events), as the published schedulers do.
+        tenants: Tenants, with their weights and quotas.
+        priorities: Priority per job name or pattern (``prod-*``). It overrides the priority that the job requests;
+            the first match wins.
+        one_multi_node_job_per_node: True if no node may hold workers of two multi-node jobs. None enforces this rule
+            only while two such jobs slow each other down over shared links
+            (``placement.planning.multi_node.held_up``), and not if it would stop a job.
+        avoid_slow_nodes: True to move a job off a node on which it has measured slow steps, if all its workers fit
+            elsewhere, and to move all jobs off a node that two jobs have measured as slow.
+        notices: Configuration of the watch for spot nodes that the cloud is about to reclaim.
         autoscaling: Node types and prices with which the allocator sizes the cluster. ``"auto"`` requests nodes for
-            waiting jobs from Ray's autoscaler, if one runs. None requests nothing.
-        dashboard: True to serve the page that shows the cluster (``elastic-ray dashboard``) from the head node, on
-            loopback and without actions; the allocator logs its address.
-        metrics: True to export metrics to Prometheus through Ray, and to place the Grafana dashboard where Ray's own
+            waiting jobs from Ray's autoscaler, if one is running. None requests no nodes.
+        dashboard: True to serve the web page that shows the cluster (``elastic-ray dashboard``) from the head node, on
+            loopback and read-only. The allocator logs its address.
+        metrics: True to export metrics to Prometheus through Ray, and to install the Grafana dashboard where Ray's own
             Grafana finds it (docs/metrics.md).
-        record: File on the head node to which all events and decisions of the core are appended
-            (docs/simulator.md); None records nothing.
-        storage: Storage path from which jobs that ran when another head ended are resubmitted to this cluster, as by
-            ``elastic-ray resume --all``; None resumes nothing.
+        record: File on the head node to which the allocator appends all its events and decisions, for the simulator
+            (docs/simulator.md). None records nothing.
+        storage: Storage path whose interrupted jobs (those running when their head node died) are resubmitted to this
+            cluster, as by ``elastic-ray resume --all``. None resumes nothing.
 
     Examples:
         >>> from placement import AllocatorConfig
@@ -110,12 +112,12 @@ class AllocatorConfig(NamesArguments):
         return None if isinstance(self.autoscaling, str) else self.autoscaling
 
     def priority_of(self, job: str) -> int | None:
-        """Return the priority that overrides a job's own; None if the job keeps its own."""
+        """Return the configured priority that overrides a job's own; None if no pattern matches the job."""
         return next((each for pattern, each in self.priorities.items() if fnmatch.fnmatchcase(job, pattern)), None)
 
     @property
     def constraints(self) -> Constraints:
-        """Constraints of the cluster."""
+        """Tenants and placement rules, in the form that the planner uses."""
         return Constraints(
             tenants=self.tenants,
             one_multi_node_job_per_node=self.one_multi_node_job_per_node,

@@ -1,4 +1,4 @@
-"""SHELL: calls from the allocator to the jobs' controllers, one per job at a time, without waiting for others."""
+"""SHELL: calls from the allocator to the jobs' controllers: one at a time per job, concurrent across jobs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _QUIET_S = 2.5  # after so long without a heartbeat the controller is asked whet
 
 
 class Controllers:
-    """Handles of the controllers, and instructions still to be sent to them.
+    """Handles of the jobs' controllers, with the instructions that are still to be sent to them.
 
     Args:
-        on_death: Called with the job whose controller is gone for good.
+        on_death: Callback that receives the name of a job whose controller has died for good.
     """
 
     def __init__(self, on_death: Callable[[str], None]) -> None:
@@ -35,17 +35,17 @@ class Controllers:
         self._sending: set[tuple[str, type[Instruction]]] = set()
 
     def heard(self, job: str, controller: ActorHandle[Any]) -> None:
-        """Record that a heartbeat has come from this controller."""
+        """Record a heartbeat from this controller."""
         self._handles[job] = controller
         self._heard_s[job] = time.monotonic()
 
     def forget(self, job: str) -> None:
-        """Discard an ended job."""
+        """Remove the controller of a job that has ended."""
         self._handles.pop(job, None)
         self._heard_s.pop(job, None)
 
     def post(self, instruction: Instruction) -> None:
-        """Send an instruction: one call per job at a time, and only the latest, since calls may overtake each other."""
+        """Send a job's latest instruction, one call at a time per job, since calls may overtake each other."""
         address = (instruction.job, type(instruction))
         self._outbox[address] = instruction
         if address not in self._sending:
@@ -53,14 +53,14 @@ class Controllers:
             self.spawn(self._send(address))
 
     def ask_the_quiet(self) -> None:
-        """Check quiet controllers. A dead one is detected at once, so its share is free before ``silence_s``."""
+        """Ping silent controllers, so that a dead one is detected and its slots are freed before ``silence_s``."""
         now_s = time.monotonic()
         for job, heard_s in self._heard_s.items():
             if now_s - heard_s > _QUIET_S and job in self._handles:
                 self.spawn(self._tell(job, lambda controller: controller.__ray_ready__.remote()))
 
     def spawn(self, call: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background, with a strong reference, since the loop only keeps weak ones."""
+        """Run a coroutine in the background, holding a strong reference, since the event loop holds a weak one."""
         task = asyncio.get_running_loop().create_task(call)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)

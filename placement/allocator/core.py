@@ -1,4 +1,4 @@
-"""Core of the allocator: a state machine that handles events and returns instructions."""
+"""Core of the allocator: a pure state machine that handles events and returns instructions."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _SURE = 0.05  # a speed that varies by this much or more is not followed more of
 
 
 class AllocatorCore:
-    """State machine of the allocation; pure: the clock comes with each event, and instructions are data.
+    """State machine that allocates the cluster; pure: each event carries the time, and instructions are data.
 
     A decision is made when a job arrives or ends, when its limits or its model change, when nodes change, and
-    otherwise rarely. One decision covers all events within ``gather_s``; ``due_s`` is the time when it is due, at
-    which the caller must send ``TimePassed``. Heartbeats without news cause no decision. The plan may count on slots
-    that shrinking jobs still hold: a growing job's reservation stays pending until they are released.
+    otherwise rarely. One decision covers all events within ``gather_s``. At time ``due_s``, the caller must send
+    ``TimePassed`` to trigger a pending decision. A heartbeat that reports no change triggers no decision. The plan may
+    use slots that shrinking jobs still hold: a growing job's reservation stays pending until they are released.
 
     Args:
-        settling: True if running jobs may not have reported yet (after a restart of the allocator).
-        knowledge: Knowledge shared by jobs of one fingerprint; None limits each job to its own measurements.
+        settling: True if running jobs may not have reported yet, which is the case after the allocator restarts.
+        knowledge: Measurements shared by jobs with the same fingerprint; None limits each job to its own.
     """
 
     def __init__(
@@ -92,38 +92,38 @@ class AllocatorCore:
 
     @property
     def log(self) -> tuple[DecisionRecord, ...]:
-        """Decision log, oldest first. The same events in the same order give the same log."""
+        """Latest decision records, oldest first. The same events in the same order give the same log."""
         return tuple(self._log)
 
     @property
     def recorded(self) -> int:
-        """Number of decision records so far; the log keeps only the latest."""
+        """Number of decisions recorded so far, including records that the log no longer holds."""
         return self._recorded
 
     @property
     def decided_s(self) -> float | None:
-        """Time of the last decision [s since the epoch]; None before the first."""
+        """Time of the latest decision [s since the epoch]; None before the first."""
         return self._decided_s if math.isfinite(self._decided_s) else None
 
     @property
     def decided_for(self) -> Trigger | None:
-        """Trigger of the last decision; None before the first."""
+        """Trigger of the latest decision; None before the first."""
         return self._decided_for
 
     @property
     def prices(self) -> Mapping[str, float]:
-        """Dual price of a slot by GPU type in the last decision; empty if the policy has none."""
+        """Dual price per slot in the latest decision, keyed by GPU type; empty if the policy has no prices."""
         prices: Mapping[str, float] = getattr(self._policy, "prices", {})
         return prices
 
     @property
     def settled(self) -> bool:
-        """True if all jobs older than this core have had time to report."""
+        """True if every job that was already running when this core started has had time to report."""
         return not self._settling
 
     @property
     def due_s(self) -> float | None:
-        """Time of the next decision requested by an event [s, by the clock for intervals]; None if none is pending."""
+        """Time of the pending decision [s, on the clock for intervals]; None if no event has requested one."""
         if self._urgent is None or self._settling or self._config.rounds:
             return None
         return self._urgent_s + self._config.gather_s
@@ -135,7 +135,7 @@ class AllocatorCore:
 
     @property
     def avoids(self) -> Mapping[str, Reason]:
-        """Nodes that each job was barred from in the last decision, with the reasons as sentences."""
+        """Nodes from which each job was excluded in the latest decision, with the reasons as sentences."""
         return self._avoids
 
     @property
@@ -148,7 +148,7 @@ class AllocatorCore:
         return job in self._jobs
 
     def snapshot(self, after: int = 0) -> CoreSnapshot:
-        """Return the state as frozen values, with the log records after number ``after``, counted from 1."""
+        """Return the current state as immutable values, with all decision records after number ``after`` (from 1)."""
         new = max(self._recorded - max(after, 0), 0)
         return CoreSnapshot(
             policy=self._policy.name,
@@ -171,7 +171,7 @@ class AllocatorCore:
         )
 
     def explain(self, job: str) -> Explanation:
-        """Explain a job's workers and the effect of one more, without making a decision.
+        """Explain why a job has its current workers, and the effect of one more worker, without making a decision.
 
         Raises KeyError: there is no such job; the message lists the known ones.
         """
@@ -185,11 +185,11 @@ class AllocatorCore:
         return explain(view, known.reason, list(views.values()), plan, self._cluster)
 
     def handle(self, event: Event, now_s: float, steady_s: float | None = None) -> list[Instruction]:
-        """Handle one event; return instructions, those that shrink jobs first.
+        """Handle one event and return the resulting instructions, those that shrink jobs first.
 
         Args:
             now_s: Time of day [s since the epoch], which is displayed, stored and passed to the policy.
-            steady_s: Time for intervals [s], never decreasing; None if ``now_s`` never decreases either.
+            steady_s: Monotonic time [s] for measuring intervals; None if ``now_s`` is itself monotonic.
         """
         steady_s = now_s if steady_s is None else steady_s
         self._event_s = now_s
@@ -370,7 +370,7 @@ class AllocatorCore:
         return plan.noted(self._avoids) if self._avoids else plan
 
     def views(self, now_s: float) -> list[JobView]:
-        """Return every job that could run and is not paused, as planned, with shared knowledge of its model."""
+        """Return all jobs that could run and are not paused, with planned nodes and their model's shared knowledge."""
         views = [
             job.view.placed(self._surviving(job.target))
             for job in sorted(self._jobs.values(), key=lambda job: job.view.arrival)
@@ -379,7 +379,7 @@ class AllocatorCore:
         return views if self._knowledge is None else [self._knowledge.complete(view, now_s) for view in views]
 
     def views_to_scale_for(self, now_s: float) -> Sequence[JobView]:
-        """Return the jobs for decisions on the cluster's size, barred from the nodes that they avoid."""
+        """Return the jobs to consider when sizing the cluster, each excluded from the nodes that it avoids."""
         return avoid_failing(self.views(now_s), self._cluster, self._nodes.avoided(self._steady_s or 0.0))[0]
 
     def _carry_out(self, plan: Plan, trigger: Trigger, now_s: float, steady_s: float) -> list[Allocate]:

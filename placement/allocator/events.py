@@ -1,4 +1,4 @@
-"""Events of the allocator core, and its instructions for the jobs' controllers: plain values."""
+"""Events that the allocator core handles, and instructions that it returns for the jobs' controllers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from placement.reasons import Reason
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobHeartbeat:
-    """Event: a job's controller reports the job's state; the first report is the job's arrival.
+    """Event: a job's controller reports the job's state. The first report counts as the job's arrival.
 
     Attributes:
-        cluster: The cluster with this job's resources counted as usable, if the job was unknown before
-            (an unknown job's workers count as others' use); None if the cluster is unchanged.
+        cluster: Updated cluster if the job was unknown before. An unknown job's workers count as used by others;
+            in this cluster, they count as usable. None if the cluster is unchanged.
     """
 
     view: JobView
@@ -39,11 +39,11 @@ class JobEnded:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodesChanged:
-    """Event: the cluster has changed.
+    """Event: the cluster's nodes have changed.
 
     Attributes:
-        obtainable: Nodes that do not exist yet but that the autoscaler could request; a job that fits onto these
-            waits instead of being impossible.
+        obtainable: Nodes that do not exist yet but that the autoscaler could request. A job that fits onto these
+            waits instead of being rejected as impossible.
     """
 
     cluster: Cluster
@@ -52,19 +52,19 @@ class NodesChanged:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
-    """Event: time has passed, so that the core checks for due decisions and silent jobs."""
+    """Event: time has passed, so the core must check for due decisions and silent jobs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recalled:
-    """Event: the measurements of earlier jobs have been read from storage."""
+    """Event: measurements of earlier jobs have been loaded from storage."""
 
     measurements: Measurements
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeForgiven:
-    """Event: an operator has repaired a node, so its failures are discarded."""
+    """Event: an operator has repaired a node, so its record of failures is cleared."""
 
     node: str
 
@@ -82,7 +82,7 @@ Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | NodeForgiven | Setti
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allocate:
-    """Instruction: the job's controller must have these workers on these nodes; idempotent."""
+    """Instruction: the job's controller must bring its workers to these nodes; idempotent."""
 
     job: str
     nodes: Mapping[str, int]  # workers per node id; empty lets the job wait
@@ -92,9 +92,9 @@ class Allocate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Unsatisfiable:
-    """Instruction: the controller is notified that no node, even empty, could run the job's minimum.
+    """Instruction: the job's controller learns that no node, even if empty, could run the job's minimum.
 
-    ``final``: nodes that the autoscaler could add were considered as well, so waiting is useless.
+    If ``final``, nodes that the autoscaler could add were considered too, so waiting is useless.
     """
 
     job: str
@@ -107,7 +107,7 @@ Instruction: TypeAlias = Allocate | Unsatisfiable
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatReply:
-    """The allocator's answer to a heartbeat of a job's controller."""
+    """Reply of the allocator to a heartbeat of a job's controller."""
 
     # by GPU type, what others of the job's model have measured where the job has no model of its own
     priors: Mapping[str, Prior]

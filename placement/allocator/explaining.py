@@ -1,4 +1,4 @@
-"""Explanations of a job's workers, and of the effect of one more worker."""
+"""Explanations, for people, of why a job has its workers and of the effect of one more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXTRA = "one-more-worker"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Explanation for people; ``str()`` returns it as a short text."""
+    """Explanation of a job's size for people; ``str()`` returns it as a short text."""
 
     job: str
     nodes: Mapping[str, int]  # workers per node id that it is to have
@@ -60,11 +60,11 @@ def explain(
     decide: Callable[[Sequence[JobView], Cluster], Plan],
     cluster: Cluster,
 ) -> Explanation:
-    """Explain a job's size by deciding once more with an imagined node for one more worker of this job.
+    """Explain a job's size, by deciding once more with a hypothetical node for one more worker of the job.
 
     Args:
         view: The job, with its planned workers as ``allocation``.
-        views: All jobs that take part in decisions, likewise with planned workers.
+        views: All jobs that take part in decisions, also with planned workers.
     """
     workers = view.workers
     slots = FreeResources(cluster).slots(view).tolist()

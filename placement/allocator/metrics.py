@@ -1,4 +1,4 @@
-"""Metrics of the allocator for Prometheus (pure): the cluster's slots, its jobs, its decisions."""
+"""Metrics of the allocator for Prometheus: the cluster's slots, its jobs and its decisions (pure)."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def cluster_samples(
     """Return the current values of all gauges.
 
     Args:
-        scaling: Last decision about the cluster's size; None if the allocator does not size the cluster.
-        prices: Dual prices of the policy's solver, by GPU type.
+        scaling: Latest decision about the cluster's size; None if the allocator does not size the cluster.
+        prices: Dual price per slot from the policy's solver, keyed by GPU type.
     """
     found = _slot_samples(core.cluster.nodes, core.jobs.values())
     phases = collections.Counter(map(_phase, core.jobs.values()))

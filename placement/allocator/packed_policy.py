@@ -1,4 +1,4 @@
-"""SHELL: policies packed for transport to the allocator's process."""
+"""SHELL: policies pickled for transport to the allocator's process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from placement.policies import Policy, make_policy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPolicy:
-    """A policy that any process of the cluster can unpack."""
+    """Policy in a form that any process of the cluster can unpack."""
 
     name: str
     identity: str  # equal for the same code with the same settings, in whichever process it was packed
@@ -29,7 +29,7 @@ class PackedPolicy:
 
 
 def pack_policy(policy: object) -> PackedPolicy:
-    """Pack any object that ``make_policy`` accepts.
+    """Pack a policy, given in any form that ``make_policy`` accepts.
 
     Raises:
         ValueError: The name of a policy is unknown.

@@ -1,9 +1,9 @@
 """Recording of the core's events and decisions as lines of JSON, and their replay (pure).
 
-A recording holds one or more lives of an allocator. A life begins with a line about the core's configuration, followed
-by one line for each event and each decision, in order. The first line is complete, so that a replay uses the values of
-that time even if defaults have changed since; other lines omit fields that have their default. Numbers keep every
-digit, so that a replay decides on exactly the same values.
+A recording holds one or more lives of an allocator. A life starts with a line about the core's configuration, followed
+by one line for each event and each decision, in order. The first line includes all default values, so that a replay
+uses the values of that time even if defaults have changed since. Other lines omit fields that have their default.
+Numbers keep all digits, so that a replay decides on exactly the same values.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Life:
     steady_s: tuple[float, ...] = ()
 
     def make_policy(self) -> Policy:
-        """Return the policy in its initial state.
+        """Return a new instance of the recorded policy, in its initial state.
 
         Raises:
             InputError: The package does not include the policy.
@@ -79,7 +79,7 @@ class Life:
 
 
 def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> str:
-    """Return the first line of a life; ``policy`` must not have decided anything yet."""
+    """Return the first line of a life; ``policy`` must not have made a decision yet."""
     core = config or AllocatorConfig()
     known = type(policy) in {type(make()) for make in POLICIES.values()}
     said = {
@@ -93,7 +93,7 @@ def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool
 
 
 def event_line(event: Event, now_s: float, steady_s: float | None = None) -> str:
-    """Return the recording's line for an event; the time for intervals is omitted if it equals the time of day."""
+    """Return the line for an event; ``steady_s`` is omitted if it equals the time of day."""
     kind = type(event)
     steady = {} if steady_s in (None, now_s) else {"steady_s": steady_s}
     return _line({"now_s": now_s, **steady, kind.__name__: _plain(kind, event)})
@@ -120,7 +120,7 @@ class Recorder:
             self._write([start_line(policy, config, settling=settling)])
 
     def told(self, event: Event, now_s: float, steady_s: float | None = None) -> None:
-        """Record an event, before the core handles it, with both times passed to ``AllocatorCore.handle``."""
+        """Record an event with both times passed to ``AllocatorCore.handle``; call this before the core handles it."""
         if self._write is not None:
             self._write([event_line(event, now_s, steady_s)])
 
@@ -176,7 +176,8 @@ def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
 def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
     """Read the lives of a recording.
 
-    An incomplete last line is ignored: its allocator died while writing it.
+    An incomplete last line is ignored, since the allocator may have died while writing it.
+
     Raises InputError: a line is invalid; the message has its number.
     """
     lives: list[tuple[dict[str, Any], list[tuple[float, float, Event]], list[DecisionRecord]]] = []
@@ -303,10 +304,10 @@ def _members(arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 def replay(
     life: Life, *, policy: Policy | None = None, watch: Callable[[AllocatorCore, float], None] | None = None
 ) -> tuple[DecisionRecord, ...]:
-    """Return the decision log of a new core that gets the same events, identical to ``life.decided``.
+    """Return the decision log of a new core that handles the same events; it should equal ``life.decided``.
 
     Args:
-        policy: The recorded policy, if the package does not include it; by default created from the recording.
+        policy: The recorded policy, required if the package does not include it; None creates it from the recording.
         watch: Function that is called with the core after each event.
 
     Raises InputError: the recording names a policy that the package does not include.
@@ -325,9 +326,9 @@ _STEP_S = 0.5  # that the two clocks differ by more between two readings only if
 
 
 class SteadyClock:
-    """Pair of clocks: the time of day for display and storage, and a steady one for intervals.
+    """Pair of clocks: the time of day for display and storage, and a steady clock for measuring intervals.
 
-    Both are in seconds since the epoch, and equal until the time of day is set for the first time.
+    Both are in seconds since the epoch, and equal until the time of day is adjusted for the first time.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -337,7 +338,7 @@ class SteadyClock:
         self._steady_s = self._last[0]
 
     def read(self) -> tuple[float, float]:
-        """Return the time of day, and the time for intervals, which never decreases [s]."""
+        """Return the time of day, and the time of the steady clock, which never decreases [s]."""
         wall_s, monotonic_s = self._wall(), self._monotonic()
         step_s = (wall_s - self._last[0]) - (monotonic_s - self._last[1])
         if abs(step_s) > _STEP_S:

@@ -1,4 +1,4 @@
-"""An operator's settings from a file, ``cluster-policy.yaml``, which may change while jobs run."""
+"""Settings of the cluster's operator, from a file ``cluster-policy.yaml``; they may change while jobs run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _AUTOSCALING = ("cluster_file", *(field.name for field in dataclasses.fields(Aut
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSettings:
-    """Settings that override those of ``AllocatorConfig``; None keeps that configuration's value."""
+    """Settings that override those of ``AllocatorConfig``; None keeps the value of the configuration."""
 
     tenants: tuple[Tenant, ...] | None = None  # weights and quotas
     # priority by name of a job, or by pattern (``prod-*``); ``AllocatorConfig.priorities``
@@ -35,9 +35,9 @@ class OperatorSettings:
 
     @classmethod
     def from_file(cls, path: str | Path) -> OperatorSettings:
-        """Read a file of settings.
+        """Read an operator's settings from a file.
 
-        Raises InputError: it cannot be read, or has invalid content; the message names the place and a correct
+        Raises InputError: the file cannot be read, or has invalid content; the message names the location and a correct
         value.
         """
         with reading(str(path), yaml.YAMLError):
@@ -46,7 +46,7 @@ class OperatorSettings:
 
     @classmethod
     def from_plain(cls, plain: object, *, where: str, folder: Path | None = None) -> OperatorSettings:
-        """Build settings from mappings, lists, numbers and text, as a file or a note has them.
+        """Build settings from mappings, lists, numbers and text, as parsed from a file or a stored note.
 
         Args:
             where: Name of the source in error messages.
@@ -69,7 +69,7 @@ class OperatorSettings:
         )
 
     def over(self, config: AllocatorConfig) -> AllocatorConfig:
-        """Return the configuration with these settings in place of its own."""
+        """Return the configuration with its values replaced by these settings."""
         names = {"tenants": "tenants", "priorities": "priorities", "autoscaling": "autoscaling", "page": "dashboard"}
         said = {ours: getattr(self, name) for name, ours in names.items() if getattr(self, name) is not None}
         if said.get("autoscaling") == "off":
@@ -92,7 +92,7 @@ class OperatorSettings:
 
 
 def in_force(config: AllocatorConfig) -> OperatorSettings:
-    """Return the effective settings of a configuration, none of which is None."""
+    """Return a configuration as operator settings with all values set."""
     return OperatorSettings(
         tenants=config.tenants,
         priorities=config.priorities,
@@ -102,12 +102,10 @@ def in_force(config: AllocatorConfig) -> OperatorSettings:
 
 
 def check_quotas(tenants: Collection[Tenant], known: Collection[str]) -> None:
-    """Raise an error for a quota on a resource that no node has.
+    """Raise InputError if a quota names a resource that no node has.
 
     Args:
-        known: Names of resources of all nodes, including those on offer.
-
-    Raises InputError: there is such a quota.
+        known: Names of the resources of all nodes, including nodes that could be requested.
     """
     for tenant in tenants:
         for resource in tenant.quota:

@@ -1,4 +1,4 @@
-"""Significance of a job's heartbeat: changes since the last decision that call for another one (pure)."""
+"""Significance of a job's heartbeat: decides which changes call for a new decision (pure)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MAY_BE_UNKNOWN = ("stop_cost_s", "growth_limit")
 
 
 def trigger_of(before: JobView, after: JobView) -> Trigger | None:
-    """Return the trigger of a decision if the heartbeat changes something that decisions depend on, else None.
+    """Return the trigger of a new decision if the heartbeat changes something that decisions depend on, else None.
 
-    A changed placement of workers is not news, since the last decision requested it. Neither is a model whose
+    A changed placement of workers does not count, since the last decision requested it. Neither does a model whose
     speeds all change by less than a tenth.
     """
     if before is after:
@@ -76,7 +76,7 @@ def _differ(old: NDArray[np.float64], new: NDArray[np.float64]) -> bool:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class KnownJob:
-    """Soft state about one job, which the next heartbeat could rebuild. Only its own methods change it."""
+    """Soft state about one job, which the next heartbeat could rebuild; only its own methods modify it."""
 
     view: JobView  # the last heartbeat's
     decided_on: JobView  # the view that the last decision saw; news is what differs from it
@@ -104,16 +104,16 @@ class KnownJob:
         self.view, self.heard_s = view, now_s
 
     def excuse(self, now_s: float) -> None:
-        """Excuse the job's silence until `now_s`."""
+        """Treat the job as heard from until ``now_s``."""
         self.heard_s = now_s
 
     def decided(self, *, forced: bool) -> None:
-        """Record that a decision, ``forced`` by more than measured speeds, has considered the job's current view."""
+        """Record a decision based on the job's current view, ``forced`` by more than measured speeds."""
         self.decided_on = self.view
         self.sways = 0 if forced else self.sways
 
     def give(self, target: Mapping[str, int]) -> None:
-        """Set the planned workers of the job."""
+        """Set the job's planned workers."""
         self.target = target
 
     def swayed(self, now_s: float) -> None:
@@ -125,7 +125,7 @@ class KnownJob:
         self.reason = reason
 
     def judge(self, impossible: Reason | None, now_s: float) -> bool:
-        """True if some node could hold the job again; ``impossible`` is the reason why none could, or None."""
+        """Update why no node could hold the job (None if one could); return True if it has become possible again."""
         if impossible is not None:
             self.reason = impossible
             self.impossible_since_s = now_s if self.impossible_since_s is None else self.impossible_since_s
@@ -135,7 +135,7 @@ class KnownJob:
         return again
 
     def tell_impossible(self, now_s: float, after_s: float) -> bool:
-        """True once no node could hold the job for `after_s`, and its user has not been notified yet."""
+        """True if no node could have held the job for ``after_s``, and its user has not been notified yet."""
         since_s = self.impossible_since_s
         if since_s is None or self.told_impossible or now_s - since_s < after_s:
             return False

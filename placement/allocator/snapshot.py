@@ -1,6 +1,6 @@
-"""Snapshot of the allocator: its jobs, and the log of its decisions with their triggers; when waiting jobs start.
+"""Snapshot of the allocator: its jobs, its decision log, and predicted start times of waiting jobs.
 
-Plain values. Start times are predicted from the ends of running jobs, which release their slots.
+All are plain values. Start times are predicted from the ends of running jobs, which release their slots.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from placement.text import printable
 
 
 class Trigger(str, enum.Enum):
-    """Trigger of a decision; if there are several, the first one is recorded."""
+    """Trigger of a decision; if there were several, the first one is recorded."""
 
     ARRIVAL = "arrival"
     """A job has come."""
@@ -93,7 +93,7 @@ class CoreSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorLook:
-    """State of the allocator as the page polls it, with only the new part of the log."""
+    """State of the allocator as polled by the web page, with only the new records of the decision log."""
 
     core: CoreSnapshot  # its ``log`` holds the records that are new, oldest first
     recorded: int  # decision records so far, those that are kept no more included: the number of the last one
@@ -117,9 +117,7 @@ class StartTimes:
         self._looked_s: float | None = None
 
     def of(self, job: str, now_s: float) -> float | None:
-        """Return the time until a job without workers gets its smallest size [s].
-
-        None if that cannot be estimated.
+        """Return the estimated time until a waiting job gets its smallest size [s]; None if it cannot be estimated.
 
         Args:
             now_s: Current time [s since the epoch]; if the clock went back, the estimate is renewed.
@@ -139,17 +137,15 @@ class StartTimes:
 def start_times(
     waiting: Sequence[JobView], running: Sequence[tuple[JobView, Mapping[str, int]]], cluster: Cluster
 ) -> dict[str, float]:
-    """Return the time from now until each waiting job's smallest size fits [s].
+    """Return the time from now until each waiting job's smallest size fits [s], leaving out unpredictable jobs.
 
-    Jobs whose start cannot be predicted are left out.
-
-    The estimate is rough: every running job keeps its current size and goodput until its end; a job without a declared
-    length or a fitted model never ends; nodes and the set of jobs do not change, and jobs started here do not end.
-    Waiting jobs are served by priority, then by arrival; among jobs with the same kind of worker, each waits for
-    those before it.
+    The estimate is rough. It assumes that every running job keeps its current size and goodput until its end, that a
+    job without a declared length or a fitted model never ends, that nodes and the set of jobs do not change, and that
+    jobs started in the meantime do not end. Waiting jobs are served by priority, then by arrival; among jobs with the
+    same kind of worker, each waits for the jobs before it.
 
     Args:
-        running: Running jobs, with their workers by node id.
+        running: Running jobs, with their workers keyed by node id.
         cluster: The nodes, with all resources that elastic jobs may use.
     """
     room = FreeResources(cluster)

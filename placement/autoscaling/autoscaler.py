@@ -1,8 +1,8 @@
 """Autoscaler: a state machine over jobs, node types and the current cluster, without a clock.
 
 An objective decides how many workers each job should have (``placement.autoscaling.objectives``), and
-``placement.autoscaling.fleet`` chooses nodes for them. The allocator's own policy is queried to see if it would use
-these nodes. The result is a ``ScalingDecision``; the caller requests and releases the nodes.
+``placement.autoscaling.fleet`` chooses nodes for these workers. The allocator's own policy is then queried to check
+that it would use the nodes. The result is a ``ScalingDecision``; the caller requests and releases the nodes.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class AutoscalerConfig(NamesArguments):
     """Timing of the autoscaler [s].
 
     Attributes:
-        linger_s: Time for which a node that no job needs is kept, in case a job needs it again.
-        launch_timeout_s: Time beyond a type's start-up time after which a request counts as failed, and another type
-            (on-demand instead of spot) is requested.
-        retry_s: Time after which a failed type is requested again; doubled with each failure, up to 8 x.
+        linger_s: Time for which a node is kept after the last job stopped needing it, in case a job needs it again.
+        launch_timeout_s: Time beyond a node type's start-up time after which a launch counts as failed and another
+            type (for example on-demand instead of spot) is requested.
+        retry_s: Time after which a failed type is requested again. It doubles with each failure, up to 8 x.
 
     Examples:
         >>> from placement import AutoscalerConfig
@@ -61,7 +61,7 @@ class AutoscalerConfig(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingDecision:
-    """Decision on the cluster's nodes."""
+    """Decision on which nodes the cluster should have: nodes to add, keep and release, with reasons."""
 
     nodes: Mapping[str, int]  # by type, how many there should be; those that are there and stay included
     add: Mapping[str, int]  # by type, how many of these are not there yet; 0 is left out
@@ -76,28 +76,28 @@ class ScalingDecision:
     usd_per_h: float  # price of these nodes [USD/h]
 
     def note(self, job: str) -> str:
-        """Return a job's notes as text; empty if there are none."""
+        """Return the messages for a job's user as text; empty if there are none."""
         return "; ".join(map(str, self.notes.get(job, ())))
 
     def explained(self, job: str) -> str:
-        """Return the job's wanted size with all figures, and its notes; empty if it has no use for a node."""
+        """Return a detailed explanation of a job's wanted size, with its notes; empty if there is neither."""
         want = self.wants.get(job)
         said = (*((want.reason,) if want is not None else ()), *self.notes.get(job, ()))
         return "; ".join(each.explained for each in said)
 
     def bundles(self, types: Sequence[NodeType]) -> tuple[tuple[Resources, Mapping[str, str]], ...]:
-        """Return the nodes in the form that Ray's autoscaler expects: a bundle with a label selector for each node."""
+        """Return the wanted nodes in the format of Ray's autoscaler: a resource bundle and label selector per node."""
         return tuple(
             (dict(each.resources), dict(each.labels)) for each in types for _ in range(self.nodes.get(each.name, 0))
         )
 
 
 class Autoscaler:
-    """Autoscaler with soft state: a new one beside a running cluster treats its existing nodes as requested.
+    """Autoscaler with soft state: a new instance treats the nodes of a running cluster as already requested.
 
     Args:
-        policy: The allocator's policy; nodes that it would not use are not requested.
-        most_nodes: Most nodes of all types together; None for no limit.
+        policy: The allocator's policy. Nodes that the policy would not use are not requested.
+        most_nodes: Maximum number of nodes of all types together; None for no limit.
 
     Raises:
         InputError: There is no node type, or two have the same name.
@@ -133,37 +133,37 @@ class Autoscaler:
 
     @property
     def spent_usd(self) -> Mapping[str, float]:
-        """Cost of each job so far [USD]: its share of the nodes that it had workers on."""
+        """Cost of each job so far [USD]: its share of the cost of the nodes on which it had workers."""
         return {job: bill.usd for job, bill in tuple(self._bills.items())}
 
     @property
     def account(self) -> Account:
-        """Recent cost of the cluster."""
+        """Account of the cluster's recent cost and number of jobs."""
         return self._account
 
     def resume(self, account: Account) -> None:
-        """Continue the account of an earlier autoscaler."""
+        """Continue from the account of an earlier autoscaler."""
         self._account = account
 
     def bill(self, job: str) -> Bill | None:
-        """Return the bill of a job; None if the job is unknown. This is cheap, since every heartbeat calls it."""
+        """Return a job's bill, or None if the job is unknown. The call is cheap, since every heartbeat makes it."""
         return self._bills.get(job)
 
     def forget(self, job: str) -> float:
-        """Discard an ended job; return its cost [USD]. May be called while ``decide`` runs in another thread."""
+        """Remove a job that has ended and return its cost [USD]; safe while ``decide`` runs in another thread."""
         self._forgotten.add(job)
         return self._bills.pop(job, Bill()).usd
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """Record that the provider lacks a node type for now, so that another type is requested instead."""
+        """Record that the provider has no more nodes of a type for now, so that another type is requested."""
         self._launches.refuse(name, why, now_s)
 
     def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:
-        """Decide on the cluster's nodes.
+        """Decide which nodes the cluster should have.
 
         Args:
             views: Every running and waiting job, with its target allocation (``AllocatorCore.views``).
-            cluster: The existing nodes; those about to go are marked as draining.
+            cluster: The existing nodes; nodes that will go away soon are marked as draining.
             now_s: Current time [s since the epoch], never decreasing.
         """
         there = self._there(cluster)
@@ -275,7 +275,7 @@ class Autoscaler:
             usd_per_h = 0.0
             for node, workers in by_node(view.allocation).items():
                 kind = of.get(node)
-                usd_per_h += 0.0 if kind is None else kind.usd_per_h * workers / max(kind.slots(view), workers)
+                usd_per_h += 0.0 if kind is None else kind.usd_per_h * kind.share(view, workers)
             bill = self._bills.get(view.job) or view.bill or Bill()
             held_s = max(view.attained_s - bill.attained_s, 0.0)  # a controller that is started anew counts from 0
             price = usd_per_h / view.workers if view.workers else bill.worker_usd_per_h
@@ -397,15 +397,16 @@ def _why(users: Sequence[str], wants: Mapping[str, WantedSize]) -> Reason:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Autoscaling(NamesArguments):
-    """Configuration that lets the allocator decide how many nodes of each type to have; Ray starts and ends them.
+    """Configuration that lets the allocator choose the number of nodes of each type; Ray starts and stops the nodes.
 
     Attributes:
         node_types: Node types that may be requested; :meth:`from_file` reads them from a cluster file.
-        max_nodes: Most nodes of all types together; None for no limit.
+        max_nodes: Maximum number of nodes of all types together; None for no limit.
         objective: An objective object, or a name: "budget", "cost_per_progress", "utility_band", "utility_cost",
             "throughput_efficiency".
-        budget_usd_per_h: For "budget": limit on the cost of all nodes together, averaged over a day [USD/h].
-        times: Timing of requests and releases of nodes.
+        budget_usd_per_h: Limit on the total cost of all nodes, averaged over a day [USD/h]; only for the objective
+            "budget".
+        times: Timing of node requests and releases.
         interval_s: Time between two decisions [s].
 
     Examples:
@@ -441,8 +442,8 @@ class Autoscaling(NamesArguments):
         """Return the configuration for the cluster described by a ``ray up`` file or a KubeRay manifest.
 
         Args:
-            path: The file.
-            prices: Prices by instance type; rounded defaults if None.
+            path: Path of the file.
+            prices: Prices keyed by instance type; None uses built-in approximate prices.
             objective: As in :class:`Autoscaling`.
             budget_usd_per_h: As in :class:`Autoscaling`.
 
@@ -482,17 +483,17 @@ class _Failed:
 
 
 class Launches:
-    """Launches of node types. If a type's nodes do not arrive, it is closed for a while and others are requested.
+    """Tracker of node launches: a type whose nodes do not arrive is closed for a while, and others are requested.
 
         requested --(arrives)--> present
         requested --(nothing arrives for startup + timeout)--> closed for retry x 2^failures --> open again
 
-    If the provider reports that it has none (``refuse``), the type is closed at once. A closed type keeps its existing
-    nodes and gets no more. Only a newly arriving node resets the count of failures, not an existing one.
+    If the provider reports that it has no more nodes of a type (``refuse``), the type is closed at once. A closed type
+    keeps its existing nodes and gets no more. The failure count is reset only when a new node arrives.
 
     Args:
         timeout_s: Time beyond the start-up time after which a launch counts as failed [s].
-        retry_s: Time until a closed type is requested again [s]; doubled with each failure, up to 8 x.
+        retry_s: Time until a closed type is requested again [s]. It doubles with each failure, up to 8 x.
     """
 
     def __init__(self, types: Sequence[NodeType], *, timeout_s: float, retry_s: float) -> None:
@@ -504,7 +505,7 @@ class Launches:
         self._present: Mapping[str, int] = {}
 
     def watch(self, wanted: Mapping[str, int], present: Mapping[str, int], now_s: float) -> None:
-        """Compare requested nodes with existing ones."""
+        """Compare the requested nodes with the existing ones, and close types whose launches have failed."""
         self._present = present
         for name, each in self._types.items():
             there, asked, failed = present.get(name, 0), self._asked.get(name), self._failed.get(name)
@@ -524,7 +525,7 @@ class Launches:
                 self._asked[name] = dataclasses.replace(asked, present=min(asked.present, there))
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """Close a node type that is not available now."""
+        """Close a node type that the provider cannot supply now."""
         if name in self._types and self.closed(name, now_s) is None:
             failed = self._failed.get(name)
             times = 0 if failed is None else failed.times
@@ -533,17 +534,17 @@ class Launches:
         self._asked.pop(name, None)
 
     def closed(self, name: str, now_s: float) -> Reason | None:
-        """Return why no more nodes of this type are requested for now; None if the type is open."""
+        """Return the reason why no more nodes of this type are requested; None if the type is open."""
         until_s, why = self._closed.get(name, (float("-inf"), ""))
         return None if now_s >= until_s else Reason(Cause.CLOSED, (why,), f"asked again in {until_s - now_s:.0f} s")
 
 
 class Lifetimes:
-    """Expected lifetime of nodes of each type, from hours and losses seen so far and a prior of one loss.
+    """Expected node lifetime per type, estimated from observed hours and losses with a prior of one loss.
 
         lasts = (hours seen + expected) / (losses seen + 1)
 
-    This is a Gamma prior of weight one on the rate of losses, so that a single unlucky or lucky hour does not decide.
+    This is a Gamma prior of weight one on the loss rate, so that a single unlucky or lucky hour does not dominate.
     """
 
     def __init__(self, types: Sequence[NodeType]) -> None:
@@ -555,11 +556,11 @@ class Lifetimes:
         self._leaving: frozenset[str] = frozenset()
 
     def watch(self, cluster: Cluster, given_up: Collection[str], now_s: float) -> None:
-        """Count hours, and nodes that disappeared without having been given up.
+        """Update the observed hours, and count nodes that disappeared without having been given up.
 
         Args:
-            given_up: Ids of nodes that the last decision gave up. It omits nodes that are draining by now: once given
-                up and draining, a node counts as given up until it is gone.
+            given_up: Ids of nodes that the last decision gave up. Nodes that are already draining are not included: a
+                node that was given up and is draining counts as given up until it is gone.
         """
         ours = self._leaving.union(given_up)
         here = {n.node_id: kind for n in cluster.nodes if (kind := type_of(n, tuple(self._types.values()))) is not None}

@@ -1,7 +1,7 @@
-"""Node types of a cluster file, Ray's ``cluster.yaml`` or a KubeRay ``RayCluster``, validated when it is read.
+"""Node types of a cluster file (Ray's ``cluster.yaml`` or a KubeRay ``RayCluster``), validated when it is read.
 
-``python -m placement.autoscaling.cluster_file cluster.yaml`` checks a file and prints its node types. ``ray up``
-checks Ray's own schema; this module checks what ``ray up`` does not: that there is a worker type, its price, and the
+``python -m placement.autoscaling.cluster_file cluster.yaml`` checks a file and prints its node types. It checks what
+``ray up``, which validates only Ray's own schema, does not: that the file has a worker type, a price for it, and the
 labels by which jobs and the allocator choose nodes.
 """
 
@@ -61,11 +61,11 @@ class _Raw:
 
 
 def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> ClusterFile:
-    """Read the worker types with their prices.
+    """Read the worker types of a cluster file, with their prices.
 
     Args:
-        path: YAML file for ``ray up``, or of a RayCluster.
-        prices: Prices by instance type; rounded defaults if None.
+        path: YAML file for ``ray up``, or manifest of a ``RayCluster``.
+        prices: Prices keyed by instance type; None uses built-in approximate prices.
 
     Raises InputError: the file cannot be read, has no worker type, an instance type without a price, a label that
     contradicts its market, a head that accepts work, or a field that is empty or of the wrong type. The message names
@@ -276,7 +276,7 @@ def _amounts(resources: object, where: str) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a file and print its node types; return 0, or 2 after printing one line about the error."""
+    """Check a file and print its node types; return 0, or 2 after printing a one-line error."""
     parser = argparse.ArgumentParser(prog="python -m placement.autoscaling.cluster_file", description=__doc__)
     parser.add_argument("file", help="cluster.yaml of ray up, or a RayCluster")
     parser.add_argument("--prices", metavar="FILE", help="CSV or JSON: type, on_demand, spot, gpu, gpus [USD/h]")

@@ -1,4 +1,4 @@
-"""Choice of nodes for given sizes: the cheapest nodes on which every job can have its workers."""
+"""Choice of nodes for given job sizes: the cheapest nodes on which every job can have its workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHANGE = 0.1  # relative gain that is worth a node of another type where one is
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Number of nodes of each type, and the jobs that use them."""
+    """Number of nodes of each type, with the jobs that use them."""
 
     nodes: Mapping[str, int]  # by node type, none left out
     users: Mapping[str, tuple[str, ...]]  # jobs whose workers each type was counted for
@@ -110,17 +110,17 @@ def build(
     lasts_h: Mapping[str, float],
     most: int | None = None,
 ) -> Fleet:
-    """Return the cheapest nodes for these sizes.
+    """Return the cheapest nodes that can hold these job sizes.
 
-    Jobs are served by priority, then running ones, then by arrival, first from the room that earlier jobs leave on
-    chosen nodes. A mixed job has its minimum on on-demand nodes. If several types fit, the cheapest is used, where
-    the cost includes expected losses by preemption.
+    Jobs are served by priority, running jobs before waiting ones, and then by arrival. A job first uses the room that
+    earlier jobs leave on chosen nodes. A job whose ``spot`` is ``mixed`` has its minimum on on-demand nodes. If several
+    types fit, the cheapest is used, where the cost includes expected losses by preemption.
 
     Args:
-        types: Node types on offer, with their current limits.
+        types: Available node types, with their current limits.
         static: Nodes that exist regardless of requests.
-        lasts_h: Mean time until a node is reclaimed, by type [h].
-        most: Most nodes of all types together; None for no limit.
+        lasts_h: Mean time until a node is reclaimed [h], keyed by type.
+        most: Maximum number of nodes of all types together; None for no limit.
     """
     builder = _Builder(types, static, present, most)
     short: dict[str, int] = {}

@@ -37,14 +37,14 @@ TOLERANCE = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """Node of the cluster.
+    """Node of the cluster, with its resources and labels.
 
     Attributes:
         node_id: Ray's hex node id.
         total: All resources of the node.
-        free: Resources available to all elastic jobs together: ``total`` minus those held by other users of the
-            cluster. Resources that elastic jobs already hold are included.
-        draining: True if the node will go away soon; it gets no new workers, and its workers are moved.
+        free: Resources available to all elastic jobs together, including those that elastic jobs already hold:
+            ``total`` minus the resources held by other users of the cluster.
+        draining: True if the node will go away soon. It then gets no new workers, and its workers are moved.
         labels: Ray's node labels (GPU type, market, zone...).
 
     Examples:
@@ -75,16 +75,16 @@ class Node:
 
     @property
     def domain(self) -> str:
-        """Part of the network in which the node is; empty if the node has no label for it."""
+        """Network domain of the node; empty if the node has no label for it."""
         return self.labels.get(DOMAIN_LABEL, "")
 
     @property
     def spot(self) -> bool:
-        """True if the node may be reclaimed. A node without a market label counts as on-demand."""
+        """True if the cloud may reclaim the node. A node without a market label counts as on-demand."""
         return self.labels.get(MARKET_LABEL) == SPOT
 
     def slots(self, bundle: Resources) -> int:
-        """Return how many workers with this bundle of resources fit into ``free``."""
+        """Return the number of workers with this resource bundle that fit into ``free``."""
         return slots(self.free, bundle)
 
     def matches(self, label_selector: Mapping[str, str]) -> bool:
@@ -110,9 +110,9 @@ class Cluster:
         object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.node_id)))
 
     def draining(self, node_ids: Collection[str]) -> Cluster:
-        """Return the cluster with these nodes marked as draining.
+        """Return a copy of the cluster with these nodes marked as draining.
 
-        They get no new workers, and their workers are moved.
+        Draining nodes get no new workers, and their workers are moved.
         """
         if not node_ids:
             return self
@@ -125,7 +125,7 @@ class Cluster:
 
 
 class AllocationError(ValueError):
-    """Error raised if an allocation breaks a rule.
+    """Error raised if an allocation violates a rule.
 
     Attributes:
         rule: Short name of the rule: ``known job``, ``known node``, ``draining``, ``whole number``,
@@ -144,7 +144,7 @@ _PART = re.compile(r"(.+?)\*(\d+)(?:\+|$)")
 
 
 def parts(place: str) -> dict[str, int]:
-    """Return the processes of a worker by node: ``{"n1": 4, "n2": 2}`` for ``n1*4+n2*2``, and ``{"n1": 1}`` for a node.
+    """Return the processes of one worker per node, parsed from its place; a plain node id gives ``{id: 1}``.
 
     Examples:
         >>> parts("n1*4+n2*2")
@@ -157,12 +157,12 @@ def parts(place: str) -> dict[str, int]:
 
 
 def is_split(place: str) -> bool:
-    """True if the place is that of a unit on several nodes."""
+    """True if this place spans several nodes, as in ``n1*4+n2*2``."""
     return len(parts(place)) > 1
 
 
 def by_node(places: Mapping[str, float]) -> dict[str, float]:
-    """Return workers by node; of a unit that spans nodes, each node counts its share."""
+    """Return the number of workers per node; a worker that spans several nodes counts on each in proportion."""
     found: dict[str, float] = {}
     for place, workers in places.items():
         here = parts(place)
@@ -172,13 +172,13 @@ def by_node(places: Mapping[str, float]) -> dict[str, float]:
 
 
 def slots(amounts: Resources, bundle: Resources) -> int:
-    """Return how many bundles fit into the amounts, at most 10**9 (an empty bundle always fits)."""
+    """Return the number of bundles that fit into the amounts, at most 10**9 (an empty bundle always fits)."""
     fits = [int(amounts.get(name, 0.0) / need + TOLERANCE) for name, need in bundle.items() if need > 0]
     return min(fits, default=10**9)
 
 
 def add_amounts(totals: dict[str, float], bundle: Resources, workers: float) -> None:
-    """Add what these workers use to the totals; negative workers subtract it."""
+    """Add the resources of these workers to the totals; a negative number of workers subtracts them."""
     for name, need in bundle.items():
         totals[name] = totals.get(name, 0.0) + workers * need
 
@@ -187,9 +187,9 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
     """Raise an error if the cluster cannot hold an allocation.
 
     Args:
-        cluster: The nodes; workers may use what is ``free`` on them.
+        cluster: The nodes. Workers may use only the ``free`` resources.
 
-    Raises AllocationError: it names the rule, and the job or node that breaks it.
+    Raises AllocationError: a rule is violated; the message names the rule, and the job or node.
     """
     nodes = cluster.by_id()
     used: dict[str, dict[str, float]] = {}
@@ -214,7 +214,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
 
 
 def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
-    """Return the resources that these workers use, by node id."""
+    """Return the resources that these workers use, keyed by node id."""
     used: dict[str, dict[str, float]] = {}
     for job, placed in allocation.items():
         for node_id, workers in by_node(placed).items():
@@ -223,7 +223,7 @@ def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> d
 
 
 def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Resources]) -> Cluster:
-    """Return the cluster without the resources that these workers use."""
+    """Return the cluster with the resources that these workers use removed."""
     used = used_on_nodes(allocation, bundles)
     return Cluster(
         nodes=tuple(
@@ -248,7 +248,7 @@ class Change:
 
 
 def diff(before: Allocation, after: Allocation) -> tuple[Change, ...]:
-    """Return the jobs whose workers differ, sorted so that shrinking jobs come first, then by name."""
+    """Return the jobs whose workers differ, shrinking jobs first, then by name."""
     changes = [
         Change(job=job, before=dict(before.get(job, {})), after=dict(after.get(job, {})))
         for job in sorted({*before, *after})

@@ -1,4 +1,4 @@
-"""Views of jobs for allocation policies, and their speeds by number of workers."""
+"""Views of jobs for allocation policies, and the speed of each job by number of workers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Shape: TypeAlias = "tuple[int, int]"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """Accumulated cost of a job, counted by the allocator and stored by the controller for the next allocator."""
+    """Accumulated cost of a job, updated by the allocator and stored by the job's controller for a later allocator."""
 
     usd: float = 0.0  # so far [USD]
     attained_s: float = 0.0  # worker-seconds that it counts (``JobView.attained_s``)
@@ -47,7 +47,7 @@ class Bill:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FoundStrategy:
-    """Fastest strategy found for a model in one form of group, with its step time."""
+    """Fastest synchronisation strategy found for a model on one form of group, with its step time."""
 
     name: str
     step_s: float  # [s]
@@ -78,61 +78,63 @@ class JobView:
     Attributes:
         job: Name of the job, unique in the cluster.
         bundle: Resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``.
-        min_workers: Fewest workers with which the job can run.
-        max_workers: Most workers that the job accepts.
+        min_workers: Minimum number of workers with which the job can run.
+        max_workers: Maximum number of workers that the job accepts.
         submitted_s: Time of submission [s since the epoch]; earlier jobs are admitted first.
-        held_at: Exact number of workers set by the user; None leaves it to the policy.
-        paused: Reason why the user has paused the job, which gets no workers until resumed; empty if not paused.
-        wished: Fewest workers that the job's own adaptation policy requests. They come from slots that other jobs
-            cannot use (``placement.planning.wishes``), and ``held_at`` takes precedence. None for no wish.
-        allocation: Number of bundles held now, keyed by node id: every fulfilled reservation, even if its worker has
-            not joined yet, and the bundles of leaving workers until they are released.
-        most_workers: Most workers the job has trained with so far; limits exploration while ``goodput``
-            is unknown.
+        held_at: Exact number of workers set by the user; None leaves the number to the policy.
+        paused: Reason why the user has paused the job; empty if it is not paused. A paused job gets no workers.
+        wished: Minimum number of workers that the job's own adaptation policy requests; None for no request. These
+            workers come from slots that other jobs cannot use (``placement.planning.wishes``). ``held_at`` takes
+            precedence.
+        allocation: Number of bundles that the job holds, keyed by node id. This includes fulfilled reservations whose
+            worker has not joined yet, and bundles of leaving workers until they are released.
+        most_workers: Largest number of workers that the job has trained with so far; limits exploration while
+            ``goodput`` is unknown.
         goodput: Fitted goodput model; None before the first fit.
         init_batch_size: Initial global batch size (M0) that the user requested [samples].
         max_batch_size: Largest global batch the job may use [samples]; None keeps it at ``init_batch_size``.
-        held_batch: Global batch that the job's own policy fixes, if it fits [samples]; None lets the job choose
-            the best one.
-        forecast: Later values of ``held_batch``; None if no change is known.
-        atomic_bsz_range: Fewest and most samples of one worker in one micro-step.
+        held_batch: Global batch fixed by the job's own policy [samples], used whenever it fits. None lets the job
+            choose the best batch.
+        forecast: Future values of ``held_batch``; None if no change is known.
+        atomic_bsz_range: Minimum and maximum number of samples per worker in one micro-step.
         accumulation: True if the job may accumulate gradients over several micro-steps.
         resize_cost_s: Training time lost by one resize [s], measured or estimated.
-        stop_cost_s: Cost of a stop and a later restart [s]; None if a stop would lose work, in which case only
-            limits, lack of room and the user may stop the job.
+        stop_cost_s: Training time lost by stopping the job and restarting it later [s]. None if a stop would lose
+            work; the job is then stopped only by limits, lack of room or the user.
         label_selector: Conditions on the labels of a worker's node (``placement.cluster.labels``); for instance,
             ``{"ray.io/accelerator-type": "in(T4,A100)"}`` selects GPU types.
-        growth_limit: Most workers that exploration allows now, for policies that use only the job's own measurements;
-            None for no limit.
-        attained_s: Worker-seconds that the job has held so far.
+        growth_limit: Largest number of workers that exploration currently allows, for policies that use only the
+            job's own measurements; None for no limit.
+        attained_s: Worker-seconds that the job has used so far.
         bill: Accumulated cost, as last reported by an allocator; None if no allocator knew prices.
-        restarts: Number of changes of the job's workers so far, not counting the first start.
-        fingerprint: Id of the model that the job trains; measurements are valid for all jobs with the same one.
+        restarts: Number of changes to the job's workers so far, not counting the first start.
+        fingerprint: Id of the model that the job trains; jobs with the same fingerprint share measurements.
         progress: Progress of the job; None until its workers have started and reported.
-        models: Fitted models by GPU type; ``goodput`` is the one for the current or last type.
-        observations: Measured step times by GPU type, oldest first.
-        atomic_bsz_ranges: ``atomic_bsz_range`` by GPU type, if it differs between types.
-        priority: Priority; jobs with a higher one get their minimum, and later their growth, first.
+        models: Fitted models, keyed by GPU type; ``goodput`` is the model for the current or last type.
+        observations: Measured step times, keyed by GPU type, oldest first.
+        atomic_bsz_ranges: ``atomic_bsz_range`` keyed by GPU type, if it differs between types.
+        priority: Priority; jobs with a higher priority get their minimum, and later their growth, first.
         tenant: Tenant that owns the job; tenants share the cluster by their weights.
         user: User who submitted the job.
-        preemptible: True if the running job may be stopped for a job of higher precedence.
-        deadline_s: Time by which it should be done [s since the epoch]; None for no deadline.
-        whole_nodes: True if it prefers whole nodes that it shares with no other job.
-        weight: Weight of its speed relative to other jobs in the same call to a policy.
-        tenant_weight: Weight of its tenant if the cluster's configuration does not list it; None if not declared.
-        spot: How it uses spot nodes; without effect on a cluster that has none.
-        budget_usd: Limit on its cost [USD]; None for no limit.
-        utility: Value of its completion by the time since ``submitted_s``; None if not declared.
-        slow_nodes: By node id, the factor by which steps are slower than usual, for slow nodes that the job uses
-            or has just left.
-        node_failures: Failures of its workers, with their nodes (``placement.cluster.node_record``).
-        mixed_gpu_types: True if its workers may run on several GPU types, with work divided by speed. Policies
+        preemptible: True if the running job may be stopped in favour of a job of higher precedence.
+        deadline_s: Time by which the job should end [s since the epoch]; None for no deadline.
+        whole_nodes: True if the job prefers whole nodes that it shares with no other job.
+        weight: Weight of the job's speed relative to other jobs in the same call to a policy.
+        tenant_weight: Weight of the job's tenant, used if the cluster's configuration does not list the tenant; None
+            if not declared.
+        spot: How the job uses spot nodes; ignored on a cluster that has none.
+        budget_usd: Limit on the job's cost [USD]; None for no limit.
+        utility: Value of the job's completion as a function of the time since ``submitted_s``; None if not declared.
+        slow_nodes: Slowdown factor of the job's steps, keyed by node id, for slow nodes that the job uses or has just
+            left.
+        node_failures: Failures of the job's workers, with their nodes (``placement.cluster.node_record``).
+        mixed_gpu_types: True if the job's workers may run on several GPU types, with work divided by speed. Policies
             that keep a job on one type, or ignore types, ignore this field.
-        sizes: Numbers of workers that it can train with, if not all from the minimum to the maximum are valid
+        sizes: Numbers of workers that the job can train with, if some between the minimum and the maximum are invalid
             (``placement.planning.constraints``).
-        unit: Number of processes per worker, for which ``bundle`` is, on one node if any node is large enough
-            (``placement.planning.spans``); reasons call such a worker a unit.
-        strategies: Fastest synchronisation strategies found for its model, by form of the group.
+        unit: Number of processes that form one worker, to which ``bundle`` applies. They run on one node if any node
+            is large enough (``placement.planning.spans``). Reasons call such a worker a unit.
+        strategies: Fastest synchronisation strategies found for the job's model, keyed by form of the group.
 
     Examples:
         >>> from placement import JobView
@@ -243,12 +245,12 @@ class JobView:
             )
 
     def placed(self, allocation: Mapping[str, int]) -> JobView:
-        """Return the view with another allocation."""
+        """Return a copy of the view with a different allocation."""
         return self if self.allocation == allocation else dataclasses.replace(self, allocation=allocation)
 
     @property
     def selector(self) -> Mapping[str, str]:
-        """Conditions on a worker's node: ``label_selector``, and no spot node for a job that avoids them.
+        """Conditions on a worker's node: ``label_selector``, plus the exclusion of spot nodes if the job avoids them.
 
         A condition on the market in the user's own selector takes precedence.
         """
@@ -258,7 +260,7 @@ class JobView:
 
     @property
     def workers(self) -> int:
-        """Number of workers held now."""
+        """Number of workers that the job currently holds."""
         return sum(self.allocation.values())
 
     @property
@@ -268,12 +270,12 @@ class JobView:
 
     @property
     def useful_workers(self) -> int:
-        """Largest number of workers that this job can use now.
+        """Largest number of workers that the job can use now, never below ``min_workers``.
 
-        At most ``max_workers``, and at most the number at which the largest global batch still gives each worker the
-        smallest micro-batch. Before a goodput model exists, at most twice the number that the job has run with (2 ->
-        4..., as Pollux explores), or the next allowed size, because the speed of larger sizes is unknown. Never below
-        ``min_workers``.
+        The number is limited by ``max_workers``, and by the number at which the largest global batch still gives each
+        worker the smallest micro-batch. The speed of larger sizes is unknown before a goodput model exists, so the
+        number is then also limited to twice the most workers that the job has run with (2 -> 4..., as Pollux explores),
+        or to the next allowed size.
         """
         most = self._most_with_samples
         if self.goodput is None:
@@ -287,7 +289,7 @@ class JobView:
 
     @property
     def wished_workers(self) -> int:
-        """``wished``, limited by micro-batch size and by exploration; the minimum without a wish."""
+        """``wished``, limited by micro-batch size and exploration; the minimum if the job wishes for nothing."""
         limits = [self._most_with_samples, self.wished or self.min_workers, self.growth_limit or self.max_workers]
         return max(self.sizes.at_most(min(limits)), self.min_workers)
 
@@ -301,30 +303,30 @@ class JobView:
 
 
 def worker_kind(view: JobView) -> WorkerKind:
-    """Return the fields that decide where a job's workers fit. Thousands of jobs share a few kinds."""
+    """Return the fields that determine where a job's workers fit, for caching: many jobs share a few kinds."""
     return tuple(sorted(view.bundle.items())), tuple(sorted(view.selector.items()))
 
 
 def alike(views: Iterable[JobView]) -> bool:
-    """True if the workers of all jobs are interchangeable: same bundle, same label selector."""
+    """True if the workers of all jobs are interchangeable, with the same bundle and label selector."""
     return len({worker_kind(view) for view in views}) <= 1
 
 
 def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDArray[np.float64]:
-    """Return a job's speed on 0..n workers, with each size on as few nodes as possible.
+    """Return a job's relative speed on 0..n workers, with each size placed on as few nodes as possible.
 
     speed[k] = goodput(nodes(k), k) / goodput(nodes(k1), k1), where k1 is the smallest size that can run at all, so
     that speeds of different jobs are comparable. Without a model, speed[k] = k: linear, within
     ``JobView.useful_workers``.
 
     Args:
-        slots: Number of its workers that fit on each node, in any order; only used for nodes(k).
+        slots: Number of the job's workers that fit on each node, in any order; used only to compute nodes(k).
         most: Largest size of interest; ``view.useful_workers`` by default.
 
-    Returns an array of length n + 1, n = min(most, sum(slots)); speed[0] = 0, all entries are finite and at least 0.
-    The speed of a size that is not allowed is interpolated between the allowed sizes around it, so that a policy that
-    adds one worker at a time gets past it; ``placement.planning.constraints`` ensures that no job ends up there. An
-    entry is 0 if no batch size is possible, and may fall with k if communication outweighs the gain.
+    Returns an array of length n + 1, n = min(most, sum(slots)). speed[0] = 0, and all entries are finite and at least
+    0. An entry is 0 if no batch size is possible, and may fall with k if communication outweighs the gain. The speed of
+    a size that is not allowed is interpolated from the allowed sizes around it, so that a policy that adds one worker
+    at a time gets past it; ``placement.planning.constraints`` ensures that no job ends up with such a size.
     """
     n = min(view.useful_workers if most is None else most, int(sum(slots)))
     if view.goodput is None or n == 0:
@@ -342,7 +344,7 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
 
 
 def goodputs(view: JobView, slots: Sequence[int]) -> NDArray[np.float64]:
-    """Return a job's goodput [samples/s] on 1..n workers, with n and nodes as in ``speeds``; empty without a model."""
+    """Return a job's goodput [samples/s] on 1..n workers, as placed by ``speeds``; empty without a model."""
     n = min(view.useful_workers, int(sum(slots)))
     if view.goodput is None or n == 0:
         return np.zeros(0)
@@ -360,9 +362,9 @@ def _shapes(slots: Sequence[int], most: int) -> tuple[Shape, ...]:
 def shape_goodputs(
     view: JobView, model: GoodputModel, wanted: tuple[Shape, ...], atomic_bsz_range: tuple[int, int] | None
 ) -> NDArray[np.float64]:
-    """Return the useful samples per second of each shape, 0 if no batch fits; the array is read-only.
+    """Return a read-only array of the useful samples per second of each shape; 0 if no batch fits.
 
-    Each shape uses the batch that the job is held at, or else the best batch within the limits.
+    Each shape uses the batch at which the job is held, or else the best batch within the limits.
     """
     limit = view.max_batch_size
     if limit is not None:
@@ -396,7 +398,7 @@ def _goodputs(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Oracle:
-    """True data about a simulated job, which no live job knows."""
+    """Ground truth about a simulated job, which is unknown for a real one."""
 
     # true seconds of one step at the requested batch on 1, 2, ... workers, each count on as few nodes as possible; it
     # ends at the most workers that the batch can be split over.
@@ -412,7 +414,7 @@ class Oracle:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJobView(JobView):
-    """View of a job from a trace."""
+    """View of a job that comes from a trace, with its ground truth and the size that its user requested."""
 
     oracle: Oracle | None = None  # what is true of it; None if it is to be measured
     # what its user asked for; a scheduler of rigid jobs gives exactly that or nothing
@@ -426,25 +428,25 @@ class TraceJobView(JobView):
 
 
 def oracle_of(view: JobView) -> Oracle | None:
-    """Return the true data of a simulated job; None for a live job."""
+    """Return the ground truth about a simulated job; None for a real job."""
     return view.oracle if isinstance(view, TraceJobView) else None
 
 
 def requested_workers(view: JobView) -> int | None:
-    """Return the exact number of workers that the user requested; None for a live job, which is elastic."""
+    """Return the exact number of workers that the user requested; None for a real job, which is elastic."""
     return view.requested_workers if isinstance(view, TraceJobView) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Cost of all nodes and number of jobs, both with exponentially decaying memory."""
+    """Recent cost of all nodes and number of jobs, both with exponentially decaying weight."""
 
     hours: float = 0.0  # that are counted [h]
     spent_usd: float = 0.0  # for nodes in that time [USD]
     job_hours: float = 0.0  # number of jobs x hours
 
     def after(self, hours: float, usd_per_h: float, jobs: int, memory_h: float) -> Account:
-        """Return the account after `hours` more at this price; hours that lie ``memory_h`` in the past count 1/e."""
+        """Return the account after ``hours`` more at this cost; hours ``memory_h`` ago have weight 1/e."""
         kept = math.exp(-hours / memory_h)
         fresh = -memory_h * math.expm1(-hours / memory_h)  # not 1 - kept, which has no digits after a short while
         return Account(

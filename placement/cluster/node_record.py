@@ -1,6 +1,6 @@
-"""Failures of workers by node, and how long a node is avoided because of them (pure).
+"""Record of worker failures by node, which determines how long a node is avoided (pure).
 
-A node that was lost entirely has no record, since it comes back under another id.
+A node that was lost entirely has no record, since it would return under another id.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LONGEST_CAUSE = 200
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFailure:
-    """Failure of a worker on a node, as its job's controller reports it with each heartbeat."""
+    """Failure of a worker on a node, as reported by the job's controller in each heartbeat."""
 
     node: str
     worker: str  # id of the worker, which no other of the job has
@@ -44,7 +44,7 @@ class NodeFailure:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHistory:
-    """Failures on a node, in the form in which they are shown."""
+    """Summary of the failures on a node, for display."""
 
     node: str
     failures: int  # how many are remembered
@@ -60,7 +60,7 @@ class NodeHistory:
 
     @property
     def short(self) -> str:
-        """Text without the parts that change every second."""
+        """Summary text without the parts that change every second."""
         whom = "all jobs" if self.by_all else ", ".join(self.avoided_by)
         workers = "1 worker" if self.failures == 1 else f"{self.failures} workers"
         avoided = f", avoided by {whom} for {math.ceil(self.rests_s / 60)} min" if whom else ""
@@ -84,10 +84,10 @@ class _Noted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AvoidedNodes:
-    """Nodes to avoid now, each with its reason.
+    """Nodes that are currently avoided, each with the reason.
 
     Attributes:
-        broken: For each job, the nodes on which a disk or GPU has failed it.
+        broken: Nodes on which a disk or GPU made a job's workers fail, keyed by job.
     """
 
     by_job: Mapping[JobKey, Mapping[str, str]]
@@ -95,12 +95,12 @@ class AvoidedNodes:
     broken: Mapping[JobKey, Collection[str]] = dataclasses.field(default_factory=dict)
 
     def of(self, view: JobView) -> dict[str, str]:
-        """Return the nodes that one job avoids, with the reasons."""
+        """Return the nodes that this job avoids, with the reasons."""
         return {**self.by_all, **self.by_job.get((view.job, view.submitted_s), {})}
 
 
 class NodeRecord:
-    """Failures by node. Soft state: jobs report their failures again, but those of ended jobs are lost with it."""
+    """Record of worker failures by node; if it is lost, running jobs report their failures again."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, list[_Noted]] = {}
@@ -122,18 +122,18 @@ class NodeRecord:
             self._nodes[told.node] = sorted([*known, noted], key=lambda each: each.at_s)[-_MOST_FAILURES:]
 
     def ended(self, view: JobView) -> None:
-        """Keep only the failures in an ended job's last report, which no longer has those blamed on its program."""
+        """Discard an ended job's failures that its last report omits because they were blamed on its program."""
         key, kept = (view.job, view.submitted_s), {(each.node, each.worker) for each in view.node_failures}
         for node, noted in list(self._nodes.items()):
             self._keep(node, [each for each in noted if each.job != key or (node, each.worker) in kept])
 
     def forgive(self, node: str, now_s: float) -> bool:
-        """Discard a node's failures; return True if there were any."""
+        """Clear a node's failures; return True if there were any."""
         self._forgiven_s[node] = now_s
         return self._nodes.pop(node, None) is not None
 
     def forget(self, now_s: float, nodes: Collection[str]) -> None:
-        """Discard old failures, and nodes that are not among ``nodes``."""
+        """Discard old failures, and those on nodes that are not in ``nodes``."""
         for node, noted in list(self._nodes.items()):
             self._keep(node, [each for each in noted if node in nodes and now_s - each.at_s <= FORGET_S])
         self._forgiven_s = {node: at_s for node, at_s in self._forgiven_s.items() if now_s - at_s <= FORGET_S}
@@ -145,7 +145,7 @@ class NodeRecord:
             self._nodes.pop(node, None)
 
     def avoided(self, now_s: float) -> AvoidedNodes:
-        """Return the nodes to avoid now, and for which jobs."""
+        """Return the nodes to avoid now, with the jobs that should avoid each of them."""
         by_job: dict[JobKey, dict[str, str]] = {}
         by_all: dict[str, str] = {}
         broken: dict[JobKey, set[str]] = {}
@@ -162,7 +162,7 @@ class NodeRecord:
         return AvoidedNodes(by_job=by_job, by_all=by_all, broken=broken)
 
     def rows(self, now_s: float) -> tuple[NodeHistory, ...]:
-        """Return all nodes with failures, sorted by id."""
+        """Return a summary for each node with failures, sorted by id."""
         avoided, rows = self.avoided(now_s), []
         for node, noted in sorted(self._nodes.items()):
             keys = {each.job for each in noted}

@@ -1,4 +1,4 @@
-"""Types of nodes that may be requested, with resources, prices and lifetimes."""
+"""Node types that may be requested, with their resources, prices and lifetimes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class NodeType:
     Attributes:
         name: Name of the type, as in ``available_node_types`` of a cluster file.
         resources: All resources of one node, in Ray's units.
-        labels: Labels of every such node; ``ray.io/market-type`` marks a spot node, ``ray.io/accelerator-type``
-            is the type of its GPUs.
+        labels: Labels of every node of this type. ``ray.io/market-type`` marks a spot node;
+            ``ray.io/accelerator-type`` is the type of its GPUs.
         usd_per_h: Price of one node [USD/h].
         min_nodes: Number of nodes that are always kept.
-        max_nodes: Most nodes that may exist at once.
-        startup_s: Time from the request until a node can take a worker [s].
-        lasts_h: Mean time until a node of this type is reclaimed [h]; infinity if that never happens.
+        max_nodes: Maximum number of nodes of this type.
+        startup_s: Time from the request until a node can run a worker [s].
+        lasts_h: Mean time until the cloud reclaims a node of this type [h]; infinity if that never happens.
 
     Examples:
         >>> from placement import NodeType
@@ -63,7 +63,7 @@ class NodeType:
 
     @property
     def spot(self) -> bool:
-        """True if nodes of this type may be reclaimed."""
+        """True if the cloud may reclaim nodes of this type."""
         return self.labels.get(MARKET_LABEL) == SPOT
 
     @property
@@ -72,17 +72,24 @@ class NodeType:
         return self.labels.get(GPU_TYPE_LABEL, "")
 
     def node(self, node_id: str) -> Node:
-        """Return an empty node of this type."""
+        """Return an unused node of this type."""
         labels = {**self.labels, GROUP_LABEL: self.name}
         return Node(node_id=node_id, total=self.resources, free=self.resources, labels=labels)
 
     def slots(self, view: JobView) -> int:
-        """Return how many of the job's workers fit onto one such node; 0 if its selector excludes it."""
+        """Return the number of the job's workers that fit on one node; 0 if the job's selector excludes this type."""
         return slots(self.resources, view.bundle) if matches(self.labels, view.selector) else 0
+
+    def share(self, view: JobView, workers: float) -> float:
+        """Return the part of such a node that the job's workers hold, or the part of a unit that spans nodes."""
+        if fit := self.slots(view):
+            return workers / max(fit, workers)
+        needs = [(workers * need, self.resources.get(name, 0.0)) for name, need in view.bundle.items() if need > 0]
+        return max(need / max(amount, need) for need, amount in needs)
 
 
 def obtainable(types: Sequence[NodeType]) -> tuple[Node, ...]:
-    """Return every node that could be requested, up to the maximum of each type."""
+    """Return every node that could be requested: ``max_nodes`` of each type."""
     return tuple(each.node(f"{each.name}~{i}") for each in types for i in range(each.max_nodes))
 
 
@@ -94,10 +101,10 @@ def check_types(types: Sequence[NodeType]) -> None:
 
 
 def type_of(node: Node, types: Sequence[NodeType]) -> str | None:
-    """Return the name of the node's type; None for a node of no type, such as the head.
+    """Return the name of the node's type; None if the node matches no type, as the head usually does not.
 
-    Ray labels a node that its autoscaler started with the type's name. A node without that label has the first type
-    whose labels and resources it has.
+    Ray labels a node that its autoscaler started with the type's name. A node without that label is matched to the
+    first type whose labels and resources it has.
     """
     group = node.labels.get(GROUP_LABEL)
     if group is not None:

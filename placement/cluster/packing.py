@@ -1,8 +1,8 @@
-"""Free resources and occupancy of nodes while a decision places jobs, and packing of decided counts onto nodes.
+"""Packing of workers onto nodes, with the free resources and occupancy of nodes during a decision.
 
 ``best_fit`` selects the tightest node that holds all workers, so that large gaps stay whole; ``worst_fit`` selects the
 roomiest, so that a job spans few nodes. Both are known from bin packing. The caller decides which jobs keep their
-nodes and which come first.
+nodes and which are placed first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from placement.cluster.jobs import JobView, WorkerKind, worker_kind
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Result of packing: the nodes of all placed workers."""
+    """Result of packing: the nodes of all placed workers, and the workers that were not placed."""
 
     allocation: Allocation  # workers per job and node
     short: Mapping[str, int]  # per job, how many of its wanted workers found no place (0 is left out)
@@ -171,23 +171,23 @@ _KeyCo = TypeVar("_KeyCo", bound=Hashable, covariant=True)
 
 
 class Free(Protocol[_JobContra, _KeyCo]):
-    """Protocol of free room on nodes: ``FreeResources`` if workers differ, else ``FreeSlots``."""
+    """Protocol of free room on nodes: ``FreeResources`` if workers differ in kind, else ``FreeSlots``."""
 
     def key(self, job: _JobContra) -> _KeyCo:
         """Return a key that identifies the job."""
         ...
 
     def slots(self, job: _JobContra) -> Ints:
-        """Return how many more of the job's workers fit on each node; the caller may change the array."""
+        """Return how many more workers of the job fit on each node, in an array that the caller may modify."""
         ...
 
     def take(self, job: _JobContra, index: int, workers: int) -> None:
-        """Reserve room on one node; negative workers release it."""
+        """Reserve room on one node for workers of the job; a negative number of workers releases room."""
         ...
 
 
 class FreeSlots:
-    """Free slots of each node if the workers of all jobs are alike; jobs are numbers."""
+    """Free slots of each node, for jobs whose workers are all alike; jobs are identified by number."""
 
     def __init__(self, slots: Sequence[int] | Ints) -> None:
         self._free = np.array(slots, dtype=np.int64)
@@ -206,10 +206,10 @@ class FreeSlots:
 
 
 class Occupancy(Generic[_Job, _Key]):
-    """Workers of each job by node, and the room that they leave free.
+    """Workers of each job on each node, with the room that is left.
 
     Args:
-        free: Remaining room on the nodes; from now on it must only be changed through this object.
+        free: Remaining room on the nodes. From now on, it must be changed only through this object.
     """
 
     def __init__(self, free: Free[_Job, _Key]) -> None:
@@ -219,7 +219,7 @@ class Occupancy(Generic[_Job, _Key]):
         self._multi_node: set[_Key] = set()
 
     def slots(self, job: _Job) -> Ints:
-        """Return how many more of the job's workers fit on each node."""
+        """Return how many more workers of the job fit on each node."""
         return self._free.slots(job)
 
     def place(self, job: _Job) -> Mapping[int, int]:
@@ -231,7 +231,7 @@ class Occupancy(Generic[_Job, _Key]):
         return sum(self.place(job).values())
 
     def put(self, job: _Job, index: int, workers: int) -> None:
-        """Add workers of the job on one node. The caller must check ``slots``."""
+        """Add workers of the job on one node, without checking that they fit (see ``slots``)."""
         self._free.take(job, index, workers)
         key = self._free.key(job)
         place = self._places.setdefault(key, {})
@@ -266,13 +266,13 @@ class Occupancy(Generic[_Job, _Key]):
 
 
 def best_fit(fits: NDArray[np.int64], wanted: int) -> int | None:
-    """Return the tightest node with room for these workers, the first of equals; None if none has room."""
+    """Return the index of the tightest node with room for all workers, the first on ties; None if none has room."""
     enough = fits >= wanted
     return int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max))) if enough.any() else None
 
 
 def worst_fit(fits: NDArray[np.int64]) -> int | None:
-    """Return the roomiest node, the first of equals; None if none has room for a worker."""
+    """Return the index of the roomiest node, the first on ties; None if no node has room for a worker."""
     index = int(np.argmax(fits)) if len(fits) else 0
     return index if len(fits) and fits[index] > 0 else None
 
@@ -321,7 +321,7 @@ class FreeResources:
         return view.job
 
     def index(self, node_id: str) -> int | None:
-        """Return the position of a node; None if it is gone or draining."""
+        """Return the index of a node; None if it is gone or draining."""
         return self._index.get(node_id)
 
     def slots(self, view: JobView) -> NDArray[np.int64]:
@@ -338,7 +338,7 @@ class FreeResources:
         return kind.slots.copy()
 
     def take(self, view: JobView, index: int, workers: float) -> None:
-        """Reserve resources on one node. The caller must check ``slots``; negative workers release resources."""
+        """Reserve resources on one node without checking ``slots``; negative workers release resources."""
         needs = self._kind(view).needs
         assert needs is not None, f"job {view.job} has no slot to take"
         for column, amount in needs:
@@ -346,7 +346,7 @@ class FreeResources:
         self._changed.append(index)
 
     def add(self, view: JobView, workers: int) -> bool:
-        """Reserve ``workers`` bundles, on the tightest nodes first; reserve all or none, and return True if all fit."""
+        """Reserve room for all workers, on the tightest nodes first, and return True; if not all fit, reserve none."""
         fits = self.slots(view)
         if int(fits.sum()) < workers:
             return False
@@ -360,7 +360,7 @@ class FreeResources:
         return True
 
     def share(self, view: JobView) -> float:
-        """Return the dominant share of one worker: its largest fraction of any resource of the cluster."""
+        """Return the dominant share of one worker: the largest fraction of any cluster resource that it uses."""
         return self._kind(view).share
 
     def _kind(self, view: JobView) -> _KindSlots:

@@ -1,4 +1,4 @@
-"""Prices of machines: a replaceable table of on-demand and spot prices, by GPU type and by instance type."""
+"""Replaceable table of on-demand and spot prices, by GPU type and by instance type."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("type", "on_demand", "spot")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Price per hour of one GPU of a type, or of a whole instance [USD/h]."""
+    """Hourly on-demand and spot price of one GPU of a type, or of a whole instance [USD/h]."""
 
     on_demand: float  # of one that stays
     spot: float  # of one that may be taken away
@@ -31,7 +31,7 @@ class Price:
         check_whole("gpus", self.gpus, error=InputError)
 
     def usd_per_h(self, *, spot: bool) -> float:
-        """Return the price of the GPU or instance [USD/h]."""
+        """Return the on-demand or spot price [USD/h]."""
         return self.spot if spot else self.on_demand
 
 
@@ -71,16 +71,16 @@ def _defaults() -> dict[str, Price]:
 class PriceTable:
     """Prices by GPU type and by instance type.
 
-    The defaults are rounded and approximate; replace them if money matters. On-demand prices are near the list
-    prices of clouds that rent the card (g4dn.12xlarge / 4, p4d.24xlarge / 8, p3.16xlarge / 8; 0.50 and 1.25 for cards
-    that no cloud rents), spot prices a third to two fifths of that.
+    The built-in prices are rounded and approximate; replace them if money matters. On-demand prices are close to the
+    list prices of clouds that rent the card (g4dn.12xlarge / 4, p4d.24xlarge / 8, p3.16xlarge / 8; 0.50 and 1.25 for
+    cards that no cloud rents). Spot prices are 33 to 40 % of these.
     """
 
     source: str = "the default table"  # the file, for errors
     prices: Mapping[str, Price] = dataclasses.field(default_factory=_defaults)  # by GPU type, and by instance type
 
     def rates(self, types: Collection[str], spot: Collection[str] = ()) -> dict[str, float]:
-        """Return the price of each GPU type [USD per GPU and hour], at the spot price for types in ``spot``.
+        """Return the price of each GPU type [USD per GPU and hour], using spot prices for types in ``spot``.
 
         Raises InputError: a type is not in the table, or its row has no GPUs.
         """
@@ -96,9 +96,9 @@ class PriceTable:
         return {t: self.prices[t].usd_per_h(spot=t in spot) / self.prices[t].gpus for t in sorted(types)}
 
     def instance(self, name: str) -> Price:
-        """Return the row of an instance type.
+        """Return the prices of an instance type.
 
-        Raises InputError: the table has no such row; the message lists those that it has.
+        Raises InputError: the table has no such row; the message lists the known instance types.
         """
         if name not in self.prices:
             raise InputError(

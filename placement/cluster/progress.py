@@ -1,4 +1,4 @@
-"""Progress of a job, as the job may report it."""
+"""Progress of a job, as reported by the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allowed numbers of workers of a job, and the memory that a worker needs by group size (pure)."""
+"""Allowed numbers of workers of a job, and the memory per worker as a function of group size (pure)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from placement.checks import check_whole
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedSizes:
-    """Sizes that a job can train with, for instance because of shard groups, pipelines or a divisible batch.
+    """Group sizes with which a job can train, restricted for instance by shard groups, pipelines or the batch.
 
     Raises TypeError, ValueError: sizes are not whole numbers from 1, or contradict each other.
     """
@@ -86,7 +86,7 @@ class AllowedSizes:
         return self.sizes[place] if place < len(self.sizes) else None
 
     def within(self, least: int, most: int) -> tuple[int, int]:
-        """Return the smallest and the largest allowed size in this range. Raises ValueError: there is none."""
+        """Return the smallest and largest allowed size from ``least`` to ``most``. Raises ValueError: there is none."""
         low, high = self.at_least(least), self.at_most(most)
         if low is None or not low <= high:
             why = ""
@@ -96,7 +96,7 @@ class AllowedSizes:
         return low, high
 
     def or_any(self, least: int, most: int) -> tuple[AllowedSizes, int, int]:
-        """Return the sizes, and the smallest and largest within ``least`` to ``most``; any size if none is allowed."""
+        """Return the sizes with their smallest and largest value in this range; if none is in it, allow any size."""
         low, high = self.at_least(least), self.at_most(most)
         return (self, low, high) if low is not None and low <= high else (AllowedSizes(), least, most)
 
@@ -129,10 +129,11 @@ class MemoryNeed:
 
     Attributes:
         available_bytes: Memory of one worker, at least 1.
-        sharded_bytes: Size of one complete copy of the state that the workers divide among them.
-        replicated_bytes: Memory that each worker needs regardless of group size: activations, the modules that
-            are gathered at one time, buffers.
-        copies: Workers that hold each sharded byte, if the group is that large; 2 in ``elastic_ray.fully_shard``.
+        sharded_bytes: Size of one complete copy of the state that the workers divide among themselves.
+        replicated_bytes: Memory that each worker needs regardless of group size: activations, modules gathered
+            at the same time, buffers.
+        copies: Number of workers that hold each sharded byte, if the group is that large; 2 in
+            ``elastic_ray.fully_shard``.
         shard_size: Number of workers in a shard group; None for a single group.
 
     Raises:
@@ -190,12 +191,12 @@ class MemoryNeed:
         return 1 if self.sharded_bytes <= room else -(-self.sharded_bytes * self.copies // room)
 
     def shortage(self, workers: int) -> str:
-        """Return a clause with the memory that a worker needs in a group of `workers`, and the memory it has."""
+        """Return a clause for messages: the memory a worker needs in a group of ``workers``, and the memory it has."""
         need = bytes_text(self.need_bytes(workers))
         return f"a worker needs {need} in a group of {workers} and has {bytes_text(self.available_bytes)}"
 
     def after_failure(self, workers: int) -> str:
-        """Return a clause about these numbers for a worker that ran out of memory in a group of `workers`."""
+        """Return a clause for messages about a worker that ran out of memory in a group of ``workers``."""
         if workers < self.least_workers:
             return f"{self.shortage(workers)}, by SchedulingConfig(memory=...)"
         need, has = bytes_text(self.need_bytes(workers)), bytes_text(self.available_bytes)
@@ -209,7 +210,7 @@ class MemoryNeed:
 
 
 def bytes_text(count: int) -> str:
-    """Format a number of bytes in the largest unit that it reaches."""
+    """Return a number of bytes as text, in the largest suitable unit."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.2f} {unit}"

@@ -1,6 +1,6 @@
-"""Value of more workers by the rules of Or, Zhang and Freedman (MLSys 2020, section 4.2), defined once.
+"""Value of additional workers by the rules of Or, Zhang and Freedman (MLSys 2020, section 4.2).
 
-The allocator, the autoscaler and the jobs' own policies use these functions.
+The allocator, the autoscaler and the jobs' own policies all use these functions.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _STAYS = 0.05  # part of what the rest of a job costs that fewer workers must ga
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Utility:
-    """Value of a job's completion as a function of its time.
+    """Value of a job's completion as a function of the completion time.
 
-    The function is piecewise linear. It is constant before the first point; beyond the last one the last line
-    continues.
+    The function is piecewise linear. It is constant before the first point; after the last point, the last segment is
+    extrapolated.
 
     Raises:
         TypeError: The points are not pairs of numbers.
-        ValueError: There are fewer than two, times do not increase, or the value grows with time, or never falls.
+        ValueError: There are fewer than two points, times do not increase, or the value ever grows or never falls.
     """
 
     points: tuple[tuple[float, float], ...]  # (time [s], value [USD])
@@ -48,7 +48,7 @@ class Utility:
             raise ValueError(f"utility must fall with time, else no hurry is worth a worker, but got {self.points}")
 
     def at(self, time_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the value of a completion after this time [USD]."""
+        """Return the value of completing the job after each of these times [USD]."""
         times, values = np.array(self.points).T
         slope = float((values[-1] - values[-2]) / (times[-1] - times[-2]))
         beyond = slope * np.maximum(time_s - times[-1], 0.0) if slope else 0.0
@@ -56,11 +56,11 @@ class Utility:
         return found
 
     def surplus(self, age_s: float, left_s: NDArray[np.float64], usd_per_h: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the value of a completion after ``left_s`` more, less the cost of the workers until then [USD].
+        """Return the value of completing after ``left_s`` more, less the cost of the workers until then [USD].
 
             surplus = U(age + left) - price x left
 
-        Another size pays off if its surplus is larger: its marginal utility is then above its marginal cost.
+        Changing to a size with a larger surplus pays off: its marginal utility exceeds its marginal cost.
         """
         runs = np.isfinite(left_s)
         some_s = np.where(runs, left_s, 0.0)
@@ -69,13 +69,13 @@ class Utility:
     def best_size(
         self, age_s: float, left_s: NDArray[np.float64], usd_per_h: NDArray[np.float64], least: int, present: int
     ) -> int:
-        """Return the number of workers with the largest surplus, or the current number if that is about as good.
+        """Return the number of workers with the largest surplus, or the current number if it is about as good.
 
         Args:
             left_s: Time until completion on 1..n workers [s].
             usd_per_h: Price of 1..n workers [USD/h].
-            least: Fewest workers that the job runs on.
-            present: Its current workers; 0 if it waits.
+            least: Minimum number of workers of the job.
+            present: Current number of workers; 0 if the job is waiting.
         """
         if len(left_s) < least:
             return least
@@ -94,14 +94,16 @@ def _is_pair(each: object) -> bool:
 
 
 def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> float:
-    """Return s = ((R_new - R_old) / (new - old)) / (R_old / old): what each extra worker adds, in workers.
+    """Return s = ((R_new - R_old) / (new - old)) / (R_old / old): the throughput gained per added worker.
+
+    The gain is relative to the throughput per worker at the smaller size.
 
     >>> scaling_efficiency(4, 400.0, 5, 480.0)
     0.8
 
     Args:
         old: The smaller number of workers.
-        old_rate: Their throughput R, in any unit.
+        old_rate: Throughput R on ``old`` workers, in any unit.
         new: The larger number of workers.
 
     Returns 1 for perfect scaling, 0 if nothing is gained, a negative number if throughput falls.

@@ -1,1 +1,1 @@
-"""Goodput: how fast a job makes progress on given resources."""
+"""Goodput: the rate at which a job makes training progress on given resources."""

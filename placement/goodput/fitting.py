@@ -1,4 +1,4 @@
-"""Fit of the throughput model to measured steps, with optimistic priors for what was never measured.
+"""Fit of the throughput model to measured steps, with optimistic priors for configurations never measured.
 
 Source of the priors: Pollux (OSDI 2021), section 4.1 ("prior-driven exploration"). A job that has never run on
 more resources is assumed to scale perfectly onto them, so that the allocator tries them and then has
@@ -38,7 +38,7 @@ _MOST_DAMPING = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Measured step time at one configuration.
+    """Measured step time of a job in one configuration of nodes, replicas and batch.
 
     Raises:
         TypeError: A value is not a real number.
@@ -68,29 +68,30 @@ class Observation:
 
 
 def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> ThroughputModel:
-    """Return the model that fits the measured step times best, by the squared errors of their logarithms.
+    """Return the model that best fits the measured step times, by least squares of their logarithms.
 
     Minimises, over alpha, beta >= 0 and 1 <= gamma <= 10, with w_i = count_i / sum of counts::
 
         sum_i w_i [(log T_step(i) - log step_time_i)^2 + (log T_grad(i) - log grad_time_i)^2]
 
-    with the second term only if grad_time was measured. Priors decide what the data leave open:
+    with the second term only if grad_time was measured. Priors determine the parameters that the data leave open. If
+    the data contain
 
     - only one atomic batch size: alpha_c = beta_c m, half of the compute time each. With ``fixed_batch``, alpha_c =
       0: more replicas then mean smaller atomic batches, and sizes that were never tried are assumed to scale
       perfectly;
-    - never two replicas: synchronisation is free (alpha = beta = 0), gamma = 1;
-    - never several nodes: as within a node; never several replicas within a node: free;
-    - never three replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen in one node only;
-    - micro-steps of one replica neither timed nor varied in number: no fixed time per step (alpha_s = 0), since it
-      cannot be distinguished from the constant part of a pass or from synchronisation;
+    - no more than one replica: synchronisation is free (alpha = beta = 0), gamma = 1;
+    - no group on several nodes: it costs as much as within a node. No several replicas within a node: that is free;
+    - no more than two replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen in one node only;
+    - no micro-steps of one replica that were timed or varied in number: no fixed time per step (alpha_s = 0), since
+      it cannot be distinguished from the constant part of a pass or from synchronisation;
     - several nodes (or replicas of one node) at one size only: synchronisation is mostly alpha, not beta, since a
       time that grows with every replica would rule out all larger sizes before any was tried.
 
     The fit is deterministic, and any valid observations give a model.
 
     Args:
-        observations: At least one.
+        observations: Measured steps, at least one.
         fixed_batch: True if the job keeps its global batch at any number of workers.
 
     Raises:

@@ -23,7 +23,7 @@ _APART = 1.01  # least ratio of the training times of two values
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchForecast:
-    """Future global batches of a job, as a function of the samples that it will have trained on.
+    """Forecast of a job's global batch size as a function of the samples trained on from now on.
 
     Raises ValueError: the forecast is empty, its samples do not rise from above 0, or a batch is below 1.
     """
@@ -47,21 +47,21 @@ class BatchForecast:
 
 
 class NoiseTrend:
-    """Noise scale of a job over its training time; steady growth is expected to continue for a while."""
+    """History of a job's gradient noise scale over its training time, from which growth is extrapolated."""
 
     def __init__(self) -> None:
         self._seen = collections.deque[tuple[float, float]](maxlen=64)  # (training time [s], noise scale)
 
     def see(self, trained_s: float, noise: float) -> None:
-        """Record the noise scale after this training time; times and values that are not positive are ignored."""
+        """Record the noise scale after this training time; ignored unless both are positive."""
         if 0 < noise < math.inf and trained_s > 0 and (not self._seen or trained_s >= _APART * self._seen[-1][0]):
             self._seen.append((trained_s, noise))
 
     def growth(self, ahead_s: float) -> float:
         """Return the expected growth factor of the noise scale over ``ahead_s`` seconds, from 1 to `MOST_GROWTH`.
 
-        The last quarter of the training is cut into four parts. If the median of log(noise) rises from each part to the
-        next, the slowest of the three rises is extrapolated, for at most the length of that quarter. Otherwise the
+        The last quarter of the training is divided into four parts. If the median of log(noise) rises from each part to
+        the next, the slowest of the three rises is extrapolated, at most for the length of that quarter. Otherwise the
         factor is 1. It is rounded down to a quarter power of 2, so that small changes do not cause new decisions.
         """
         last_s = self._seen[-1][0] if self._seen else 0.0

@@ -1,4 +1,4 @@
-"""Throughput of a group on GPUs of several types, each with a share of the batch according to its speed."""
+"""Throughput of a group of workers on several GPU types, each of which gets a share of the batch by its speed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHOLE = 1e-9  # rounding of a quotient that is a whole number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypePart:
-    """Workers of a group that are on GPUs of one type.
+    """Part of a group: its workers on GPUs of one type.
 
     Raises ValueError: a number is below 1.
     """
@@ -38,7 +38,7 @@ class TypePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedBatch:
-    """Best batch of a group, with the goodput that it gives."""
+    """Best batch of a mixed group, with the resulting goodput."""
 
     goodput: float  # useful samples per second; 0 where no batch fits, and the rest is 0 or empty then
     batch_size: int = 0  # samples of a step
@@ -48,7 +48,7 @@ class MixedBatch:
 
     @property
     def smallest_share(self) -> int:
-        """Smallest number of samples of any worker; 0 if some worker is of no use to the group."""
+        """Smallest number of samples of any worker; 0 if some worker does not speed up the group."""
         return min((min(each) for each in self.shares), default=0)
 
 
@@ -81,12 +81,12 @@ class MixedGroup:
 
     @property
     def workers(self) -> int:
-        """Number R of workers of all types."""
+        """Total number R of workers of all types."""
         return sum(part.workers for part in self.parts)
 
     @property
     def most(self) -> float:
-        """Largest micro-batch of the group; infinity if any type has no bound."""
+        """Largest micro-batch of the whole group [samples]; infinity if any type has no bound."""
         return sum(math.inf if part.most is None else float(part.workers * part.most) for part in self.parts)
 
     def grad_time(self, samples: int) -> float:
@@ -145,7 +145,7 @@ class MixedGroup:
         Args:
             init_batch_size: M0 [samples].
             max_batch_size: Largest batch [samples]; None keeps the batch at M0.
-            held_batch: The batch to use if it fits [samples]; None for no such batch.
+            held_batch: Batch to use if it fits [samples]; None always chooses the best batch.
             accumulation: True if a step may have several micro-steps.
 
         Raises ValueError: a size is below 1.

@@ -28,7 +28,7 @@ _ENDS = 16  # numbers of micro-steps whose smallest and largest batch are tried 
 
 @dataclass(frozen=True, slots=True)
 class NoiseScale:
-    """Size and noise of a job's gradient at its initial batch size M0; their ratio is the noise scale.
+    """Squared norm and variance of a job's gradient at its initial batch size M0; their ratio is the noise scale.
 
     Neither quantity can be negative, but their unbiased estimates can. Negative estimates are kept, because
     smoothing must average them unchanged, and count as 0 in `gain`.
@@ -46,12 +46,12 @@ class NoiseScale:
             object.__setattr__(self, name, real(name, getattr(self, name)))
 
     def gain(self, scale: ArrayLike) -> FloatOrArray:
-        """Return the progress of one step at batch `scale` x M0, in steps at M0::
+        """Return the progress of one step at batch `scale` x M0, measured in steps at M0.
 
             gain(scale) = (var + sqr) / (var / scale + sqr)
 
-        The gain never falls as the scale rises. From scale 1 on it lies between 1 and `scale`: `scale` for a gradient
-        of pure noise (sqr = 0), 1 for a gradient without noise (var = 0), or if nothing is known (both 0).
+        The gain never falls as the scale rises. For scale >= 1 it lies between 1 and `scale`: it is `scale` for a
+        gradient of pure noise (sqr = 0), and 1 for a gradient without noise (var = 0) or if nothing is known (both 0).
 
         Raises:
             TypeError: A scale is not a real number.
@@ -64,7 +64,7 @@ class NoiseScale:
         return plain(np.where(x > 0, gain, 0.0 if self.var > 0 else 1.0))
 
     def efficiency_at(self, scale: Floats) -> Floats:
-        """Return gain(scale) / scale = (var + sqr) / (var + sqr scale), for positive scales, which are not checked."""
+        """Return gain(scale) / scale = (var + sqr) / (var + sqr scale); the scales must be positive (not checked)."""
         sqr, var = max(self.sqr, 0.0), max(self.var, 0.0)
         top = max(sqr, var)
         sqr, var = (sqr / top, var / top) if top > 0 else (1.0, 0.0)
@@ -195,10 +195,10 @@ class GoodputModel:
         return plain(goodput), plain(atomic_bsz), plain(accum_steps)
 
     def held_at(self, batch_size: int) -> tuple[GoodputModel, float]:
-        """Return the model of a job that keeps a batch other than M0, and the worth of one of its samples.
+        """Return a model of this job with its batch fixed, and the worth of one sample at that batch relative to M0.
 
-        The returned model has the batch as its only one (``best`` without ``max_batch_size``). Its goodput times the
-        worth is this model's goodput at the batch.
+        The returned model's initial batch size is ``batch_size``, which it keeps (``best`` without ``max_batch_size``).
+        Its goodput times the worth equals this model's goodput at that batch.
 
         Raises ValueError: the batch is below 1.
         """

@@ -1,4 +1,4 @@
-"""Remaining work of jobs and quantities derived from it: weights, lateness, discounts of changes, utility."""
+"""Remaining work of jobs, and derived quantities: weights, lateness, discounts for changes, utility."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BEYOND = 1.05  # part of the declared length from which a job proves that more w
 
 
 def remaining(progress: Progress | None) -> float | None:
-    """Return the estimated scale-invariant iterations to the end; None without a declared length.
+    """Return the estimated scale-invariant iterations to the job's end; None if it declares no length.
 
-    The estimate is declared epochs x measured progress per epoch - progress so far, all known to a live job. In the
-    first epoch, an epoch is assumed to be as long as those of other jobs of the same model. If that is unknown too,
-    it is only assumed to be as long as the progress so far: a new job counts as short until it proves to be long.
+    The estimate is declared epochs x measured progress per epoch - progress so far, all known for a live job. In the
+    first epoch, an epoch is assumed to be as long as in other jobs of the same model. If that is unknown too, an epoch
+    is assumed to be as long as the progress so far: a new job counts as short until it proves to be long.
     """
     return None if progress is None or progress.epochs is None else _left(progress, progress.epochs)
 
@@ -52,7 +52,7 @@ def seconds_to_end(view: JobView, slots: Sequence[int]) -> Floats | None:
 
 
 def likely_left(progress: Progress | None) -> float | None:
-    """Return the iterations left that count in shortest-first decisions; None if nothing is known of the length.
+    """Return the remaining iterations for shortest-first decisions; None if nothing is known of the length.
 
     Declarations cannot be used to gain priority: only the first declared length counts, and only to the
     extent that earlier jobs of the same declarer kept to theirs. The possible ends of a job are:
@@ -67,8 +67,8 @@ def likely_left(progress: Progress | None) -> float | None:
     * no declaration: the ends of the model's earlier jobs, and twice the longest of them, as it may be another kind
       of run.
 
-    They are weighed by :func:`gittins_left`, so that among jobs with the same mean the one with the more certain
-    end counts as nearer. A job past all its possible ends is assumed to have as much left as it has done.
+    :func:`gittins_left` weighs the possible ends, so that of two jobs with the same mean, the job with the more certain
+    end counts as shorter. A job past all its possible ends is assumed to be halfway.
     """
     if progress is None:
         return None
@@ -125,7 +125,7 @@ def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
     """Return the remaining time of each job at its smallest size [s]; NaN if nothing is known of its length.
 
     Args:
-        rate: Goodput at the smallest size [samples/s], 0 if no model is known yet.
+        rate: Goodput of each job at its smallest size [samples/s]; 0 if it has no model yet.
     """
     left = np.full(len(views), np.nan)
     for j, view in enumerate(views):
@@ -173,12 +173,12 @@ def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -
 
 
 def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: Floats, now_s: float) -> Floats:
-    """Return each job's lateness if it had an equal share from now on: at most 1 if on time, NaN before training.
+    """Return each job's estimated lateness if it had an equal share from now on; NaN before it trains.
 
         lateness = (age + left / speed(fair share)) / ((left + done) / speed(fair share))
 
-    This estimates finish-time fairness (Mahajan et al., "Themis", NSDI 2020) from the job's own measurements. For a
-    job without a declared length, the remaining time in ``left_s`` is used.
+    A job with lateness up to 1 is on time. This estimates finish-time fairness (Mahajan et al., "Themis", NSDI 2020)
+    from the job's own measurements. For a job without a declared length, the remaining time in ``left_s`` is used.
 
     Args:
         left_s: Remaining time at speed 1 [s], (J,), NaN if unknown.
@@ -204,8 +204,8 @@ def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: 
 def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, arrivals_per_s: float = 0.0) -> Floats:
     """Return H' / (H' + n d): the fraction of H' = min(horizon, remaining time T) in which a changed job trains.
 
-    A change that the next arrival undoes costs a second pause: n = 2 - exp(-arrivals x T), 1 if no job arrives
-    before this job ends.
+    If a job arrives before this one ends, it undoes the change at the cost of a second pause. The expected number of
+    pauses is therefore n = 2 - exp(-arrivals x T).
 
     Args:
         speed: Speed of each job in each option, (J, C).
@@ -222,7 +222,7 @@ def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, a
 
 
 def concave_value(speed: Floats, power: float) -> Floats:
-    """Return phi(s) = (s^p - 1) / p, or log s for p = 0; the smaller p, the more evenness is valued."""
+    """Return phi(s) = (s^p - 1) / p, or log s for p = 0; a smaller p favours more even speeds."""
     positive = np.maximum(speed, 1e-9)
     with np.errstate(under="ignore"):
         result: Floats = np.log(positive) if power == 0 else (positive**power - 1.0) / power

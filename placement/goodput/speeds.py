@@ -1,8 +1,8 @@
 """Speed of every job in every shape; measured step times take precedence over the fitted model.
 
-A decision over thousands of jobs would spend nearly all its time in one call of ``GoodputModel.best`` per job. Here the
-batch is a real number instead of whole samples, so a row of the table is plain array arithmetic. The results agree
-within a few per cent, and both methods rank the shapes of a job alike.
+A decision over thousands of jobs would spend nearly all its time in one call of ``GoodputModel.best`` per job. This
+module treats the batch as a real number instead of whole samples, so a row of the table is plain array arithmetic. The
+results agree within a few per cent, and both methods rank the shapes of a job alike.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Ratios = Mapping[tuple[int, int], float]
 
 @dataclasses.dataclass(slots=True)
 class GoodputCache:
-    """Cache of a policy's computations, since every decision needs all jobs although few have changed.
+    """Cache of goodput computations between decisions, since few jobs change from one decision to the next.
 
-    Cached values never change an answer, only how fast it is computed. A full cache is emptied entirely, which
+    The cache never changes an answer, only how fast it is computed. A full cache is emptied entirely, which
     costs one slow decision and needs no clock.
     """
 
@@ -49,7 +49,7 @@ class GoodputCache:
         self.prices.update(prices)
 
     def make_room(self, entries: int) -> None:
-        """Empty a table of the cache if it would otherwise exceed ``most`` entries."""
+        """Empty a table of the cache if adding these entries would exceed its limit ``most``."""
         if len(self.rows) + entries > self.most:
             self.rows.clear()
         if len(self.ratios) + entries > self.most:
@@ -112,7 +112,7 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache:
 
 
 def grown(view: JobView, factor: float) -> JobView:
-    """Return the job as it will be once its noise scale has grown by this factor."""
+    """Return the job's view with its noise scale multiplied by this factor."""
 
     def later(model: GoodputModel) -> GoodputModel:
         noise = dataclasses.replace(model.noise, var=model.noise.var * factor)
@@ -147,7 +147,7 @@ def _mean_rate(
 
 
 def foreseen(view: JobView, gpu: str, seconds: float, cache: GoodputCache) -> JobView:
-    """Return the job with the batch, or the noise, that it will have after this many seconds on its workers."""
+    """Return the job's view with the batch or noise expected after training this many seconds on its workers."""
     if view.noise_growth > 1.0 and view.held_batch is None:
         return grown(view, view.noise_growth ** min(1.0, seconds / HOLDS_S))
     while view.forecast is not None and view.workers and (model := model_of(view, gpu)) is not None:
@@ -195,7 +195,7 @@ def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
 
 
 def ratios(observations: tuple[Observation, ...], model: GoodputModel, cache: GoodputCache) -> Ratios:
-    """Return measured over modelled step times by shape; the result is cached.
+    """Return the ratio of measured to modelled step time for each measured shape; the result is cached.
 
     Each ratio is the geometric mean over the batch sizes measured in the shape, weighted by their counts.
     """

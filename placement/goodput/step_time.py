@@ -33,7 +33,7 @@ class ThroughputModel:
                  0                                 if R = 1
         T_step = alpha_s + s T_grad + (T_grad^gamma + T_sync^gamma)^(1/gamma)
 
-    Pollux's model has no alpha_s. Without it, accumulation saves only synchronisations, and nothing on a single
+    alpha_s is not part of Pollux's model. Without it, accumulation saves only synchronisations, and nothing on a single
     replica.
 
     Raises:

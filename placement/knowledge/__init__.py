@@ -1,1 +1,1 @@
-"""Knowledge that jobs of the same model share, kept after the jobs end."""
+"""Measurements that jobs of the same model share, and that are kept after the jobs end."""

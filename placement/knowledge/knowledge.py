@@ -1,4 +1,4 @@
-"""Knowledge shared by jobs of the same model: step times by GPU type and shape, kept after the jobs end.
+"""Measurements shared by jobs of the same model: step times by GPU type and shape, kept after the jobs end.
 
 Pure: the clock is passed in, and nothing is read or written. ``placement.knowledge.store`` stores it in files.
 """
@@ -37,7 +37,7 @@ _CHANGED = 0.2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnowledgeConfig:
-    """Settings for how long knowledge is kept."""
+    """Settings for how long measurements are kept."""
 
     forget_s: float = 30 * 86400.0  # an observation older than this no longer counts [s]; drivers and libraries change
 
@@ -47,7 +47,7 @@ class KnowledgeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """Prior for a job that has no measurements of its own on a GPU type yet."""
+    """Model that a job borrows from other jobs for a GPU type on which it has no measurements of its own."""
 
     model: GoodputModel  # fitted to what others measured; its noise is that of the earliest epoch known
     largest_batch: int  # largest global batch that any of them ran with [samples]
@@ -112,11 +112,11 @@ class _Family:
 
 
 class Knowledge:
-    """Observations of all known jobs, by fingerprint and GPU type.
+    """Observations of all known jobs, keyed by fingerprint (id of the model that a job trains) and GPU type.
 
-    A job without a fingerprint neither contributes nor receives knowledge. Of several measurements of one shape the
-    newest counts, whichever job made it. The job's own are included, since its heartbeat is processed before it is
-    decided about.
+    A job without a fingerprint neither contributes nor receives knowledge. If a shape was measured several times, the
+    newest measurement counts, whichever job made it. This includes the job's own measurements, since its heartbeat is
+    processed before any decision about the job.
     """
 
     def __init__(self, config: KnowledgeConfig | None = None) -> None:
@@ -131,7 +131,7 @@ class Knowledge:
         self.version = 0  # rises whenever there is something new to keep
 
     def machines(self, cluster: Cluster) -> None:
-        """Compare the nodes with earlier ones; discard the observations of a GPU type whose machines were replaced.
+        """Compare the nodes with earlier ones, and discard observations of GPU types whose machines were replaced.
 
         A type is unchanged as long as any of its nodes is of a kind that was present before, since a cluster may mix
         node sizes and add new ones.
@@ -146,14 +146,14 @@ class Knowledge:
                 self.forget(gpu)
 
     def forget(self, gpu: str) -> None:
-        """Discard everything about a GPU type."""
+        """Discard all observations of a GPU type."""
         for families in self._families.values():
             families.pop(gpu, None)
         for key in [key for key in self._read if key[1] == gpu]:
             del self._read[key]
 
     def learn(self, view: JobView, now_s: float) -> None:
-        """Record the measurements in a job's heartbeat; the newest observation of a shape counts."""
+        """Record the measurements in a job's heartbeat, replacing older ones of the same shape."""
         if view.fingerprint is None:
             return
         self._lengths.hear(view)
@@ -188,20 +188,19 @@ class Knowledge:
                     family.noise[epoch] = model.noise, batches, now_s
 
     def ended(self, job: str, now_s: float) -> None:
-        """Record the end of a job; its measurements and its length are kept."""
+        """Record the end of a job, keeping its measurements and its length."""
         self.version += self._lengths.ended(job, now_s)
         self._told_strategies.pop(job, None)
         for key in [key for key in self._read if key[0] == job]:
             del self._read[key]
 
     def complete(self, view: JobView, now_s: float) -> JobView:
-        """Return the view with what other jobs have measured added where the job itself has no measurements.
+        """Return the view with gaps in the job's own measurements filled in from other jobs of the same model.
 
-        Added are observations, models, room to grow, and the progress per epoch.
-
-        The growth limit becomes at least twice the most workers that any job of the family has run with. The model is
-        fitted to everything known; the gradient noise stays the job's own if it has any. A job that has not reported
-        its batch yet (its workers are still starting) is assumed to have the limits of the family's latest job.
+        The gaps are observations, models, room to grow, and the progress per epoch. The model is fitted to all
+        observations; the gradient noise remains the job's own if it has measured any. The growth limit becomes at least
+        twice the most workers that any job of the same model has run with. A job that has not reported its batch yet
+        (its workers are still starting) is assumed to have the limits of the latest job of the model.
         """
         fingerprint = view.fingerprint
         if fingerprint is None:
@@ -240,7 +239,7 @@ class Knowledge:
         )
 
     def priors(self, view: JobView, now_s: float) -> dict[str, Prior]:
-        """Return a prior for each GPU type on which the job has no model of its own but other jobs have."""
+        """Return a prior for each GPU type for which other jobs have a model, but the job itself does not."""
         if self._families.get(view.fingerprint or "", {}).keys() <= view.models.keys():
             return {}
         known = self.complete(view, now_s)
@@ -251,9 +250,9 @@ class Knowledge:
         }
 
     def strategies(self, view: JobView, now_s: float) -> dict[str, FoundStrategy] | None:
-        """Return the strategies that won races in jobs of this model, by form of the group (backend and nodes).
+        """Return the fastest strategies found by jobs of this model, keyed by form of group (backend and nodes).
 
-        None until the job has reported its model's fingerprint.
+        Returns None until the job has reported its model's fingerprint.
         """
         if view.fingerprint is None:
             return None
@@ -261,7 +260,7 @@ class Knowledge:
         return {form: each.found for form, each in known.items() if not self._is_old(each.seen_s, now_s)}
 
     def measurements(self, fingerprints: Collection[str], now_s: float) -> Measurements:
-        """Return all measurements of these models that are not too old, for storage."""
+        """Return all recent measurements of these models, for storage."""
         steps: list[KnownStep] = []
         noises: list[KnownNoise] = []
         known = [(name, gpu) for name in sorted(fingerprints) for gpu in sorted(self._families.get(name, ()))]
@@ -287,7 +286,7 @@ class Knowledge:
         return Measurements(steps=tuple(steps), noises=tuple(noises), lengths=lengths, strategies=strategies)
 
     def recall(self, measurements: Measurements, now_s: float) -> None:
-        """Load the saved measurements; those of other machines and those that are too old are omitted.
+        """Load saved measurements, leaving out those that are too old or come from machines that are gone.
 
         A timestamp in the future (clock skew on the writer) counts as now.
         """
@@ -321,9 +320,9 @@ class Knowledge:
 
 
 def machine_of(node: Node) -> str:
-    """Return a text of the devices that decide a node's speed, with their numbers, such as ``8 CPU 4 GPU``.
+    """Return text with the number of each device that determines a node's speed, such as ``8 CPU 4 GPU``.
 
-    Memory is omitted: Ray measures it at every start of a node, with slightly different results.
+    Memory is left out, because Ray measures it slightly differently each time a node starts.
     """
     devices = {name: amount for name, amount in node.total.items() if name in ("CPU", "GPU") and amount > 0}
     return " ".join(f"{amount:g} {name}" for name, amount in sorted(devices.items()))
@@ -375,17 +374,17 @@ def _present_type(view: JobView, models: Mapping[str, GoodputModel]) -> str | No
 
 
 def declarer_of(view: JobView) -> str:
-    """Return the user, or else the tenant, who is responsible for what a job declares."""
+    """Return the user, or else the tenant, who is accountable for the job's declared length."""
     return view.user or view.tenant
 
 
 class EndedJobs:
-    """Lengths of ended jobs by the fingerprint of their model.
+    """Lengths of jobs that have ended, keyed by the fingerprint of their model.
 
     Finished, stopped and failed jobs all count, since each released its workers when it ended.
 
     Args:
-        forget_s: Age from which an ended job no longer counts [s].
+        forget_s: Age beyond which an ended job is ignored [s].
     """
 
     def __init__(self, forget_s: float) -> None:
@@ -423,7 +422,7 @@ class EndedJobs:
             self._beyond.setdefault(declarer, {})[view.job] = 2.0 * part  # as much is left as was done
 
     def ended(self, job: str, now_s: float) -> bool:
-        """Record the end of a job; True if its length is worth keeping."""
+        """Record the end of a job; return True if its length is worth storing."""
         length = self._present.pop(job, None)
         self._declared.pop(job, None)
         if length is None:
@@ -449,10 +448,10 @@ class EndedJobs:
         return tuple(each for name in sorted(fingerprints) for each in self._ended.get(name, ()))
 
     def progress(self, view: JobView, usual_epoch: float | None, now_s: float) -> Progress | None:
-        """Return the job's progress with the points, in its own iterations, at which earlier jobs of its model ended.
+        """Return the job's progress, extended by the points (in its iterations) at which earlier jobs ended.
 
-        If none has ended yet and the declarer usually exceeds the declared length, the longest running job of the model
-        counts as half done.
+        If no job of this model has ended yet and the declarer usually exceeds the declared length, the longest running
+        job of the model counts as half done.
 
         Args:
             usual_epoch: Iterations per epoch of other jobs of the model; None if unknown.

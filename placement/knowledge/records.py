@@ -1,4 +1,4 @@
-"""Records of measurements, as stored between two runs of an allocator, and how they merge (pure)."""
+"""Records of measurements that are stored between two runs of an allocator, and how they are merged (pure)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_LENGTHS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Limits of a job's batch, with the fields of ``JobView``."""
+    """Limits of a job's batch; the fields are those of ``JobView``."""
 
     init_batch_size: int
     max_batch_size: int | None = None
@@ -41,7 +41,7 @@ class KnownStep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownNoise:
-    """Gradient noise of a job after a number of epochs, with the batch limits of the job."""
+    """Stored gradient noise of a job after a number of epochs, with the job's batch limits."""
 
     fingerprint: str  # of the job's model
     gpu_type: str  # of the nodes it ran on
@@ -53,7 +53,7 @@ class KnownNoise:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownLength:
-    """Stored length of one ended job."""
+    """Stored length of one job that has ended."""
 
     fingerprint: str  # of the job's model
     samples: float  # its progress in all: samples that it would have needed at the initial batch
@@ -64,7 +64,7 @@ class KnownLength:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownStrategy:
-    """Stored result of a race of synchronisation strategies."""
+    """Stored winner of a race between synchronisation strategies."""
 
     fingerprint: str  # of the job's model
     form: str  # of its group
@@ -83,7 +83,7 @@ class Measurements:
 
 
 def merged(several: Iterable[Measurements]) -> Measurements:
-    """Return the measurements of several writers as one; of the same shape or epoch, the newest counts."""
+    """Return the measurements of several writers as one, keeping the newest one of each shape or epoch."""
     several = tuple(several)
     steps: dict[tuple[object, ...], KnownStep] = {}
     noises: dict[tuple[object, ...], KnownNoise] = {}
@@ -106,7 +106,7 @@ def merged(several: Iterable[Measurements]) -> Measurements:
 
 
 def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
-    """Return the latest lengths of each model in chronological order, without duplicates."""
+    """Return the latest lengths of each model, in chronological order and without duplicates."""
     kept: dict[str, list[KnownLength]] = {}
     for length in sorted(set(lengths), key=lambda each: (each.seen_s, each.fingerprint, each.samples)):
         kept.setdefault(length.fingerprint, []).append(length)
@@ -114,7 +114,7 @@ def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
 
 
 def covers(measurements: Measurements, other: Measurements, since_s: float) -> bool:
-    """True if these measurements include all of ``other`` newer than ``since_s``, each at least as recent."""
+    """True if every record of ``other`` newer than ``since_s`` is in these measurements, at least as recent."""
     steps = {(step.fingerprint, step.gpu_type, shape_of(step.observation)): step for step in measurements.steps}
     noises = {(noise.fingerprint, noise.gpu_type, noise.epoch): noise for noise in measurements.noises}
     for step in other.steps:

@@ -123,7 +123,7 @@ _SCHEMA = pa.schema(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StorageRoot:
-    """Storage root of a cluster's jobs: the parent of the directories of their runs."""
+    """Storage root: the directory that contains the run directories of jobs."""
 
     path: str  # of the directory on ``filesystem``
     filesystem: Any  # a ``pyarrow.fs.FileSystem``, picklable
@@ -131,12 +131,14 @@ class StorageRoot:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key that distinguishes storage roots."""
+        """Key by which equal storage roots are recognised."""
         return str(self.filesystem.type_name), self.path
 
 
 class KnowledgeStore:
-    """Knowledge files under one storage root. Calls block on the file system: an event loop runs them in a thread.
+    """Knowledge files under one storage root.
+
+    Calls block on the file system, so an event loop must run them in a thread.
 
     Args:
         writer: Name of this writer's file, unique among all writers that share the root.
@@ -166,7 +168,7 @@ class KnowledgeStore:
         return merged(kept)
 
     def save(self, measurements: Measurements) -> None:
-        """Replace this writer's file, and delete old files of other writers whose contents it includes.
+        """Replace this writer's file, and delete old files of other writers whose contents are included in it.
 
         Raises OSError: the file system refuses.
         """
@@ -373,12 +375,12 @@ class _SyncedRoot:
 
 
 class KnowledgeSync:
-    """Reads the knowledge stored under a storage root when its first job arrives, and writes changes back.
+    """Synchronisation of knowledge with storage: a root is read when its first job arrives, and changes are written.
 
-    Each root holds the knowledge about the models of the jobs that used it, and of the models found there.
+    Each root stores the measurements of the models whose jobs used it, and of the models found there.
 
     Args:
-        knowledge: The knowledge to write; it is only read here.
+        knowledge: The knowledge to write; it is only read.
         writer: Name of this allocator's files, unique among the clusters that share a storage.
     """
 
@@ -389,29 +391,29 @@ class KnowledgeSync:
         self._saves: set[asyncio.Task[None]] = set()
 
     def knows(self, job: str) -> bool:
-        """True if the storage root of the job's results is known."""
+        """True if the storage root of this job's results is known."""
         return job in self._root_of_job
 
     async def open(self, job: str, root: StorageRoot) -> None:
-        """Open the storage root of a job; return once its contents are loaded, or after a short timeout."""
+        """Open the storage root of a job, and wait until its contents are loaded, or until a short timeout."""
         if root.key not in self._roots:
             self._roots[root.key] = _SyncedRoot(root, self._knowledge, self._writer, self._recall)
         known = self._root_of_job[job] = self._roots[root.key]
         await asyncio.wait([known.loading], timeout=_LOAD_TIMEOUT_S)
 
     def heard(self, view: JobView) -> None:
-        """Record from a job's heartbeat which model the job trains."""
+        """Record which model the job of a heartbeat trains."""
         if view.fingerprint is not None and view.job in self._root_of_job:
             self._root_of_job[view.job].know([view.fingerprint])
 
     def ended(self, job: str) -> None:
-        """Record the end of a job; its measurements are written at once, since its cluster may soon be gone."""
+        """Record the end of a job and write its measurements at once, since the cluster may soon be gone."""
         root = self._root_of_job.pop(job, None)
         if root is not None:
             root.hurry_up()
 
     async def save(self, *, now: bool = False) -> None:
-        """Write changes to each root that is due; with ``now``, to all of them, waiting briefly for the writes."""
+        """Write changes to each root that is due; with ``now``, write to all roots and wait briefly."""
         for root in self._roots.values():
             if root.is_due(now=now):
                 task = asyncio.get_running_loop().create_task(root.save())

@@ -1,1 +1,1 @@
-"""Planning of one decision, from jobs to nodes: a policy's answer subject to a cluster's constraints."""
+"""Planning of one decision, from jobs to nodes: the policy's answer, subject to the cluster's constraints."""

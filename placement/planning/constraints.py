@@ -1,9 +1,9 @@
-"""Constraints of real clusters beyond a policy's own rules; enforced for every policy without its knowledge.
+"""Constraints of real clusters that no policy handles itself; they are enforced around every policy.
 
 From the outermost to the innermost: sizes are those that a job can train with; deadlines raise minimums; a worker
 costs no more than its job's utility gains; mixed jobs have their minimum on on-demand nodes; tenants have their
 shares; within a tenant, higher priorities are served first; jobs that may not be stopped keep their minimum; sizes
-are whole nodes if that is preferred. Each constraint queries the policy about some of the jobs on a part of the
+are whole nodes if a job prefers them. Each constraint queries the policy about some of the jobs on a part of the
 cluster. Since tenants come before priorities, a tenant cannot get more of the cluster by raising its jobs' priorities.
 """
 
@@ -29,14 +29,14 @@ from placement.reasons import Cause, Reason, count
 
 
 def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float) -> int | str:
-    """Return the fewest workers with which the job's estimated remaining time meets its deadline, or why none do.
+    """Return the fewest workers with which the job is expected to meet its deadline, or text that says why none do.
 
         remaining work x M0 / goodput(k) <= deadline - now,    less the cost of a change if k is above its current size
 
     with the remaining work estimated by ``seconds_to_end``.
 
     Args:
-        slots: Number of its workers that fit on each node of the empty cluster.
+        slots: Number of the job's workers that fit on each node of the empty cluster.
     """
     assert view.deadline_s is not None, f"job {view.job} has no deadline"
     left_s = view.deadline_s - now_s
@@ -60,11 +60,11 @@ def guarantee(
 
     Jobs are considered in the order of precedence of their minimums: after jobs that may not be stopped and those of
     higher priority, before other jobs of the same priority; jobs with an earlier guarantee come first. A job that does
-    not fit beside the others' shares gets no guarantee and runs with whatever workers it gets.
+    not fit beside the other jobs' shares gets no guarantee, and runs with whatever workers it gets.
 
     Args:
         before: Jobs whose deadlines the last decision guaranteed.
-        refused: Reason for each job that must not get a guarantee.
+        refused: For each job that must not get a guarantee, the reason as text.
 
     Returns the problem with these minimums, and a note to add to the reason of each job with a deadline.
     """
@@ -101,10 +101,10 @@ def _need(view: JobView, slots: Sequence[int], now_s: float, refused: Mapping[st
 
 
 def paying_size(view: JobView, slots: list[int], now_s: float) -> int | None:
-    """Return the most workers that are worth their cost by the job's utility; None if that is unknown.
+    """Return the largest number of workers that the job's utility justifies; None if that is unknown.
 
-    The price is that of the job's bill. Without known prices workers cost nothing, and the result is the number that
-    ends the job before its value falls.
+    The price per worker comes from the job's bill. Without known prices, workers cost nothing, and the result is the
+    number with which the job ends before its value falls.
     """
     left_s = seconds_to_end(view, slots) if view.held_at is None else None
     if view.utility is None or left_s is None:
@@ -117,7 +117,7 @@ def paying_size(view: JobView, slots: list[int], now_s: float) -> int | None:
 
 
 def limit_by_utility(problem: Problem, now_s: float) -> Problem:
-    """Return the problem with each job limited to the workers that are worth their cost to it."""
+    """Return the problem with each job limited to the workers that its own utility justifies."""
     if all(view.utility is None for view in problem.views):
         return problem
     empty, views = FreeResources(problem.cluster), []
@@ -130,7 +130,7 @@ def limit_by_utility(problem: Problem, now_s: float) -> Problem:
 
 
 def utility_notes(problem: Problem, limited: Problem, allocation: Allocation) -> dict[str, Reason]:
-    """Return the reasons for jobs that have all the workers worth their cost, though they could use more."""
+    """Return the reasons for jobs that could use more workers, but not at a cost that their utility justifies."""
     return {
         less.job: Reason(Cause.UTILITY, (count(less.max_workers),))
         for view, less in zip(problem.views, limited.views, strict=True)
@@ -143,9 +143,9 @@ _SIZE_ROUNDS = 4
 
 
 def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
-    """Query the policy, limiting jobs to the next smaller allowed size, until all sizes are allowed.
+    """Query the policy, repeatedly limiting jobs to the next smaller allowed size, until all sizes are allowed.
 
-    Sizes that are still not allowed after a few rounds are reduced on the nodes where the workers are.
+    After a few rounds, the remaining disallowed sizes are reduced on the jobs' own nodes.
     """
     views = {view.job: view for view in problem.views}
     for _ in range(_SIZE_ROUNDS):
@@ -194,10 +194,12 @@ def _cut(problem: Problem, plan: Plan, limits: Mapping[str, int]) -> Plan:
 
 
 def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) -> Plan:
-    """Query the policy, then again with sizes rounded down to whole nodes; use the second if nothing idles for it.
+    """Query the policy twice, the second time with sizes rounded down to whole nodes.
+
+    The second answer is used unless it leaves room for workers of the jobs that were rounded down.
 
     Args:
-        worth: Number of workers that a whole node holds, for each job that prefers whole nodes.
+        worth: Number of workers that fill a whole node, for each job that prefers whole nodes.
     """
     plan = solve(problem)
     limits: dict[str, int] = {}
@@ -220,13 +222,13 @@ def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) ->
 
 
 def node_worth(view: JobView, cluster: Cluster) -> int:
-    """Return how many of the job's workers fit on the largest node that it may use, when empty."""
+    """Return the number of the job's workers that fit on its largest usable node when the node is empty."""
     fitting = [node for node in cluster.nodes if not node.draining and node.matches(view.selector)]
     return max((slots(node.total, view.bundle) for node in fitting), default=0)
 
 
 def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
-    """Move workers so that jobs preferring whole nodes share none, if all sizes still fit; else keep the plan."""
+    """Move workers so that jobs that prefer whole nodes share none; if not all sizes fit, keep the plan."""
     shy = [view for view in problem.views if view.whole_nodes and view.job in plan.allocation]
     counts = collections.Counter(node for place in plan.allocation.values() for node in place)
     if all(counts[node] == 1 for view in shy for node in plan.allocation[view.job]):
@@ -258,7 +260,7 @@ _ROUNDS = 8  # a decision is repeated from its own outcome until it stays; more 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Rules of the cluster. Rules of a single job are in its ``JobView``."""
+    """Rules that apply to the whole cluster. Rules for a single job are in its ``JobView``."""
 
     tenants: tuple[Tenant, ...] = ()  # weights and quotas; a tenant that is not named has weight 1 and no quota
     # no node holds workers of two jobs that both span several nodes; None keeps that rule while links hold two jobs up
@@ -271,7 +273,7 @@ class Constraints:
         check_tenants(self.tenants)
 
     def concern(self, views: Sequence[JobView]) -> bool:
-        """True if a decision about these jobs involves any constraint. Usually false, so the test must be cheap."""
+        """True if any constraint affects a decision about these jobs. This is rare, so the test must be cheap."""
         if not views:
             return False
         tenant, priority = views[0].tenant, views[0].priority
@@ -293,11 +295,11 @@ class Constraints:
 def decide(
     problem: Problem, solve: Solver, constraints: Constraints, now_s: float, guaranteed: Collection[str] = ()
 ) -> Plan:
-    """Return a plan that satisfies all constraints and stays the same when solved again from its outcome.
+    """Return a plan that satisfies all constraints and is stable: solving again from its outcome changes nothing.
 
-    Policies weigh the cost of a change against the jobs' current workers, so an outcome may call for another change.
-    The decision is therefore repeated from its own outcome until it is stable or returns to an earlier one, which
-    then wins.
+    Policies weigh the cost of a change against the jobs' current workers, so the outcome of a plan may itself call for
+    another change. The decision is therefore repeated from its own outcome until it is stable. If it returns to an
+    earlier outcome, that outcome is used.
 
     Args:
         guaranteed: Jobs whose deadlines the last decision guaranteed.

@@ -1,4 +1,4 @@
-"""Avoidance of slow and failing nodes, by closing them to the jobs that should avoid them (pure)."""
+"""Avoidance of slow and failing nodes, which are closed to the jobs that should avoid them (pure)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SEVERAL = 2
 
 
 def avoid_slow(views: Sequence[JobView], cluster: Cluster) -> tuple[Sequence[JobView], Cluster]:
-    """Return the jobs and the cluster as the policy should see them, so that jobs leave slow nodes.
+    """Return the jobs and the cluster to show to the policy, changed so that jobs leave slow nodes.
 
     A node that several jobs have measured as slow counts as draining, unless fewer jobs could then run. A node that
     only one job has measured as slow is closed to that job alone, unless the job would have to shrink, since a slow
-    worker is still useful. Returns the same objects if no node is slow.
+    worker is still useful. If no node is slow, the same objects are returned.
     """
     if not any(view.slow_nodes for view in views):
         return views, cluster
@@ -67,15 +67,15 @@ def _slow_for(view: JobView, slow: Collection[str], views: Sequence[JobView], cl
 def avoid_failing(
     views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes
 ) -> tuple[Sequence[JobView], Cluster, Mapping[str, Reason]]:
-    """Return the jobs and the cluster as the policy should see them, so that jobs leave nodes where workers fail.
+    """Return the jobs and the cluster to show to the policy, changed so that jobs leave nodes where workers fail.
 
-    A job avoids no node if the remaining nodes could never run its minimum, or have no room for it now: a job that has
-    trained keeps its working nodes, and for one that has not, the next start shows whether the program is at fault.
-    Only if a disk or GPU has failed its own workers does a job that has not trained wait for another node. No job
+    A job avoids no node if the remaining nodes could never run its minimum, or have no room for it now. A job that has
+    trained then keeps its working nodes; for a job that has not trained, the next start shows whether the program is at
+    fault. A job that has not trained waits for another node only if a disk or GPU made its own workers fail. No job
     loses its minimum to a job that leaves a node.
 
-    Returns the same jobs and cluster if nothing is avoided; the third value gives the reason for each job that is
-    barred.
+    Returns the jobs, the cluster (both unchanged if nothing is avoided), and the reason for each job that is excluded
+    from a node.
     """
     if not avoided.by_all and not avoided.by_job:
         return views, cluster, {}

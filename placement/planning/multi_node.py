@@ -1,4 +1,4 @@
-"""Placement with at most one multi-node job per node (Pollux's rule, since such jobs would share its network)."""
+"""Placement with at most one multi-node job per node, since such jobs would share its network (Pollux's rule)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WorkersByNode = Mapping[str, int]
 
 
 def held_up(views: Sequence[JobView]) -> bool:
-    """True if at least two jobs have measured that the links between nodes slow them down.
+    """True if at least two jobs have measured that links between nodes slow them down.
 
-    Such a job has trained on several nodes, and its model says that synchronisation then takes longer than
-    computation even with its largest batch per worker: alpha_n + beta_n (R - 2) > alpha_c + beta_c m. R is the most
-    workers that it has measured on several nodes. R is not its current number of workers, since this function's
-    answer changes that number and would then alternate between decisions.
+    A job counts if it has trained on several nodes, and synchronisation then takes longer in its model than
+    computation, even with its largest batch per worker: alpha_n + beta_n (R - 2) > alpha_c + beta_c m. R is the largest
+    number of workers that it has measured on several nodes. Its current number of workers would not do: the result of
+    this function changes that number, so decisions would alternate.
     """
     return sum(map(_is_held_up, views)) > 1
 
@@ -39,12 +39,12 @@ def _is_held_up(view: JobView) -> bool:
 
 
 def shared(allocation: Allocation) -> dict[str, list[str]]:
-    """Return the nodes that at least two multi-node jobs share, with these jobs."""
+    """Return the nodes on which several multi-node jobs have workers, each with the names of these jobs."""
     return {node: jobs for node, jobs in sorted(_multi_node_jobs(allocation).items()) if len(jobs) > 1}
 
 
 def check_apart(allocation: Allocation) -> None:
-    """Raise AllocationError, with the node and the jobs, if several multi-node jobs share a node."""
+    """Raise AllocationError, naming the node and the jobs, if several multi-node jobs share a node."""
     for node, jobs in shared(allocation).items():
         raise AllocationError("one multi-node job per node", f"node {node!r} holds workers of {' and '.join(jobs)}")
 
@@ -52,11 +52,12 @@ def check_apart(allocation: Allocation) -> None:
 def keep_apart(
     packing: Packing, views: Sequence[JobView], cluster: Cluster, multi_node_nodes: Collection[str] = ()
 ) -> Packing:
-    """Return the same sizes on other nodes if multi-node jobs share a node, or smaller sizes if there is no room.
+    """Return a packing in which no two multi-node jobs share a node, with smaller sizes if there is no room.
 
-    Single-node jobs stay. Of the jobs in conflict, one that keeps its current nodes stays first, then the largest. The
-    others move: to one node that holds all their workers, else to nodes without a multi-node job. If that leaves a job
-    without its minimum, all jobs are placed again, minimums first, and this result is used if it leaves out fewer.
+    Single-node jobs stay. Of the jobs in conflict, one that keeps its current nodes stays first, then the largest. Each
+    other job moves to a node that holds all its workers, or else to nodes without a multi-node job. If that leaves a
+    job without its minimum, all jobs are placed again, minimums first, and the result is used if it leaves out fewer
+    jobs.
 
     Args:
         multi_node_nodes: Nodes that already hold workers of a multi-node job outside of ``views``.

@@ -1,4 +1,4 @@
-"""Plan of one decision: query the policy, apply the rules, place the workers. All pure."""
+"""Plan of one decision: query the policy, apply the rules, and place the workers (pure)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def make_plan(
 ) -> Plan:
     """Decide the number of workers of each job, validate it, and place the workers, under all constraints.
 
-    Units that fit on no node span several (``placement.planning.spans``).
+    Units that do not fit on any node span several (``placement.planning.spans``).
 
     Args:
         guaranteed: ``Plan.guaranteed`` of the last decision.
         granted: ``Plan.granted`` of the last decision.
 
-    Raises AllocationError: the policy broke a rule; the caller must not change anything.
+    Raises AllocationError: the policy violated a rule; the caller must not change anything.
     """
 
     def solve(views: Sequence[JobView], cluster: Cluster, used: Use) -> Plan:
@@ -162,9 +162,9 @@ def _place(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Clu
 
 
 def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Cluster) -> None:
-    """Check the rules for a policy's answer that do not depend on placement.
+    """Check a policy's answer against the rules that do not depend on placement.
 
-    Raises AllocationError: the broken rule is ``known job``, ``every job``, ``whole number``, ``minimum``,
+    Raises AllocationError: the violated rule is ``known job``, ``every job``, ``whole number``, ``minimum``,
     ``maximum``, ``nodes`` or ``capacity``.
     """
     known = {view.job: view for view in views}
@@ -226,15 +226,15 @@ def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> No
 
 
 def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
-    """Return the nodes that could run a worker of the job, or a part of a unit that spans nodes, if they were empty."""
+    """Return the nodes that, if empty, could run a worker of the job, or part of a unit that spans nodes."""
     need = per_process(view) if spans_nodes(view, cluster) else view.bundle
     return [node for node in cluster.nodes if node.matches(view.selector) and slots(node.total, need)]
 
 
 def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
-    """Return why the job's minimum could not run even if all nodes were empty.
+    """Return why the job's minimum could not run even on an empty cluster; None if it could.
 
-    None if it could run, or while no nodes are known.
+    Returns None, too, while no nodes are known.
     """
     if not cluster.nodes:
         return None

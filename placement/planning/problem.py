@@ -1,4 +1,4 @@
-"""A policy's problem and its solution, and the division of a large problem into smaller ones.
+"""Problem that a policy solves, its solution, and the division of a large problem into smaller ones.
 
 Constraints that policies are not aware of (priorities, tenants...) are enforced by querying a policy about some of the
 jobs on a part of the cluster, one group of jobs after the other.
@@ -19,7 +19,7 @@ from placement.reasons import Cause, Reason
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Plan of each job's workers on each node, with reasons."""
+    """Plan that assigns each job's workers to nodes, with reasons."""
 
     allocation: Allocation  # workers per job and node
     reasons: Mapping[str, Reason]  # why, per job
@@ -39,7 +39,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Jobs, and the part of the cluster that they share."""
+    """Jobs to decide about, with the part of the cluster that they share."""
 
     views: Sequence[JobView]
     cluster: Cluster  # the room that is theirs
@@ -55,7 +55,7 @@ class Problem:
         return dataclasses.replace(self, views=[view for view in self.views if view.job in wanted])
 
     def beside(self, decided: Allocation, reserved: Allocation | None = None) -> Problem:
-        """Return the problem restricted to the room left by jobs that are decided, or reserved for later."""
+        """Return the problem restricted to the room that decided and reserved allocations leave free."""
         bundles = {view.job: view.bundle for view in self.views}
         cluster = without(self.cluster, decided, bundles)
         places = [*decided.values(), *(reserved or {}).values()]
@@ -71,19 +71,20 @@ Solver: TypeAlias = Callable[[Problem], Plan]
 
 
 def secured(view: JobView) -> bool:
-    """True if the job's minimum is protected from all others: the job runs and is not preemptible."""
+    """True if no other job can claim the job's minimum: the job is running and not preemptible."""
     return not view.preemptible and view.workers >= view.min_workers
 
 
 def stays(view: JobView, problem: Problem) -> bool:
-    """True if the job keeps its minimum: it may not be stopped at all, or not because of newly arrived nodes."""
+    """True if the job keeps its minimum, because it may not be stopped at all or not for newly arrived nodes."""
     return secured(view) or view.job in problem.kept
 
 
 def by_precedence(problem: Problem) -> list[JobView]:
-    """Return the jobs in the order in which minimums are served.
+    """Return the jobs in the order in which their minimums are served.
 
-    Running jobs that must not be stopped; then by priority, guaranteed deadlines, running jobs, arrival.
+    Running jobs that must not be stopped come first; the others are sorted by priority, guaranteed deadline, running
+    before waiting, and arrival.
     """
     guaranteed = problem.guaranteed
     return sorted(
@@ -93,7 +94,7 @@ def by_precedence(problem: Problem) -> list[JobView]:
 
 
 def serve(view: JobView, room: FreeResources) -> bool:
-    """Reserve room for the job's whole minimum, preferably on its current nodes; True if it fits."""
+    """Reserve room for the job's whole minimum, preferably on its current nodes; return True if it fits."""
     taken: list[tuple[int, int]] = []
     missing = view.min_workers
     fits = room.slots(view) if view.allocation else None
@@ -112,7 +113,7 @@ def serve(view: JobView, room: FreeResources) -> bool:
 
 
 def minimums(problem: Problem) -> Allocation:
-    """Return placements for as many jobs' minimums as fit together, by precedence; running workers stay in place."""
+    """Return placements for the minimums of as many jobs as fit, by precedence; running workers stay in place."""
     served = _served(problem)
     while True:
         packing = pack({view.job: view.min_workers for view in served}, served, problem.cluster)
@@ -179,8 +180,8 @@ def guard(problem: Problem, solve: Solver) -> Plan:
 def by_priority(problem: Problem, solve: Solver) -> Plan:
     """Query the policy for one priority after the other, highest first.
 
-    Minimums come first, in the order of precedence. A higher priority may grow into whatever the minimums of lower
-    priorities leave free, and the next priority gets what it leaves.
+    Minimums are reserved first, in the order of precedence. Jobs of a higher priority may then grow into all the room
+    that minimums of lower priorities leave free, and jobs of the next priority into the rest.
     """
     levels = sorted({view.priority for view in problem.views}, reverse=True)
     if len(levels) <= 1:

@@ -1,7 +1,7 @@
-"""Units that no node has room for: the nodes that each of them spans (pure).
+"""Placement of units that are too large for any single node, and therefore span several (pure).
 
-A policy sees each possible place of such a unit as one imagined node, whose resources its members lack meanwhile. What
-the unit's job leaves unused is returned to them, and the other jobs are placed once more.
+A policy sees each possible place of such a unit as one virtual node, whose resources are deducted from its member
+nodes. Resources that the unit's job leaves unused are returned to these nodes, and the other jobs are placed once more.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NOTHING: Use = {}
 
 
 def spans_nodes(view: JobView, cluster: Cluster) -> bool:
-    """True if no node is large enough for a unit of the job, or one of its units spans nodes now."""
+    """True if no node is large enough for a unit of the job, or one of its units currently spans nodes."""
     if view.unit == 1:
         return False
     return any(map(is_split, view.allocation)) or not any(
@@ -51,10 +51,10 @@ def spans_nodes(view: JobView, cluster: Cluster) -> bool:
 
 
 def find_places(view: JobView, cluster: Cluster, most: int) -> list[str]:
-    """Return places for up to ``most`` units of a job: a node; else nodes of a domain; else nodes of one GPU type.
+    """Return places for up to ``most`` units: single nodes if possible, else several nodes of a domain or GPU type.
 
-    A unit that is split uses as few nodes as possible, of the domain with the least room. Each place uses resources of
-    its own. A node that has room for several units is returned once for each.
+    A unit that is split uses as few nodes as possible, in the domain with the least room. No two places share
+    resources. A node that has room for several units is returned once for each.
     """
     each = per_process(view)
     nodes = [node for node in cluster.nodes if not node.draining and node.matches(view.selector)]
@@ -106,17 +106,17 @@ def per_process(view: JobView) -> Resources:
 
 
 def room_for(view: JobView, cluster: Cluster, most: int) -> int:
-    """Return how many units of the job, up to ``most``, the nodes could hold if they were empty."""
+    """Return the number of the job's units, up to ``most``, that the nodes could hold if they were empty."""
     empty = Cluster(nodes=tuple(dataclasses.replace(node, free=node.total) for node in cluster.nodes))
     return len(find_places(view, empty, most))
 
 
 def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, used: Use = NOTHING) -> Plan:
-    """Return a policy's plan in which units that fit on no node span several.
+    """Return a policy's plan in which units that do not fit on any node span several.
 
     Args:
-        solve: Function that asks the policy about jobs on a cluster, under all constraints.
-        used: What other jobs use of their tenants' quotas.
+        solve: Function that queries the policy about jobs on a cluster, under all constraints.
+        used: Resources that other jobs use of their tenants' quotas.
     """
     wide = [view for view in views if view.unit > 1 and spans_nodes(view, cluster)]
     if not wide:

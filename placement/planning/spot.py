@@ -1,4 +1,4 @@
-"""Jobs that keep their minimum off spot nodes (``JobView.spot`` = ``mixed``), enforced for every policy.
+"""Jobs that keep their minimum off spot nodes (``JobView.spot`` = ``mixed``), enforced around every policy.
 
 ``avoid`` is a condition on each node (``JobView.selector``), which policies and packing check anyway. ``mixed`` is a
 condition on the whole placement: at least ``min_workers`` on on-demand nodes. A policy decides how many workers a job
@@ -26,13 +26,13 @@ def on_demand_workers(place: Mapping[str, int], nodes: Mapping[str, Node]) -> in
 def with_minimums_on_demand(
     problem: Problem, solve: Solver, least: Mapping[str, int], running: Collection[str]
 ) -> Plan:
-    """Query the policy, and ensure that mixed jobs have their minimum on on-demand nodes.
+    """Query the policy, and ensure that each mixed job has its minimum on on-demand nodes.
 
-    A waiting job does not start if that is impossible. A running job continues, and its reason says so, since
-    stopping it would lose more than the possible loss of a spot node.
+    If that is impossible, a waiting job does not start. A running job continues, and its reason says so, since
+    stopping it would lose more than a spot node that may be reclaimed.
 
     Args:
-        problem: The jobs; a deadline may have raised their minimum.
+        problem: Jobs and cluster; a deadline may have raised a job's minimum.
         solve: Solver for everything else.
         least: Number of workers that each mixed job needs on on-demand nodes.
         running: Jobs that have workers. ``problem`` may show an earlier round's outcome, in which more jobs run.

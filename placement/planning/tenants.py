@@ -1,4 +1,4 @@
-"""Tenants: weighted shares of the cluster, lent to others while unused, and quotas."""
+"""Tenants: users or teams with weighted shares of the cluster, which others may borrow while unused, and quotas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tenant(NamesArguments):
 
     Attributes:
         name: Name of the tenant, as in ``JobView.tenant``.
-        weight: Weight of the tenant; its share is its weight / the sum of weights of all tenants that have jobs.
+        weight: Weight of the tenant. Its share is this weight divided by the weights of all tenants that have jobs.
         quota: Upper limits on some resources, such as ``{"GPU": 16}``, which also apply to borrowed resources.
 
     Examples:
@@ -65,7 +65,7 @@ def check_tenants(tenants: Sequence[Tenant]) -> None:
 
 
 def left_over(tenants: Sequence[Tenant], used: Mapping[str, Resources]) -> tuple[Tenant, ...]:
-    """Return the tenants with what their quotas leave beside this use."""
+    """Return the tenants with each quota reduced by the resources that the tenant already uses."""
 
     def left(tenant: Tenant) -> Resources:
         return {r: max(most - used.get(tenant.name, {}).get(r, 0.0), 0.0) for r, most in tenant.quota.items()}
@@ -74,10 +74,10 @@ def left_over(tenants: Sequence[Tenant], used: Mapping[str, Resources]) -> tuple
 
 
 def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) -> Plan:
-    """Query the policy for one tenant after the other within its share, then offer the rest within quotas.
+    """Run the policy for each tenant within its share, then offer the remaining resources within quotas.
 
-    Shares are those of ``share_out``. Tenants that few nodes can serve come first. The remaining resources are offered
-    first to the tenant that uses least relative to its weight.
+    Shares are computed by ``share_out``. Tenants whose jobs fit only a few nodes come first. The remaining resources
+    are offered first to the tenant that uses least relative to its weight.
     """
     names = sorted({view.tenant for view in problem.views})
     known = {name: tenants.get(name) or _as_told(name, problem.views) for name in names}
@@ -167,13 +167,13 @@ def _notes(
 def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float], totals: Resources) -> dict[str, float]:
     """Return weighted max-min fair dominant shares (Ghodsi et al., "Dominant Resource Fairness", NSDI 2011).
 
-    All shares rise together, each in proportion to its weight, until a tenant's demand is met or a resource that it
-    needs is exhausted; the other shares continue to rise.
+    All shares rise together, each in proportion to its weight. A tenant's share stops rising when its demand is met or
+    a resource that it needs is exhausted; the remaining shares continue to rise.
 
     Args:
         demands: Amount of each resource that each tenant could use.
 
-    Returns each tenant's dominant share, the largest fraction that it gets of any resource.
+    Returns each tenant's dominant share: the largest fraction that it gets of any resource.
     """
     full = {
         name: max((amount / totals[r] for r, amount in demand.items() if totals.get(r, 0.0) > 0), default=0.0)
@@ -201,13 +201,13 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
 
 
 def share_out(problem: Problem, tenants: Mapping[str, Tenant]) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
-    """Return each tenant's resources in a first round, in whole workers, and the minimums that they include.
+    """Return each tenant's first-round share of resources, in whole workers, and the job minimums included in it.
 
-    In turn: minimums of jobs that must not be stopped; what fits into each tenant's entitlement; and the remainder,
-    which is lent. Minimums of all tenants come before any growth. The next turn always goes to the tenant that uses
-    least relative to its weight and, among equals, to one whose job would otherwise be stopped. Jobs that only some
-    nodes can run have entitlements to these nodes as if no other nodes and jobs existed; their turns come before
-    those of other jobs.
+    Resources are assigned in this order: minimums of jobs that must not be stopped; workers within each tenant's
+    entitlement; and the remainder, which is lent. Minimums of all tenants come before any growth. The next turn always
+    goes to the tenant that uses least relative to its weight and, among equals, to one whose job would otherwise be
+    stopped. Jobs that can run only on some nodes have entitlements to these nodes as if no other nodes and jobs
+    existed; their turns come before those of other jobs.
 
     Returns amounts by tenant and resource, and the minimums by job.
     """
@@ -367,10 +367,10 @@ def _used(views: Sequence[JobView], allocation: Allocation) -> dict[str, float]:
 
 
 def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
-    """Return the problem limited to `ceiling` of the cluster; resources that `ceiling` omits are not limited.
+    """Return the problem restricted to the part ``ceiling`` of the cluster; omitted resources are not limited.
 
-    The part consists of the given placements, then of other workers that the jobs hold, then of more on the same
-    nodes, then of the roomiest other nodes.
+    The part is chosen in this order: the placements ``first``, other workers that the jobs already hold, more workers
+    on the same nodes, and then the nodes with the most room.
 
     Args:
         first: Placements that must be in the part, for jobs in ``problem``.

@@ -1,7 +1,7 @@
-"""Sizes requested by jobs' own policies, served from slots that the allocation policy leaves unused.
+"""Sizes requested by jobs' own policies (wishes), granted from slots that the allocation policy leaves unused.
 
 The allocation policy sees neither the wishes nor the workers granted for them: it decides about other jobs as if these
-slots were free. A wish therefore takes no worker from another job, and granted workers are withdrawn as soon as the
+slots were free. A wish therefore takes no worker from another job. Granted workers are withdrawn as soon as the
 policy has a use for their slots, by its own measure of goodput.
 """
 
@@ -19,12 +19,12 @@ from placement.reasons import Cause, Reason, count
 
 
 def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
-    """Return the job as the allocation policy sees it.
+    """Return the job as the allocation policy should see it, without workers granted for its wish.
 
-    It keeps the workers that the policy itself gave it, and at least its minimum if it has that many.
+    The job keeps the workers that the policy itself gave it, and at least its minimum if it has that many.
 
     Args:
-        granted: Workers by node that were granted for its wish, from ``Plan.granted`` of the last decision.
+        granted: Workers granted for the job's wish, keyed by node, from ``Plan.granted`` of the last decision.
     """
     if not granted:
         return view if view.wished is None else dataclasses.replace(view, wished=None)
@@ -41,12 +41,12 @@ def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
 def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
     """Give jobs the workers that their own policies request, from slots that the plan leaves free.
 
-    Only running jobs whose size is not fixed by their user are served, by priority and arrival. Granted workers stay
-    in place while their slots are free and are on nodes of the job's GPU type. They respect quotas, the preference
+    Only running jobs whose size their user has not fixed are served, by priority and arrival. Granted workers stay
+    in place while their slots are free, and are on nodes of the job's GPU type. They respect quotas, the preference
     for whole nodes and, if required, the rule of one multi-node job per node.
 
     Args:
-        plan: The plan decided without wishes.
+        plan: Plan decided without wishes.
     """
     wishing = [v for v in problem.views if v.wished is not None and v.held_at is None and v.job in plan.allocation]
     if not wishing:

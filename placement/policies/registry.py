@@ -1,4 +1,4 @@
-"""Registry of allocation policies by name, and custom policies."""
+"""Registry of the built-in allocation policies by name, and loading of custom policies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPE = "a function (jobs, cluster, now_s) -> {job: workers or Target}, or a cla
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnPolicy:
-    """A custom policy made from a function."""
+    """Custom policy made from a function."""
 
     name: str  # see ``Policy``
     # answers with a number of workers, or a ``Target``, for every job
@@ -45,9 +45,9 @@ class OwnPolicy:
 
 
 def own_policy(given: Any) -> Policy:
-    """Return a policy made from user code: a policy object or class, or a function.
+    """Return a policy made from user code, which may be a policy object or class, or a function.
 
-    Raises TypeError: the argument is none of these; the message says what it must be.
+    Raises TypeError: the argument is none of these; the message lists the valid forms.
     """
     policy = _instance(given) if isinstance(given, type) else given
     decide = getattr(policy, "decide", None)
@@ -63,9 +63,9 @@ def own_policy(given: Any) -> Policy:
 
 
 def load(text: str) -> Any:
-    """Load the object that ``module:name`` or ``path/to/file.py:name`` names.
+    """Load the object that ``module:name`` or ``path/to/file.py:name`` refers to.
 
-    Raises ValueError: there is no such module, file or name; the message says which.
+    Raises ValueError: the module, file or name does not exist; the message says which.
     """
     place, _, name = text.rpartition(":")
     try:
@@ -136,7 +136,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 
 
 def make_policy(policy: object) -> Policy:
-    """Return the policy that a name, an object or a function stands for.
+    """Return a policy object, given a name, a policy or a function.
 
     Args:
         policy: A registered name; ``module:name`` or ``path/to/file.py:name`` of a custom policy; a policy object

@@ -1,4 +1,4 @@
-"""SHELL: Ray's nodes, and whether an autoscaler may add some, as checked before a job is submitted."""
+"""SHELL: Ray's nodes, and a check for an autoscaler that may add some, for use before a job is submitted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MONITOR_REPORT_S = 3.0
 
 
 def living_nodes() -> tuple[Node, ...]:
-    """Return all living nodes, with all of their resources counted as free."""
+    """Return all living nodes, with all their resources counted as free."""
     return tuple(
         Node(
             node_id=node["NodeID"],
@@ -31,7 +31,7 @@ def _alive() -> list[dict[str, Any]]:
 
 
 def may_autoscale() -> bool:
-    """True if an autoscaler may add nodes, or if Ray does not reveal it.
+    """True if an autoscaler may add nodes, or if Ray does not reveal whether one exists.
 
     Ray has no direct answer: a cluster without an autoscaler runs the same monitor process with a "read-only"
     provider, which names the type of each node ``node_<node id>``. Measured with Ray 2.60:
@@ -41,8 +41,8 @@ def may_autoscale() -> bool:
     - autoscaler v2: a node of a real provider has the provider's instance id (v2 requires
       RAY_CLOUD_INSTANCE_ID on every node, including the head); under the read-only provider no node has one.
 
-    Both interfaces are private. An exception or no answer counts as True: waiting in vain is better than refusing
-    wrongly.
+    Both interfaces are private. An exception or no answer counts as True: waiting in vain is better than a wrong
+    refusal.
     """
     try:
         from ray.autoscaler.v2.utils import is_autoscaler_v2

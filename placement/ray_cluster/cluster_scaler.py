@@ -1,4 +1,4 @@
-"""SHELL: requests to Ray for nodes: by the decisions of ``Autoscaler``, or for waiting jobs alone."""
+"""SHELL: node requests to Ray, either from the decisions of ``Autoscaler`` or for waiting jobs alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Bundles = Sequence[tuple[Resources, Mapping[str, str]]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A failed launch: its time [s since the epoch], the node type, and the provider's message."""
+    """Failed launch of a node: its time [s since the epoch], the node type, and the provider's message."""
 
     node_type: str
     at_s: float
@@ -46,7 +46,7 @@ class Refusal:
 # its users, sends its own again every 20 s: a direct call of Ray beside it is undone, and undoes the others. So the
 # coordinator is looked for with every call. Its class is private; actor name and methods are used as Ray Train does.
 class NodeRequests:
-    """Requests for the cluster's nodes, sent to Ray on every change and every 20 s. Calls block briefly."""
+    """Node requests sent to Ray on every change, and repeated every 20 s; calls block briefly."""
 
     def __init__(self) -> None:
         self._told: list[tuple[dict[str, float], dict[str, str]]] | None = None
@@ -54,7 +54,7 @@ class NodeRequests:
         self._by_coordinator = False
 
     def ask(self, bundles: Bundles) -> None:
-        """Request nodes that hold these bundles, all of them at once; existing nodes count."""
+        """Request that the cluster has room for all of these bundles at once; existing nodes count."""
         wanted = [(dict(resources), dict(labels)) for resources, labels in bundles]
         coordinator = _coordinator()
         due = time.monotonic() - self._at_s > _REPEAT_S
@@ -77,9 +77,9 @@ class NodeRequests:
 
 
 def refusals(since_s: float) -> tuple[Refusal, ...]:
-    """Return launches that failed after this time [s since the epoch].
+    """Return the launches that failed after this time [s since the epoch].
 
-    Empty if Ray's autoscaler (v2) does not report them.
+    Returns an empty tuple if Ray's autoscaler does not report failed launches (only v2 does).
     """
     try:
         from ray.autoscaler.v2.sdk import get_cluster_status
@@ -131,10 +131,10 @@ def _shown(wanted: Sequence[tuple[dict[str, float], dict[str, str]]]) -> str:
 
 
 class ClusterScaler:
-    """Scaler of one allocator, which decides every ``interval_s`` and never delays running jobs.
+    """Scaler of the cluster for one allocator; it decides every ``interval_s`` without delaying running jobs.
 
     Args:
-        policy: Another instance of the allocator's policy, since decisions run in a thread.
+        policy: Separate instance of the allocator's policy, since decisions run in a thread.
     """
 
     def __init__(self, config: Autoscaling, policy: Policy, constraints: Constraints) -> None:
@@ -175,7 +175,7 @@ class ClusterScaler:
         return not waits and (self._look is None or self._look.done())
 
     def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
-        """Start a new decision in the background; ``is_due`` says when."""
+        """Start a new decision in the background; call this only if ``is_due``."""
         self._looked_s = time.monotonic()
         self._look = asyncio.get_running_loop().create_task(self._carry_out(list(views), cluster, now_s))
 
@@ -213,15 +213,15 @@ class ClusterScaler:
         await asyncio.wait_for(asyncio.to_thread(self._requests.withdraw), timeout=_LOOK_S)
 
     def forget(self, job: str) -> float:
-        """Discard an ended job; return its cost [USD]."""
+        """Remove a job that has ended and return its cost [USD]."""
         return self._autoscaler.forget(job)
 
 
 def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterable[Tenant] = ()) -> Bundles:
-    """Return the workers that the cluster should have room for, all at once; none while no job waits (pure).
+    """Return bundles for all workers that the cluster should have room for; empty if no job waits (pure).
 
-    Each job counts with its minimum, or with the size that it is held at; with room for these no job waits. A waiting
-    job that does not fit into its tenant's quota is not counted.
+    Each job counts with its minimum, or with the size at which it is held, so that no job waits if all bundles fit. A
+    waiting job that does not fit into its tenant's quota is not counted.
 
     Args:
         jobs: All jobs except paused ones.
@@ -249,7 +249,7 @@ def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterabl
 
 
 class WaitingDemand:
-    """Requests of one allocator to Ray's autoscaler. Calls of Ray block, so they run in a thread."""
+    """Requests of one allocator to Ray's autoscaler for waiting jobs; the calls to Ray run in a thread."""
 
     def __init__(self) -> None:
         self._requests = NodeRequests()

@@ -21,7 +21,7 @@ _SAYS = "dashboard: "
 
 
 class DashboardProcess:
-    """Process of the page. It ends with this process, because its standard input is then closed.
+    """Process that serves the page; it ends with this process, which closes its standard input.
 
     Args:
         cluster: HOST:PORT of the cluster's control store.
@@ -36,11 +36,11 @@ class DashboardProcess:
 
     @property
     def address(self) -> str:
-        """Address of the page; empty before it is served and after it has ended."""
+        """Address of the page; empty while the page is not being served."""
         return self._address
 
     def stop(self) -> None:
-        """End the page by closing its standard input."""
+        """Stop the process by closing its standard input."""
         self._stopped = True
         if self._input is not None:
             self._input.close()
@@ -81,7 +81,7 @@ resuming = logging.getLogger("placement.resume")
 
 
 def resume_jobs(storage: str, cluster: str) -> None:
-    """Resubmit in the background the jobs that ran when another head ended, and log the command's output.
+    """Resubmit, in the background, jobs that were running when another cluster's head ended; log the output.
 
     Args:
         cluster: HOST:PORT of this cluster's control store.

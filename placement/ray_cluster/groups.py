@@ -1,4 +1,4 @@
-"""SHELL: placement groups of one bundle a node, pinned to the nodes that the allocator chose: one, for most workers.
+"""SHELL: placement groups with one bundle per node, pinned to nodes that the allocator chose (usually just one).
 
 If a group is removed after Ray 2.60 has set aside its resources and before the group is fulfilled, these resources are
 lost until the node restarts (ray-project/ray#64693 is a similar case). This happened to four of 92 groups when seven
@@ -41,7 +41,7 @@ class Room:
         self._lock = asyncio.Lock()
 
     async def holds(self, bundle: Resources, place: str, count: int) -> bool:
-        """True if a node, or all nodes of a unit's place, have room now."""
+        """True if a node, or every node of a unit that spans several, currently has room."""
         async with self._lock:
             if time.monotonic() >= self._read_s + _NEWS_S:
                 try:
@@ -66,16 +66,17 @@ def _bundles(bundle: Resources, place: str) -> dict[str, dict[str, float]]:
 
 
 def reserve(bundle: Resources, place: str, name: str) -> PlacementGroup:
-    """Request one worker's resources on its node, or on all nodes that a unit spans; ``ready`` waits for them.
+    """Request a placement group for one worker on its node, or on all nodes that a unit spans.
 
-    The group is detached, so it outlives the process of a controller that Ray restarts. Its creator releases it; if
-    the controller is gone for good, the allocator does (:func:`release_all`). The group stays pending while the node
-    is full, and for ever if the node is gone: :func:`withdraw` it when it is no longer wanted.
+    Use ``ready`` to wait for the resources. The group is detached, so it outlives the process of a controller that Ray
+    restarts. Its creator releases it; if the controller is gone for good, the allocator does (:func:`release_all`). The
+    group stays pending while the node is full, and for ever if the node is gone: :func:`withdraw` it when it is no
+    longer wanted.
 
     Args:
         bundle: Resources of the worker; amounts of 0 are left out.
         place: Ray's hex node id, or the place of a unit (``placement.cluster.cluster.parts``).
-        name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, by which the allocator knows the group's
+        name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, by which the allocator recognises the group's
             owner.
 
     Raises ValueError: the bundle is empty.
@@ -94,7 +95,7 @@ def reserve(bundle: Resources, place: str, name: str) -> PlacementGroup:
 
 
 def release(group: PlacementGroup) -> None:
-    """Release the resources of a fulfilled group; does nothing if the group is already gone.
+    """Release the resources of a fulfilled group; do nothing if the group is already gone.
 
     Ray kills any process that still runs in the group.
     """
@@ -103,13 +104,13 @@ def release(group: PlacementGroup) -> None:
 
 
 def hold(group_id: str) -> None:
-    """Record that the calling actor, which runs beside its group, uses the group. Blocks for a moment."""
+    """Record that the calling actor, which runs outside its group, uses the group. Blocks briefly."""
     actor = ray.get_runtime_context().get_actor_id() or ""
     internal_kv._internal_kv_put(_holder_key(group_id), actor.encode(), overwrite=True, namespace=NAMESPACE.encode())
 
 
 def holder_lives(group_id: str) -> bool | None:
-    """True while the actor that holds a group is, or may be, alive; None if no actor held it. Blocks for a moment."""
+    """True if the actor that holds a group is, or may be, alive; None if no actor holds it. Blocks briefly."""
     holder: bytes | None = internal_kv._internal_kv_get(_holder_key(group_id), namespace=NAMESPACE.encode())
     return None if holder is None else not is_dead(holder.decode())
 
@@ -119,7 +120,7 @@ def _holder_key(group_id: str) -> bytes:
 
 
 async def withdraw(group: PlacementGroup) -> None:
-    """Release a group when it is fulfilled, after half a minute, or when this coroutine is cancelled."""
+    """Release a group once it is fulfilled, after half a minute at most, or if this coroutine is cancelled."""
     try:
         await ready(group, WITHDRAWN_S)
     finally:
@@ -127,12 +128,12 @@ async def withdraw(group: PlacementGroup) -> None:
 
 
 def find(group_id: str) -> PlacementGroup:
-    """Return the group with this hex id, reserved by another process."""
+    """Return the group with this hex id, which another process may have reserved."""
     return PlacementGroup(ray.PlacementGroupID.from_hex(group_id))
 
 
 def of_jobs() -> dict[str, str]:
-    """Return the existing groups of elastic jobs: hex id -> job. Blocks for some milliseconds."""
+    """Return the existing groups of elastic jobs, as a mapping from hex id to job. Blocks for some milliseconds."""
     table = placement_group_table().items()
     living = {group_id: group["name"] for group_id, group in table if group["state"] != "REMOVED"}
     return {group_id: job for group_id, name in living.items() if (job := job_of(name)) is not None}
@@ -153,7 +154,7 @@ def release_all(job: str, *, but: Collection[str] = ()) -> int:
 
 
 async def ready(group: PlacementGroup, timeout_s: float) -> bool:
-    """Wait until the resources are reserved; return False if the time runs out or the group was removed.
+    """Wait until the group's resources are reserved; return False on a timeout or if the group was removed.
 
     Polls in a thread: ``PlacementGroup.ready()`` would start a task in the group, and with it a process.
     """

@@ -1,7 +1,7 @@
-"""SHELL: sends samples to ``ray.util.metrics``, from which Ray's agent on this node serves them to Prometheus.
+"""SHELL: export of samples to ``ray.util.metrics``, from which Ray's agent on this node serves Prometheus.
 
 Ray sends a gauge once after it was set, and its agent drops a gauge not sent again within two report intervals (Ray
-2.60, measured). Gauges are therefore rewritten while they are valid, and disappear by themselves afterwards: nothing
+2.60, measured). Gauges are therefore rewritten while they are valid and then disappear by themselves: nothing
 has to delete them if a value becomes unknown or its process ends.
 """
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("placement.metrics")
 
 
 class MetricWriter:
-    """Writer of metrics whose errors never reach the caller; the first error is logged."""
+    """Writer of metrics that never raises an error to its caller; the first error is logged."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
@@ -74,7 +74,7 @@ FILE = "elastic_ray_grafana_dashboard.json"
 
 
 def cluster_writer(on: bool) -> MetricWriter | None:
-    """Return the writer of the allocator's samples, placing the dashboard too; None if metrics are off."""
+    """Return a writer for the allocator's samples, and install the Grafana dashboard; None if metrics are off."""
     if not on:
         return None
     threading.Thread(target=place_dashboard, name="place dashboard", daemon=True).start()  # storage may hang

@@ -1,4 +1,4 @@
-"""SHELL: named actors: how they are created, found and listed, and how calls to them are retried."""
+"""SHELL: creation, lookup and listing of named actors, and calls to them with retries."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _POLL_S = 0.1
 
 @functools.cache
 def actor_class(kind: type) -> Any:
-    """Return ``ray.remote`` of a class, cached because each call creates classes that Ray keeps, some 20 kB."""
+    """Return ``ray.remote`` of a class, cached because Ray keeps some 20 kB for each call."""
     return ray.remote(kind)
 
 
 class HostedGoneError(ActorDiedError):
-    """Error raised if an object hosted by an actor has ended."""
+    """Error raised if an object hosted by an actor no longer exists."""
 
     def __init__(self, name: str) -> None:
         RayActorError.__init__(self, error_msg=f"{name} has ended")
@@ -49,7 +49,7 @@ class HostedGoneError(ActorDiedError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hosted:
-    """Handle of an object hosted by an actor; methods are called as on an actor's handle."""
+    """Handle of an object hosted by an actor; its methods are called as on an actor's handle."""
 
     host: Any  # handle of the actor, which has a method ``call(name, method, *arguments, **options)``
     name: str
@@ -71,7 +71,7 @@ class _HostedMethod:
 
 
 def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> Any:
-    """Create a detached actor on the head node, without which nothing runs.
+    """Create a detached actor on the head node, since nothing works if the head is lost anyway.
 
     Args:
         **options: Further Ray options, such as ``get_if_exists``.
@@ -93,7 +93,7 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
 
 
 def find_actor(name: str) -> Any | None:
-    """Return the actor of this name or alias; None if there is none. Blocks for a moment."""
+    """Return the actor with this name or alias; None if there is none. Blocks briefly."""
     with contextlib.suppress(ValueError):
         return ray.get_actor(name, namespace=NAMESPACE)
     for own, _ in aliases(name, whole=True):
@@ -104,7 +104,7 @@ def find_actor(name: str) -> Any | None:
 
 
 def names_of_actors(prefix: str) -> list[str]:
-    """Return names and aliases of living actors with this prefix, sorted. Blocks for a moment."""
+    """Return the names and aliases of living actors that start with ``prefix``, sorted. Blocks briefly."""
     names = _names()
     found = {name for name in names if name.startswith(prefix)}
     return sorted(found | {alias for own, alias in aliases(prefix) if own in names})
@@ -116,7 +116,7 @@ def _names() -> set[str]:
 
 
 def aliases(prefix: str, *, whole: bool = False) -> list[tuple[str, str]]:
-    """Return (own name, alias) of actors whose alias has this prefix, or equals it. Blocks for a moment."""
+    """Return (own name, alias) of actors whose alias starts with ``prefix`` or, if ``whole``, equals it."""
     keys = internal_kv._internal_kv_list(_alias_key(prefix, "" if whole else None), namespace=_KV) or ()
     return [(own, alias) for alias, _, own in (key.decode()[len(_ALIAS) :].partition("\n") for key in keys)]
 
@@ -146,17 +146,17 @@ def _alias_key(alias: str, own: str | None) -> bytes:
 
 
 def actors_named(prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, actor) of living actors whose names have this prefix, sorted. Blocks for a moment."""
+    """Yield (name, actor) of living actors whose names start with ``prefix``, sorted. Blocks briefly."""
     for name in names_of_actors(prefix):
         if (actor := find_actor(name)) is not None:  # else it has just ended
             yield name, actor
 
 
 def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: float = _PATIENCE_S) -> Any:
-    """Call an actor and return its answer, repeating the call while Ray restarts the actor.
+    """Call an actor and return its result, repeating the call while Ray restarts the actor.
 
     Args:
-        call: Function that makes the call; the actor must tolerate a repeated call.
+        call: Function that makes the call, which the actor may receive more than once.
         timeout_s: Longest wait for one answer [s]; None waits for as long as the actor lives.
         patience_s: Longest wait for an unavailable actor [s].
 

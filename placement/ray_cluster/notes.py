@@ -1,7 +1,7 @@
-"""SHELL: notes of controllers and the allocator in Ray's control store, and the removal of orphaned ones.
+"""SHELL: notes of controllers and the allocator in Ray's control store, and the removal of orphaned notes.
 
-A controller that ends deletes its own notes. One that is killed for good from outside (``ray.kill``, its namespace
-cleared) cannot, and Redis behind the control store would keep the notes over restarts of the cluster.
+A controller deletes its own notes when it ends. One that is killed for good from outside (``ray.kill``, its namespace
+cleared) cannot, and with Redis as the control store's backend the notes would survive restarts of the cluster.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def _stored(key: bytes, otherwise: str) -> Mapping[str, Any]:
 
 
 def keep_account(account: Account) -> None:
-    """Store the account of the cluster's cost for the next allocator. Blocks for a moment."""
+    """Store the cluster's cost account for the next allocator. Blocks briefly."""
     text = json.dumps({"format": _FORMAT, **dataclasses.asdict(account)})
     _put(_ACCOUNT, text.encode())
 
 
 def account() -> Account:
-    """Return the stored account of the cluster's cost; empty if no allocator has stored one."""
+    """Return the stored cost account of the cluster; empty if no allocator has stored one."""
     told = _stored(_ACCOUNT, "what the cluster has cost is counted from now on")
     return Account(**{field.name: told[field.name] for field in dataclasses.fields(Account) if told})
 
@@ -82,17 +82,17 @@ def settings() -> Mapping[str, Any]:
 
 
 def keep_asks_for_nodes(asks: bool) -> None:
-    """Store whether nodes are requested from Ray, so that the next allocator can withdraw. Blocks briefly."""
+    """Store whether this allocator requests nodes from Ray, so that the next can withdraw the requests."""
     _put(_ASKS, b"1" if asks else b"")
 
 
 def asks_for_nodes() -> bool:
-    """True if an allocator has requested nodes from Ray's autoscaler and not withdrawn. Blocks for a moment."""
+    """True if an allocator has requested nodes from Ray's autoscaler and not withdrawn the requests."""
     return bool(_get(_ASKS))
 
 
 def keep_ended(job: str, ended_s: float, text: str) -> None:
-    """Store how a job ended, and delete notes of jobs that ended over an hour before it. Blocks for a moment."""
+    """Store a note about a job's end, and delete notes about jobs that ended more than an hour before it."""
     _put(f"{_ENDED}{ended_s:.3f}/{job}".encode(), text.encode())
     for key in _ended_keys():
         if ended_s - _ended_s(key) > ENDED_FOR_S:

@@ -1,7 +1,7 @@
-"""SHELL: watcher of the cloud's notice that a spot node will be reclaimed, upon which Ray drains the node.
+"""SHELL: watch for the cloud's notice that a spot node will be reclaimed, upon which Ray drains the node.
 
-All components handle draining nodes: the allocator moves jobs off them, Ray puts nothing new on them. An actor
-keeps a node from being idle, so only nodes that elastic jobs use are watched.
+All components handle draining nodes: the allocator moves jobs off them, and Ray schedules nothing new on them. Since an
+actor keeps a node from being idle, only nodes that elastic jobs use are watched.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _QUIET_POLLS = 30  # unanswered looks after which it is asked again what cloud t
 
 
 class Watchers:
-    """Watchers of the allocator, one on each watched node; they end with the allocator."""
+    """Watcher actors of the allocator, one on each watched node; they end with the allocator."""
 
     def __init__(self, config: NoticeConfig) -> None:
         self._config = config
         self._actors: dict[str, Any] = {}
 
     def watch(self, nodes: Collection[RawNode]) -> None:
-        """Watch the nodes that jobs use and that may be reclaimed; stop watching others."""
+        """Watch the nodes that jobs use and that may be reclaimed; stop watching all other nodes."""
         wanted = {
             node.node_id
             for node in nodes
@@ -99,7 +99,9 @@ class NoticeWatcher:
 
 
 class Metadata:
-    """Client of a machine's metadata server, which names the cloud and announces the machine's end. Calls block.
+    """Client of a machine's metadata server, which names the cloud and announces the machine's end.
+
+    Calls block.
 
     Args:
         clock: Monotonic clock [s], used to renew the AWS token.
@@ -112,7 +114,7 @@ class Metadata:
         self._machine = ""
 
     def find_cloud(self) -> str | None:
-        """Return the first cloud whose specific request is answered; None if none is answered over HTTP."""
+        """Return the first cloud whose probe the metadata server answers; None if it answers none."""
         candidates = ("gcp", "azure", "aws") if self._config.cloud == "auto" else (self._config.cloud,)
         for cloud in candidates:
             try:
@@ -125,7 +127,7 @@ class Metadata:
         return None
 
     def look(self, cloud: str) -> Notice | None:
-        """Return the notice of this machine's end; None if there is none.
+        """Return the cloud's notice that it will reclaim this machine; None if there is none.
 
         Raises:
             OSError, http.client.HTTPException: There is no answer, or an invalid one.
@@ -161,7 +163,7 @@ class Metadata:
 
 
 def drain(node_id: str, notice: Notice) -> None:
-    """Drain a node, through Ray, after its cloud has given notice."""
+    """Drain a node through Ray, because its cloud will reclaim it."""
     if refusal := ask_to_drain(node_id, notice.reason, notice.deadline_s):
         logger.warning("node %s cannot be drained: %s", node_id[:8], refusal)
     else:
@@ -169,12 +171,12 @@ def drain(node_id: str, notice: Notice) -> None:
 
 
 def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
-    """Request Ray to drain a node, as ``ray drain-node`` does, for which there is no public call.
+    """Request Ray to drain a node, as ``ray drain-node`` does; Ray has no public function for it.
 
     Args:
-        deadline_s: Time when the node goes away [s since the epoch].
+        deadline_s: Time at which the node goes away [s since the epoch].
 
-    Returns Ray's reason for a refusal, or "".
+    Returns Ray's reason if it refuses, else "".
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2

@@ -1,4 +1,4 @@
-"""Cloud notices about the end of a spot node, in the format of each metadata server (pure).
+"""Cloud notices that a spot node will be reclaimed, in the format of each metadata server (pure).
 
 Sources: AWS "Spot Instance interruption notices" (``spot/instance-action``, two minutes ahead), Google Cloud "Spot
 VMs" (``instance/preempted``, 30 s ahead), Azure "Scheduled Events" (``Preempt``, 30 s ahead or more).
@@ -21,14 +21,14 @@ CLOUDS = ("auto", "aws", "gcp", "azure")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoticeConfig(NamesArguments):
-    """Configuration of the watch for notices that the cloud will reclaim a node.
+    """Configuration of the watch for notices that the cloud will reclaim a spot node.
 
     Attributes:
-        cloud: "aws", "gcp" or "azure"; "auto" detects it from the metadata server.
+        cloud: "aws", "gcp" or "azure"; "auto" detects the cloud from the metadata server.
         address: Address of the metadata server.
         poll_s: Polling interval [s].
-        markets: Values of the label ``ray.io/market-type``; nodes with one of these are watched.
-        enabled: False watches no node.
+        markets: Values of the label ``ray.io/market-type`` whose nodes are watched.
+        enabled: False disables the watch.
 
     Examples:
         >>> from placement import NoticeConfig
@@ -52,7 +52,7 @@ class NoticeConfig(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Request to a metadata server, relative to its address."""
+    """HTTP request to a metadata server, with a path relative to the server's address."""
 
     path: str
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -61,7 +61,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """Notice that a node will be reclaimed."""
+    """Notice that the cloud will reclaim a node."""
 
     deadline_s: float  # when, in seconds since the epoch
     reason: str  # as a sentence for the log
@@ -74,7 +74,7 @@ AZURE_NAME = Request(
 
 
 def probe(cloud: str) -> Request:
-    """Return a request that only this cloud's metadata server answers."""
+    """Return a request that only this cloud's metadata server answers, to detect the cloud."""
     requests = {
         "aws": AWS_TOKEN,
         "gcp": Request(path="/computeMetadata/v1/instance/id", headers={"Metadata-Flavor": "Google"}),
@@ -84,7 +84,7 @@ def probe(cloud: str) -> Request:
 
 
 def question(cloud: str, token: str = "") -> Request:
-    """Return the request for a notice; ``token`` is only used for AWS."""
+    """Return the request that polls for a notice; ``token`` is used only for AWS."""
     if cloud == "aws":
         return Request(path="/latest/meta-data/spot/instance-action", headers={"X-aws-ec2-metadata-token": token})
     if cloud == "gcp":
@@ -93,11 +93,11 @@ def question(cloud: str, token: str = "") -> Request:
 
 
 def read_notice(cloud: str, answer: str | None, *, now_s: float, machine: str = "") -> Notice | None:
-    """Return the notice in a metadata server's answer; None if there is none.
+    """Return the notice in a metadata server's answer; None if the answer contains none.
 
     Args:
         answer: Body of the answer; None for 404 (not found).
-        machine: Azure's name of this machine, since its answers list all machines of a set.
+        machine: Azure's name of this machine; Azure's answers list all machines of a scale set.
 
     Raises ValueError: the answer cannot be parsed; the message shows it.
     """

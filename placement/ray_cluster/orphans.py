@@ -1,4 +1,4 @@
-"""SHELL: release of placement groups and notes left behind by jobs without a controller.
+"""SHELL: release of placement groups and notes left behind by jobs whose controller is gone.
 
 Groups are detached, so they outlive a controller that Ray restarts. A controller that ends releases its own groups,
 and a worker that has lost its controller first saves the job and then releases its group. What remains are
@@ -29,14 +29,14 @@ _NOTES_EVERY_S = 300.0  # Ray is asked for each controller that has any
 def orphaned(
     holders: Mapping[str, bool | None], since_s: dict[str, float], now_s: float, timeout_s: float
 ) -> tuple[str, ...]:
-    """Return groups to release, of jobs that the allocator does not know (pure except for updating ``since_s``).
+    """Return the groups to release among those of unknown jobs (pure except for updating ``since_s``).
 
     A group is released at once if its process is dead, and after ``_ORPHANED_S`` if no process holds it.
 
     Args:
-        holders: For each group, whether its process lives; None if no process holds it.
+        holders: For each group, True if its process is alive; None if no process holds it.
         since_s: Time when each group was first seen without a known job [s].
-        timeout_s: How long a living process keeps its group [s].
+        timeout_s: Time for which a living process keeps its group [s].
     """
     for group in since_s.keys() - holders.keys():
         del since_s[group]
@@ -61,7 +61,7 @@ class Orphans:
     """Periodic search for orphaned groups (every few seconds) and orphaned notes (every few minutes, or on demand).
 
     Args:
-        timeout_s: How long a process without a controller, which may be saving the job, keeps its group [s].
+        timeout_s: Time for which a process without a controller, which may be saving the job, keeps its group [s].
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -70,7 +70,7 @@ class Orphans:
         self._looked_s = self._looked_for_notes_s = -math.inf
 
     async def release(self, job: str) -> None:
-        """Release the groups of a job whose controller is gone for good, each once its process is gone as well."""
+        """Release the groups of a job whose controller is gone for good, each after its process has ended."""
         self._looked_for_notes_s = -math.inf
         until_s = time.monotonic() + self._timeout_s
         try:
@@ -86,7 +86,7 @@ class Orphans:
             logger.warning("the placement groups of job %s were not released: %s", job, error)
 
     async def look(self, known: Collection[str], now_s: float) -> None:
-        """Release groups that have had no job for long, and delete the notes of dead controllers.
+        """Release groups that have long had no known job, and delete notes of dead controllers.
 
         Args:
             now_s: Current time [s, monotonic].

@@ -1,4 +1,4 @@
-"""SHELL: Ray's view of its nodes; and (pure) the resources that elastic jobs may use."""
+"""SHELL: Ray's view of its nodes, and (pure) the resources that elastic jobs may use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUP_PREFIX = "elastic_ray"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RawNode:
-    """A living node, as described by Ray."""
+    """Living node, as described by Ray."""
 
     node_id: str  # hex id
     total: Resources
@@ -41,7 +41,7 @@ def group_name(job: str, worker: str) -> str:
 
 
 def job_of(group: str) -> str | None:
-    """Return the job that a placement group belongs to, by the group's name; None if it is not an elastic job's."""
+    """Return the job that a placement group of this name belongs to; None if it belongs to no elastic job."""
     parts = group.split(":")
     return ":".join(parts[1:-1]) if parts[0] == GROUP_PREFIX and len(parts) > 2 else None
 
@@ -87,8 +87,8 @@ def on_head() -> dict[str, Any]:
 
     Node affinity does not work: Ray may place an actor without resources on any node. A node that has just joined
     does not know the head yet, treats a soft affinity to it as one to a lost node, and keeps the actor (measured with
-    Ray 2.60: most such actors within a second of a node's arrival). Only the head has this resource, even after a
-    restart.
+    Ray 2.60: most such actors within a second of a node's arrival). The options therefore request a resource that only
+    the head has, even after a restart.
     """
     has_head = any(_HEAD in node["Resources"] for node in _STATE.node_table() if node["Alive"])
     return {"resources": {_HEAD: _SHARE_OF_HEAD}} if has_head else {}
@@ -100,11 +100,11 @@ def usable(history: Sequence[Sequence[RawNode]], ours: Collection[str]) -> Clust
     free = total - used by others, with used by others = max(0, total - available - reserved by our jobs).
 
     Ray's view of available resources lags behind placement groups that come and go, in both directions. The median of
-    the last snapshots is therefore used: others' use starts and stops to count after it has lasted for a while.
+    the latest snapshots is therefore used, so that use by others counts only once it has lasted for a while.
 
     Args:
-        history: The last snapshots, oldest first; the nodes are those of the last one.
-        ours: Names of the jobs whose groups count as ours; groups of other jobs count as others' use.
+        history: The latest snapshots, oldest first; the last one determines the nodes.
+        ours: Names of elastic jobs known to the allocator; groups of other jobs count as use by others.
     """
     earlier = [{node.node_id: node for node in snapshot} for snapshot in history]
     nodes = []

@@ -1,4 +1,4 @@
-"""Discrete-event simulation of a cluster: a trace, true profiles, and the allocator's own core.
+"""Discrete-event simulation of a cluster, driven by a trace and measured profiles, with the real allocator core.
 
     from placement.simulator import simulate
     report = simulate("workload-6.csv", "profiles", "aws:16x4", rules="pollux", policy="tiresias")

@@ -1,4 +1,4 @@
-"""``python -m placement.simulator``: replay traces under policies and print them side by side."""
+"""``python -m placement.simulator``: replays traces under several policies and prints the results side by side."""
 
 from placement.simulator.threads import ask_for_one
 

@@ -1,4 +1,4 @@
-"""Command line of the simulator: arguments in, a table, a JSON file and a picture out."""
+"""Command line of the simulator, which prints a table and can write a JSON file and a picture."""
 
 from __future__ import annotations
 
@@ -43,10 +43,7 @@ _EPOCHS = 6
 
 
 def write_demo(folder: Path) -> tuple[Path, Path]:
-    """Write a demo trace and its profiles to an empty folder.
-
-    Returns the trace, and the folder of profiles.
-    """
+    """Write a demo trace and its profiles to an empty folder; return the trace and the folder of profiles."""
     profiles = folder / "profiles"
     for name, (sample_s, samples, variance) in _APPLICATIONS.items():
         placed = [(p, m, *_step_s(len(p), sum(map(int, p)), m, sample_s)) for p in _PLACES for m in _BATCHES]
@@ -122,7 +119,7 @@ def parser(prog: str = _PROG) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = _PROG) -> int:
-    """Run the simulator. Return 0, or 2 for invalid input after printing one line about the error."""
+    """Run the simulator; return 0, or 2 for invalid input after printing a one-line error."""
     made = parser(prog)
     options = made.parse_args(arguments)
     try:
@@ -194,7 +191,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def table(records: Sequence[dict[str, object]]) -> str:
-    """Return records as a text table, followed by each policy's mean if there are several traces."""
+    """Return records as a text table; if there are several traces, each policy's means are added."""
     columns = [
         ("trace", "trace", "{}"),
         ("policy", "policy", "{}"),
@@ -356,7 +353,7 @@ class _ProgressBar:
 
 
 def mean_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the mean of every number over all traces, one record per policy; empty with a single trace."""
+    """Return the mean of every number over all traces, one record per policy; empty for a single trace."""
     traces = {record["trace"] for record in records}
     if len(traces) < 2:
         return []
@@ -370,7 +367,7 @@ def mean_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_json(reports: Sequence[SimulationReport], path: Path) -> None:
-    """Write one record per trace and policy. The file is replaced atomically."""
+    """Write one record per trace and policy to a file, which is replaced atomically."""
     text = json.dumps([{**report.record(), **report.history()} for report in reports], indent=1)
     beside = path.with_name(f".{path.name}.part")
     try:

@@ -1,4 +1,4 @@
-"""Replay of a trace: events come from a heap, nothing sleeps, and nothing reads a clock."""
+"""Replay of a trace: events come from a heap, nothing sleeps, and no clock is read."""
 
 from __future__ import annotations
 
@@ -67,34 +67,35 @@ def simulate(
     foresight: bool = True,
     on_progress: OnProgress | None = None,
 ) -> SimulationReport:
-    """Simulate a trace of jobs under one policy, and return the report.
+    """Simulate a trace of jobs under one policy, and return a report.
 
     Args:
-        trace: A trace file, or jobs.
+        trace: Path of a trace file, or a sequence of jobs.
         profiles: Folder with one folder per application, or the applications keyed by name.
         cluster: Cluster string such as ``aws:16x4``.
         rules: ``pollux``, ``sia``, ``live``, or a custom ``Rules`` object.
         policy: A registered name or a policy object.
         seed: Seed for all randomness.
-        requested: True if jobs run with the trace's batch size and GPU count; None means True for rigid policies only.
+        requested: True to run jobs with the trace's batch size and GPU count. None does so for rigid policies only.
         knowledge: True if jobs of one application share their measurements. Ignored for a policy with
             ``shares_knowledge`` set to False, such as Sia as published.
         lengths: Actual and declared lengths of jobs; None uses the profiled lengths for both.
-        disturbances: Failures, slow nodes, spot markets and noise; none by default.
-        prices: GPU prices; rounded defaults if None.
+        disturbances: Failures, slow nodes, spot markets and noise; None simulates none of these.
+        prices: GPU prices; None uses built-in approximate prices.
         autoscale: How the cluster grows and shrinks, up to ``cluster``; None keeps it fixed.
         statistical: True if jobs know their statistical efficiency; otherwise they maximise throughput alone.
         spot_use: How jobs use spot nodes in an autoscaled cluster.
         mixed_gpu_types: True if jobs that are not rigid may run on several GPU types at once.
-        sizes: Worker counts with which non-rigid jobs can train, unless a job's batch size allows none of them.
+        sizes: Worker counts with which non-rigid jobs can train. Ignored for a job whose batch size allows none of
+            them.
         apart: Value of ``AllocatorConfig.one_multi_node_job_per_node``.
         foresight: True if jobs with a batch-size ramp (``TraceJob.ramp``) announce its later steps.
-        on_progress: Called about once per simulated hour.
+        on_progress: Callback, called about once per simulated hour.
 
     Raises:
         InputError: The input is invalid; raised before the simulation starts.
         ValueError: The policy is unknown.
-        RuntimeError: The simulation never ends, because the policy starves a job.
+        RuntimeError: The simulation does not end, because the policy starves a job.
     """
     task = Task(
         trace=trace,
@@ -134,7 +135,7 @@ class _Checked:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One simulation: a trace under one policy, with the arguments of ``simulate``."""
+    """Arguments of one simulation, which runs a trace under one policy; see ``simulate``."""
 
     trace: str | Path | Sequence[TraceJob]
     profiles: str | Path | Mapping[str, Application]
@@ -156,7 +157,7 @@ class Task:
     foresight: bool = True
 
     def check(self) -> _Checked:
-        """Check all input before anything runs.
+        """Check all input without running the simulation.
 
         Raises:
             InputError: The input is invalid.

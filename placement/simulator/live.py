@@ -1,4 +1,4 @@
-"""Event-driven time: the allocator gets arrivals, ends and lost nodes at once, progress at intervals.
+"""Event-driven time: the allocator learns of arrivals, ends and lost nodes at once, of progress at intervals.
 
 In a cluster that grows and shrinks, the autoscaler requests nodes from a simulated cloud.
 """
@@ -25,12 +25,12 @@ _SCRIPT_S = 30 * 86400.0
 
 
 class LiveDriver:
-    """Driver of a simulation with a heap of events; ties are handled in the order in which they were pushed.
+    """Driver of a simulation with a heap of events; simultaneous events are handled in the order they were pushed.
 
     Args:
-        cluster: All nodes, none of them lost.
+        cluster: All nodes of the cluster, before any is lost.
         longest_s: Simulated time after which the simulation gives up [s].
-        pace: Interval of heartbeats and of the allocator's slow round, and delay until a new size is measured.
+        pace: Interval of heartbeats and of the allocator's periodic checks, and delay until a new size is measured.
     """
 
     def __init__(
@@ -168,11 +168,11 @@ _LEAVE_S = 30.0
 
 
 class ScalingDriver(LiveDriver):
-    """Live driver whose nodes are those that the autoscaler requested and the simulated cloud could provide.
+    """Live driver whose nodes are requested by the autoscaler, as far as the simulated cloud can provide them.
 
     Args:
-        disturbances: Disturbances of the jobs. Its spot markets are ignored, since the provider has them.
-        notice_s: Time between a spot node's notice and its end [s].
+        disturbances: Disturbances of the jobs. Its spot markets are ignored, since the provider simulates them.
+        notice_s: Time between the notice that a spot node will be reclaimed and its loss [s].
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Limit of linear algebra to one thread, since all systems here are tiny and waking threads costs seconds."""
+"""Restriction of linear algebra to one thread, since all systems are tiny and waking threads costs seconds."""
 
 from __future__ import annotations
 

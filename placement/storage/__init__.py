@@ -1,1 +1,1 @@
-"""Local files, and calls on storage that may never answer."""
+"""Local files, and calls to storage that may never return."""

@@ -38,7 +38,7 @@ class ForeignDirectoryError(PermissionError):
 
 
 def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> None:
-    """Create a directory and its parents; if private, restrict an existing directory of ours to its user.
+    """Create a directory and its parents; if private, make it readable only by its user, even if it exists.
 
     Existing parents keep their modes.
     """
@@ -74,7 +74,7 @@ def open_output(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) 
 
 
 def replace_file(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes, *, private: bool) -> None:
-    """Replace a file by writing the new one beside it and moving it: at any time one of both exists.
+    """Replace a file atomically, by writing the new one beside it and moving it into place.
 
     If a move does not replace a file (HDFS), only the new one exists for a moment, as ``PATH.part``: see
     ``open_whole``. An object store replaces an object when the new one is complete.
@@ -151,9 +151,9 @@ def open_append(path: str, *, private: bool) -> int:
 
 
 def check_own(path: str) -> None:
-    """Refuse a directory of another user, who could read, replace and delete any file in it.
+    """Raise an error if a directory belongs to another user, who could read, replace and delete any file in it.
 
-    Raises ForeignDirectoryError: it belongs to another user; the message says what to do.
+    Raises ForeignDirectoryError: it does; the message suggests a remedy.
     """
     owner = os.stat(path).st_uid
     if owner not in (os.geteuid(), _uid_on(path)):
@@ -165,7 +165,7 @@ def check_own(path: str) -> None:
 
 
 def make_own(path: str, below: str) -> None:
-    """Create a private directory and its parents up to ``below``, where other users may write, such as ``/tmp``.
+    """Create a private directory, with its parents inside ``below``, where other users may write (``/tmp``).
 
     Raises ForeignDirectoryError: one of them belongs to another user, or is a link, which may lead anywhere.
     """
@@ -256,7 +256,7 @@ logger = logging.getLogger("placement.storage")
 
 
 class LineFile:
-    """File of lines. Appended lines are in the file when the call returns, in order.
+    """File to which lines are appended in order; they are in the file when the call returns.
 
     After an error, which is logged, nothing more is written, because a gap between lines would falsify the record.
 

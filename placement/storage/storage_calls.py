@@ -1,4 +1,4 @@
-"""Calls on storage that may never answer, each in a thread and with a deadline, and how to wait for them (pure).
+"""Calls to storage that may never return, each in a thread and with a deadline (pure).
 
 File systems are accessed through blocking calls; NFS without its server and S3 behind a dead link block for good.
 Such a call costs only one thread of this pool: threads are few, they are daemons (so none delays the end of its
@@ -29,7 +29,7 @@ class StorageTimeoutError(TimeoutError):
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Call:
-    """Call on storage that runs in a thread."""
+    """Call to storage that runs in a thread."""
 
     what: str  # what it does, for messages: "writing events"
     run: Callable[[], Any]
@@ -38,7 +38,7 @@ class Call:
     given_up: bool = False  # its caller does not wait for it any more; a call that continues in pieces ends itself
 
     def heard(self) -> bool:
-        """Record that a piece is done; True if the caller still waits for the rest."""
+        """Record that a part of the call is done; return True if the caller still waits for the rest."""
         self.heard_s = time.monotonic()
         return not self.given_up
 
@@ -49,11 +49,11 @@ class Call:
 
 
 class StorageCalls:
-    """Threads for one owner's calls on one storage.
+    """Pool of threads for one owner's calls to one storage.
 
     Args:
         where: Name of the storage, for messages.
-        threads: Most calls at once; further ones wait for their turn.
+        threads: Maximum number of concurrent calls; further calls wait for their turn.
     """
 
     def __init__(self, where: str, *, threads: int = 4) -> None:
@@ -70,12 +70,12 @@ class StorageCalls:
         return self._add(Call(what=what, run=function, heard_s=time.monotonic()))
 
     def start_long(self, what: str, function: Callable[[Callable[[], bool]], Any]) -> Call:
-        """Start a call that works in pieces: after each it calls its argument, and ends if that returns False."""
+        """Start a call in parts, after each of which ``function`` calls its argument and ends if that returns False."""
         call = Call(what=what, run=lambda: function(call.heard), heard_s=time.monotonic())
         return self._add(call)
 
     async def run(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-        """Make a call and wait for its answer.
+        """Run a call in a thread and await its result.
 
         Raises StorageTimeoutError if there is none within ``timeout_s``. Errors of the function are raised unchanged.
         """
@@ -89,7 +89,7 @@ class StorageCalls:
             raise StorageTimeoutError(self.silent_for(call)) from error
 
     async def run_long(self, what: str, function: Callable[[Callable[[], bool]], T], *, timeout_s: float) -> T:
-        """Run a call in pieces and wait for its answer; each piece must finish within ``timeout_s``."""
+        """Run a call in several parts and await its result; each part must finish within ``timeout_s``."""
         call = self.start_long(what, function)
         answer = asyncio.wrap_future(call.answer)
         while not answer.done():
@@ -125,12 +125,12 @@ class StorageCalls:
         return True
 
     def silent_for(self, call: Call) -> str:
-        """Return a sentence about how long storage has been silent in a call."""
+        """Return a sentence that says for how long storage has not answered a call."""
         return f"storage {self.where} has not answered for {time.monotonic() - call.heard_s:.0f} s: {call.what}"
 
     @property
     def heard_s(self) -> float:
-        """Time of the last sign of life from storage in a running call [s, monotonic]; 0 if no call runs."""
+        """Time at which a running call last made progress [s, monotonic]; 0 if no call is running."""
         with self._news:
             return max((call.heard_s for call in self._running), default=0.0)
 
@@ -185,7 +185,7 @@ class StorageCalls:
 
 
 def call_storage(where: str, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-    """Make one blocking call on storage with a deadline.
+    """Make one blocking call to storage, with a deadline.
 
     Raises StorageTimeoutError if there is no answer within ``timeout_s``. Errors of the function are raised unchanged.
     """

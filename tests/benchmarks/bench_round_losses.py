@@ -21,13 +21,15 @@ from common import bar, finish, side_parser  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import elastic_ray as er  # noqa: E402
-from elastic_ray.sync import DiLoCo, LocalSGD  # noqa: E402
+from elastic_ray.sync import SMA, DiLoCo, LocalSGD, PairAveraging  # noqa: E402
 from tests.loop.changing import Change, Kill, run_job  # noqa: E402
 
 STRATEGIES: dict[str, Any] = {
     "all_reduce": "all_reduce",
     "local_sgd": LocalSGD(period=8, give_back=True),
     "diloco": DiLoCo(period=8, outer_lr=1.0, outer_momentum=0.0, give_back=True),
+    "sma": SMA(),
+    "pair": PairAveraging(period=8, give_back=True),
 }
 CONTEXT, WIDTH = 32, 32
 

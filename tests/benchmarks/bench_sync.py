@@ -99,6 +99,7 @@ def run_rank(case_name: str, rounds: int, steps: int, auto_alone: str) -> None:
     while spent < CHOOSING_STEPS and not any(row.chosen for row in elastic.model.explain_strategy().candidates):
         next(ours)  # all ranks choose in the same step
         spent += 1
+    next(ours)  # takes it up
     chosen, table = elastic.model.strategy, str(elastic.model.explain_strategy())
     names = (*case.exact, *case.routed) if auto_alone else (*case.exact, *case.other)
     strategies: dict[str, Any] = {name: name for name in names}

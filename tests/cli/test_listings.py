@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -211,3 +212,11 @@ def test_any_metric_by_name_and_what_is_none() -> None:
     assert cells["eval/loss"] == "0.25" and "METRIC" not in cells
     assert list(numbers_in({"b": 1, "loss": 2, "nan": math.nan, "deep": {"x": {"y": {"z": 1}}}})) == ["loss", "b"]
     assert len(numbers_in({str(n): n for n in range(100)})) == MOST_METRICS
+
+
+def test_status_of_another_version_is_read() -> None:
+    made, (kind, values) = JobStatus(job="a", phase=JobPhase.RUNNING, step=3).__reduce__()
+    older = {name: value for name, value in values.items() if name != "metric"}
+    assert made(kind, {**older, "later": 1}) == JobStatus(job="a", phase=JobPhase.RUNNING, step=3)
+    row = JobRow(job="a", phase=JobPhase.RUNNING)
+    assert pickle.loads(pickle.dumps(row)) == row

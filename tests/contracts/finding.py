@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ class _Own:
     overrides: set[str]
 
 
+@functools.cache
 def uses() -> dict[str, list[str]]:
     """Private names of others, each with the places that use it.
 

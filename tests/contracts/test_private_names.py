@@ -16,6 +16,8 @@ import pytest
 from tests.contracts.finding import uses
 from tests.contracts.private_names import NOT_PRIVATE, PRIVATE_NAMES, PrivateNames
 
+pytestmark = pytest.mark.xdist_group("private names")  # one process reads the tree, once
+
 ALL = [pytest.param(row, name, id=f"{row.home}-{name}") for row in PRIVATE_NAMES for name in row.names]
 
 

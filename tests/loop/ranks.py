@@ -140,6 +140,7 @@ def _serve(pipe: Connection) -> None:
     stacks = _stack_file(os.getpid()).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
+    gc.freeze()  # torch's own objects, which each collection below would walk
     while True:
         try:
             environment, function, args = pickle.loads(pipe.recv_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,55 @@ def test_point_to_point() -> None:
         assert found.tolist() == [(rank - 1) % size] * 5
 
     job(step)
+
+
+def _never(act: Callable[[int, torch.Tensor], Any]) -> Callable[[], None]:
+    def step() -> None:
+        if er.get_context().get_global_step() == 1:
+            act(dist.get_rank(), torch.zeros(5_000_000))
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        pytest.param(
+            lambda rank, tensor: dist.recv(tensor, 0, tag=3) if rank else None,
+            r"rank 1 waits to receive a message from rank 0 \(tag 3\)",
+            id="not sent",
+        ),
+        pytest.param(
+            lambda rank, tensor: None if rank else dist.send(tensor, 1),
+            "rank 0 waits to send a message to rank 1",
+            id="not received",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            lambda rank, tensor: dist.recv(tensor, 1 - rank),
+            "rank 0 waits to receive.*; rank 1 waits to receive",
+            id="both receive",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_message_that_never_comes_is_named(act: Any, told: str) -> None:
+    begin_s = time.monotonic()
+    with pytest.raises(er.errors.RanksDisagreeError, match=told):
+        run_job(lambda: train(_never(act)), first=(1, 2))
+    assert time.monotonic() - begin_s < 10.0
+
+
+def test_message_that_comes_late_is_waited_for() -> None:
+    def act(rank: int, tensor: torch.Tensor) -> None:
+        if rank:
+            dist.recv(tensor, 0)
+            assert tensor[-1] == 1
+        else:
+            time.sleep(2.5)  # longer than the other one waits in silence
+            dist.send(tensor + 1, 1)
+
+    run_job(lambda: train(_never(act)), first=(1, 2))
 
 
 def test_what_no_reduction_takes_is_refused() -> None:

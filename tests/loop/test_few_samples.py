@@ -83,7 +83,7 @@ def test_worker_is_lost_in_it_within_step_of_training() -> None:
 
 
 @pytest.mark.parametrize("options", [{"nested": "before"}, {"lazy": True}], ids=str)
-def test_some_draw_the_step_again_that_others_come_to_first(options: dict[str, Any]) -> None:
+def test_some_draw_again_what_others_come_to(options: dict[str, Any]) -> None:
     found = run([Hold(4, 2, "after_step"), Kill(5, 4, "edge", after=(1, 3))], FOUR, **options)
     assert [len(group) for group in found.groups] == [4, 3], "those in it leave the step, and come back"
     check(found, **options)

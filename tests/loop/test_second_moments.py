@@ -142,7 +142,9 @@ def test_updates_have_half_lives_in_samples(ranks: Ranks, world: int | None, how
 
 
 @pytest.mark.parametrize("strategy", [None, "zero1"])
-@pytest.mark.parametrize("script", [[Change(14, (1, 2, 3)), Change(17, (2, 3))], [Kill(14, 2, "publish")]])
+@pytest.mark.parametrize(
+    "script", [[Change(14, (1, 2, 3)), Change(17, (2, 3))], [Kill(14, 2, "publish", after=(1, 3))]]
+)
 def test_and_however_the_group_changes(script: list[Any], strategy: str | None) -> None:
     first = (1, 2, 3) if isinstance(script[0], Kill) else (1, 2)
     if isinstance(script[0], Kill) and strategy is None:

@@ -22,8 +22,14 @@ from tests.loop.unit_threads import FEATURES, Rows, run_units
 SAMPLES, EPOCHS = 24, 24
 
 
-def noise(optimizer: str, part: slice = slice(None), unit: UnitGroup | None = None) -> NoiseScale | None:
-    """The noise scale when all steps are the same one, which is measured in all of them or in some."""
+def noise(
+    optimizer: str, part: slice = slice(None), unit: UnitGroup | None = None, *, twice: bool = False
+) -> NoiseScale | None:
+    """The noise scale when all steps are the same one, which is measured in all of them or in some.
+
+    Args:
+        twice: the optimizer steps before the backward pass as well as after it.
+    """
     model = Rows(part, unit)
     stepped = getattr(torch.optim, optimizer)(
         [{"params": [model.scale, model.late]}, {"params": [model.weight], "weight_decay": 0.0}], lr=0.0
@@ -36,29 +42,31 @@ def noise(optimizer: str, part: slice = slice(None), unit: UnitGroup | None = No
     loader.autoscale_batch_size(2 * SAMPLES, local_bsz_bounds=(2, 2 * SAMPLES))
     for _ in er.remaining_epochs_until(EPOCHS):
         for (x,) in loader:
+            if twice:
+                stepped.step()
             stepped.zero_grad()
             wrapped(x).square().sum(1).mean().backward()
             stepped.step()
     return wrapped.noise_scale
 
 
-def in_units(optimizer: str, folder: Path, parts: tuple[slice, slice], units: int = 2) -> NoiseScale:
+def in_units(optimizer: str, folder: Path, parts: tuple[slice, slice], units: int = 2, **options: bool) -> NoiseScale:
     """The noise scale on all workers of two units."""
 
     def train(unit: UnitGroup) -> Any:
-        return noise(optimizer, parts[unit.place.position], unit)
+        return noise(optimizer, parts[unit.place.position], unit, **options)
 
     found = [each for row in run_units(train, folder, units=units) for each in row]
     assert all(each == found[0] for each in found) and found[0] is not None
     return found[0]
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
-def test_noise_of_parts_is_that_of_the_whole(optimizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("optimizer", "twice"), [("SGD", False), ("SGD", True), ("Adam", False)])
+def test_noise_of_parts_is_that_of_the_whole(optimizer: str, twice: bool, tmp_path: Path) -> None:
     """Rows are on one worker of the unit each, the scale counts once; parts may differ in size."""
-    wanted = run_job(lambda: noise(optimizer), first=(1, 2)).results[1]
+    wanted = run_job(lambda: noise(optimizer, twice=twice), first=(1, 2)).results[1]
     assert wanted is not None and wanted.sqr > 0 and wanted.var > 0
-    found = in_units(optimizer, tmp_path, (slice(0, 3), slice(3, 8)))
+    found = in_units(optimizer, tmp_path, (slice(0, 3), slice(3, 8)), twice=twice)
     assert (found.sqr, found.var) == pytest.approx((wanted.sqr, wanted.var), rel=1e-5)
 
 
@@ -97,6 +105,27 @@ def test_adaptive_batch_is_cut_into_equal_shards(tmp_path: Path) -> None:
 
     (first, second), *_ = run_units(train, tmp_path, units=1, unit=Unit(shard=2))
     assert first == second and first[-1] == 4 and sum(first[:-1]) == 36
+
+
+@pytest.mark.parametrize("unit", [Unit(shard=2), Unit(tp=2)], ids=["shard", "tp"])
+def test_sums_count_each_sample_of_a_unit_once(unit: Unit, tmp_path: Path) -> None:
+    def train(_: UnitGroup) -> list[dict[str, float]]:
+        model = nn.Linear(FEATURES, 1)
+        wrapped = er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0), scaling_rule="none")
+        rows = torch.arange(12.0).repeat_interleave(FEATURES).reshape(12, FEATURES)
+        sums = []
+        for _ in er.remaining_epochs_until(1):
+            total = er.Accumulator()
+            for (x,) in er.AdaptiveDataLoader(torch.utils.data.TensorDataset(rows), batch_size=4):
+                wrapped(x).sum().backward()
+                total["samples"] += len(x)
+                total["numbers"] += x[:, 0].sum().item()
+            sums.append(dict(total))
+        return sums
+
+    for row in run_units(train, tmp_path, unit=unit):
+        for found in row:
+            assert found == [{"samples": 12.0, "numbers": 66.0}]
 
 
 def scaled(strategy: str, part: slice = slice(None)) -> tuple[list[list[float]], float]:

@@ -24,20 +24,32 @@ class LocalController:
         self.secret = secret or new_secret()
         self.bootstrap = Bootstrap(self.secret, is_member)
         self.calls = 0
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._closing = asyncio.new_event_loop(), threading.Lock()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
     def call(self, meeting: BootstrapCall) -> concurrent.futures.Future[dict[str, bytes]]:
         """As an actor call: returns at once."""
         self.calls += 1
-        return asyncio.run_coroutine_threadsafe(self.bootstrap.meet(meeting), self._loop)
+        answer = self.bootstrap.meet(meeting)
+        with self._closing:
+            if self._loop.is_closed():
+                answer.close()  # else Python warns that nobody has awaited it
+                raise RuntimeError("the controller is gone")
+            return asyncio.run_coroutine_threadsafe(answer, self._loop)
 
     def close(self) -> None:
         """End the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
-        self._loop.close()
+        if self._loop.is_running():
+            return  # the process ends
+        with self._closing:
+            self._loop.run_until_complete(asyncio.sleep(0))  # calls that came after that
+            for each in asyncio.all_tasks(self._loop):
+                each.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.close()
 
 
 @contextmanager

@@ -38,6 +38,16 @@ def test_jobs_pay_their_part_of_their_nodes() -> None:
     assert scaler.forget("a") == pytest.approx(2.0) and scaler.spent_usd == {}
 
 
+def test_unit_that_spans_nodes_pays_what_it_holds() -> None:
+    """Six CPUs of eight, for which no node is large enough."""
+    both = Cluster(nodes=(FOUR.node("f0"), FOUR.node("f1")))
+    unit = view("a", bundle={"CPU": 6.0}, unit=6, max_workers=1, allocation={"f0*4+f1*2": 1})
+    scaler = autoscaler()
+    for attained_s in (0.0, 3600.0):
+        scaler.decide([dataclasses.replace(unit, attained_s=attained_s)], both, NOW)
+    assert scaler.spent_usd == {"a": pytest.approx(6.0)}
+
+
 def test_jobs_pay_by_their_own_clock_not_set_one() -> None:
     scaler, on_it = autoscaler(), running(4)
     for now_s, attained_s in ((0.0, 0.0), (1.0, 4.0), (36_000.0, 8.0), (3.0, 12.0)):

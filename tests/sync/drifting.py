@@ -129,6 +129,8 @@ def reference(average: Average, world: int, make: Make = sgd, batch: int = BATCH
                 optimizer.zero_grad()
                 model(samples[share]).square().mean().backward()
                 optimizer.step()
+                if average.batch_moments and isinstance(optimizer, torch.optim.AdamW):
+                    _of_batch(optimizer, world, steps + 1)
             steps += 1
             flat = torch.stack([weights(model) for model in replicas])
             means.append(flat.mean(0))
@@ -161,6 +163,14 @@ def _averaged(
     outer.step()
     anchor = param.detach().clone()
     return anchor.expand_as(flat), anchor, outer.state[param].get("momentum_buffer", momentum)
+
+
+def _of_batch(optimizer: torch.optim.Optimizer, world: int, step: int) -> None:
+    """Moments of the whole batch, by the formula, of AdamW's usual coefficients."""
+    a = 0.1 / 1.9 * (1 + 0.9**step) / (1 - 0.9**step)
+    weight = 63 / 64 if step == 1 else min(63 / 64, (1 - 1 / world) / (1 - a))
+    for p, state in optimizer.state.items():
+        state["exp_avg_sq"] += 0.001 * weight * ((state["exp_avg"] / (1 - 0.9**step)) ** 2 - p.grad**2)
 
 
 def _put(replicas: Sequence[nn.Module], flat: Tensor) -> None:

@@ -200,9 +200,18 @@ def test_only_steps_after_one_of_the_same_count() -> None:
 
 
 def test_a_round_begins_with_whose_turn_it_was() -> None:
-    history = race(4, 40, lambda turn, _: 1.0 - 0.1 * turn)[0]
-    turns = [turn for turn, _ in history]
-    assert list(dict.fromkeys(turns)) == [0, 1, 2, 3] and sum(a != b for a, b in itertools.pairwise(turns)) == 5
+    for count, best, changes in ((4, 0, 3 + 3 + 2), (6, 5, 5 + 2 + 1 + 2)):  # four go there and back
+        turns = [turn for turn, _ in race(count, 40, lambda turn, _, best=best: 1.0 + 0.1 * abs(turn - best))[0]]
+        assert list(dict.fromkeys(turns)) == list(range(count))
+        assert sum(a != b for a, b in itertools.pairwise(turns)) == changes
+
+
+@given(st.integers(2, 4), st.integers(0, 3))
+@settings(deadline=None)
+def test_a_slow_start_favours_nobody(count: int, best: int) -> None:
+    """The first steps of a training take up to half as long again."""
+    real = [0.85 if each == best % count else 1.0 for each in range(count)]
+    assert race(count, 40, lambda turn, number: real[turn] * (1 + 0.5 * 0.8**number))[1].turn == best % count
 
 
 @given(st.integers(2, 6), st.integers(0, 40))

@@ -1,4 +1,4 @@
-"""NNI on elastic jobs: experiments run by NNI's manager, and NNI's tuners and assessors inside Ray Tune."""
+"""NNI on elastic jobs: experiments under NNI's manager, and NNI's tuners and assessors in Ray Tune."""
 
 from __future__ import annotations
 

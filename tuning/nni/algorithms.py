@@ -1,4 +1,4 @@
-"""NNI's algorithms on this stack: the working ones, substitutes for the rest, and how each gets the mode."""
+"""NNI's algorithms on elastic jobs: which ones work, substitutes for the rest, and how each receives the mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HYPEROPT = "hyperopt 0.3 rounds to arrays, which NNI 3.0 cannot read"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSupport:
-    """Support status of one NNI algorithm."""
+    """Level of support for one NNI algorithm."""
 
     kind: str = "tuner"  # "tuner", "advisor" (a tuner that stops trials itself) or "assessor"
     optimizes: bool = True  # whether it takes ``optimize_mode``
@@ -59,7 +59,7 @@ KNOWN: Mapping[str, AlgorithmSupport] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """A tuner, advisor or assessor with its arguments, in NNI's own terms."""
+    """Tuner, advisor or assessor, with its arguments in NNI's format."""
 
     name: str = ""
     class_name: str = ""
@@ -68,7 +68,7 @@ class Algorithm:
 
     @property
     def is_advisor(self) -> bool:
-        """True if the algorithm is an advisor. An advisor stops trials itself, so no assessor may be used with it."""
+        """True if the algorithm is an advisor, which stops trials itself and allows no assessor."""
         return self.name in KNOWN and KNOWN[self.name].kind == "advisor"
 
 
@@ -81,14 +81,14 @@ def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
         mode: "max" or "min", which sets ``optimize_mode``.
         in_tune: True if the tuner will run in Ray Tune, without NNI's manager.
 
-    Raises TypeError: ``given`` has another form. ValueError: the tuner is unknown or does not run here; the message
-    names one that does.
+    Raises TypeError: ``given`` has another form. ValueError: the tuner is unknown or not supported; the message names
+    one that is.
     """
     return _with_mode("tuner", _read("tuner", ("tuner", "advisor"), given, in_tune=in_tune), mode)
 
 
 def read_assessor(given: Any, mode: str) -> Algorithm | None:
-    """Return the assessor that a user specified, in the same forms as for :func:`read_tuner`; None for None."""
+    """Return the assessor that a user specified, in any form that :func:`read_tuner` accepts; None for None."""
     if given is None:
         return None
     assessor = _read("assessor", ("assessor",), given)
@@ -101,7 +101,7 @@ def read_assessor(given: Any, mode: str) -> Algorithm | None:
 
 
 def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | None:
-    """Return the promise equivalent to an NNI assessor; None for a custom assessor or without an assessor."""
+    """Return the promise equivalent to an NNI assessor; None if there is no assessor or it is a custom one."""
     if assessor is None or not assessor.name:
         return None
     said = assessor.class_args
@@ -123,7 +123,7 @@ def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:
 
 
 def works(kind: str) -> list[str]:
-    """Return the names of the algorithms that run here; ``kind`` is "assessor" or "tuner" (which includes advisors)."""
+    """Return the names of the supported algorithms; ``kind`` is "assessor" or "tuner" (which includes advisors)."""
     kinds = ("tuner", "advisor") if kind == "tuner" else (kind,)
     return [name for name, known in KNOWN.items() if known.kind in kinds and not known.broken]
 

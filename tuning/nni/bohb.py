@@ -1,4 +1,4 @@
-"""SHELL: NNI's BOHB, patched so that it runs."""
+"""SHELL: NNI's BOHB, patched to work with this package."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from tuning.nni.hyperband import TextIds
 
 
 class BOHB(TextIds, NNIBOHB):  # type: ignore[misc]  # NNI has no types
-    """NNI's advisor for ``tuner="BOHB"``, with text ids."""
+    """NNI's advisor for ``tuner="BOHB"``, changed to use text ids."""

@@ -1,4 +1,4 @@
-"""SHELL: NNI's functions for trial code, in the workers of an elastic trial."""
+"""SHELL: NNI's functions for trial code, for use in the workers of an elastic trial."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tuning.nni.wire import DEFAULT, FINAL, PARAMETER, TrialId
 
 
 class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no types
-    """Channel used by NNI's trial functions. Every worker calls it; as for all reports, only rank 0's count."""
+    """Channel behind NNI's trial functions, which every worker calls; only rank 0's reports count."""
 
     def receive_parameter(self) -> Any:
-        """Return the tuner's parameters, which are the same on every worker."""
+        """Return the parameters that the tuner chose, which are the same on every worker."""
         return json.loads(os.environ[PARAMETER])
 
     def send_metric(self, type: str, parameter_id: Any, trial_job_id: Any, sequence: int, value: Any) -> None:
@@ -28,7 +28,7 @@ class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no ty
 
 
 def adopt(trial: TrialId) -> None:
-    """Point this process's NNI module, which still refers to an earlier trial, at the given trial."""
+    """Switch this process's NNI module, which still refers to an earlier trial, to the given trial."""
     nni.trial._experiment_id = trial.experiment
     nni.trial._trial_id = trial.trial
     nni.trial._sequence_id = trial.sequence

@@ -1,4 +1,4 @@
-"""SHELL: NNI experiments, with NNI's manager and web page, whose trials are elastic jobs."""
+"""SHELL: NNI experiments, with NNI's manager and web page, in which each trial is an elastic job."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ _NAME = r"[A-Za-z0-9._=,+-]{1,100}"
 
 
 class Experiment:
-    """NNI experiment, with NNI's manager, web page and tuner, whose trials are elastic jobs.
+    """NNI experiment, with NNI's manager, web page and tuner, in which each trial is an elastic job.
 
-    ``Experiment(train, {"lr": {"_type": "loguniform", "_value": [1e-4, 1e-1]}}, max_trial_number=24).run(8080)``, where
-    ``train`` is a train loop in which NNI's functions work (``nni.get_next_parameter``, ``report_intermediate_result``,
-    ``report_final_result``), or one that receives the parameters as its config and calls ``elastic_ray.report``. Every
-    worker calls these functions; only rank 0's reports count. A learning rate among the parameters applies to the
-    loader's initial batch size and is scaled from there when the batch grows.
+    Run it with ``Experiment(train, {"lr": {"_type": "loguniform", "_value": [1e-4, 1e-1]}},
+    max_trial_number=24).run(8080)``. ``train`` is a train loop that calls NNI's functions (``nni.get_next_parameter``,
+    ``report_intermediate_result``, ``report_final_result``), or one that receives the parameters as its config and
+    calls ``elastic_ray.report``. Every worker calls these functions; only rank 0's reports count. A learning rate among
+    the parameters applies to the loader's initial batch size and is scaled from there when the batch grows.
 
-    Trials run on the Ray cluster that this process is connected to, or connects to (``RAY_ADDRESS``), and end when this
-    process ends.
+    Trials run on the Ray cluster that this process is connected to, or else on the one at ``RAY_ADDRESS``, and end when
+    this process ends.
 
     Args:
         train_loop_or_trainer: A train loop, or an ``ElasticTrainer`` whose settings apply to all trials.
@@ -68,12 +68,12 @@ class Experiment:
         train_loop_config: As for ``ElasticTrainer``; a trial's parameters override it.
         scaling_config: Workers per trial, ``num_workers=(min, max)``, and the resources of each worker.
         elastic_config: As for ``ElasticTrainer``, except that ``warm_workers_per_node`` defaults to 0.
-        scheduling_config: As for ``ElasticTrainer``; if it names no tenant, the experiment is a tenant of its own.
+        scheduling_config: As for ``ElasticTrainer``. If it names no tenant, the experiment becomes a tenant of its own.
         model_fingerprint: As for ``ElasticTrainer``.
         weight: Weight of the experiment relative to other jobs.
         promise: Rule that compares running trials, so that the best get more workers (see ``tuning.Promise``); None
-            derives the rule from the assessor. If a report lacks the rule's metric, the value that NNI sees ("default",
-            say) is used. The rule's mode must equal ``mode``.
+            derives the rule from the assessor. If a report lacks the rule's metric, the value that NNI sees (usually
+            "default") is used. The rule's mode must equal ``mode``.
         name: Name of the experiment on the web page, and of its tenant.
         storage_path: Directory or URI for the trials' events and checkpoints, visible to all nodes; by default
             NNI's directory of the experiment.
@@ -152,7 +152,7 @@ class Experiment:
 
     @property
     def nni(self) -> Any:
-        """NNI's own ``Experiment``, for functions missing here: ``update_trial_concurrency``, ``export_data``..."""
+        """NNI's own ``Experiment``, for methods missing here: ``update_trial_concurrency``, ``export_data``..."""
         return self._manager.nni
 
     @property
@@ -186,7 +186,7 @@ class Experiment:
         return self.results()
 
     def start(self, port: int = 8080) -> None:
-        """Start the experiment and return at once; end it with ``stop()``. Arguments and errors: see :meth:`run`."""
+        """Start the experiment and return at once; ``stop()`` ends it. For arguments and errors, see :meth:`run`."""
         if self._server is not None:
             raise RuntimeError(f"experiment {self.id} was started before; create another one")
         join()

@@ -1,4 +1,4 @@
-"""SHELL: NNI's Hyperband, patched so that it runs."""
+"""SHELL: NNI's Hyperband, patched to work with this package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nni.algorithms.hpo.hyperband_advisor import Hyperband as NNIHyperband
 
 
 class TextIds:
-    """Mixin for text ids. NNI 3.0 compares ids as numbers to recognise those of a resumed experiment."""
+    """Mixin for ids that are text; NNI 3.0 compares ids as numbers to recognise those of a resumed experiment."""
 
     def is_created_in_previous_exp(self, param_id: Any) -> bool:
         """Return False, since advisors keep nothing from an earlier run."""
@@ -16,4 +16,4 @@ class TextIds:
 
 
 class Hyperband(TextIds, NNIHyperband):  # type: ignore[misc]  # NNI has no types
-    """NNI's advisor for ``tuner="Hyperband"``, with text ids."""
+    """NNI's advisor for ``tuner="Hyperband"``, changed to use text ids."""

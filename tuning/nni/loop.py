@@ -1,4 +1,4 @@
-"""Train loops as trials of an NNI experiment: NNI's functions for trial code work in every worker."""
+"""Train loops as trials of an NNI experiment, in whose workers NNI's functions for trial code work."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CHANNEL = "import://tuning.nni.channel.ReportChannel"
 
 
 class TrialLoop(PickledTrainLoop):
-    """Train loop of a trial in a worker. NNI is imported only if the user's loop imports it.
+    """Train loop of a trial, called in each worker; NNI is imported only if the user's loop imports it.
 
     Args:
         packed: The user's loop, packed by ``elastic_ray.worker.train_loop.pack``.
-        trial: Source of the answers of ``nni.get_next_parameter``, ``get_trial_id`` and similar functions.
+        trial: Trial whose parameters and ids ``nni.get_next_parameter``, ``get_trial_id`` and similar functions return.
     """
 
     def __init__(self, packed: bytes, trial: TrialId) -> None:

@@ -1,4 +1,4 @@
-"""SHELL: NNI's manager: configured, started so that only this machine reaches it, queried, and stopped."""
+"""SHELL: NNI's manager process: its configuration, start (reachable from this machine only), queries and stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]  # a trial's command need not run
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentState:
-    """State of an experiment, as NNI's manager reports it."""
+    """State of an experiment as reported by NNI's manager."""
 
     status: str  # of the experiment, in NNI's words
     trials: Mapping[str, Mapping[str, Any]]  # NNI's record of every trial, by its id
@@ -34,11 +34,11 @@ class ExperimentState:
 
 
 class Manager:
-    """NNI's manager of one experiment.
+    """Manager process of one NNI experiment.
 
     Args:
         host: See ``tuning.nni.Experiment``.
-        settings: Fields of NNI's ``ExperimentConfig``, by name.
+        settings: Fields of NNI's ``ExperimentConfig``, keyed by name.
 
     Raises ImportError: NNI is not installed.
     """
@@ -66,7 +66,7 @@ class Manager:
         return process is not None and process.poll() is None
 
     def tuner_works(self) -> bool:
-        """True if the tuner's process exists and none of its threads has failed. NNI itself may miss either failure."""
+        """True if the tuner's process exists and none of its threads has failed; NNI itself may miss such failures."""
         import psutil
 
         with contextlib.suppress(OSError), open(self.folder / "log" / "dispatcher.log", "rb") as log:
@@ -86,7 +86,7 @@ class Manager:
         return Path(self.nni.config.experiment_working_directory).expanduser().absolute() / str(self.nni.id)
 
     def start(self, port: int, trials_at: str) -> None:
-        """Start the manager; trials connect to ``trials_at``. Raises RuntimeError: the port is in use."""
+        """Start the manager; trial commands connect to ``trials_at``. Raises RuntimeError: the port is in use."""
         port = _free_port(port)
         with _environment(trials_at, self._host), _patience():
             self.nni.start(port)

@@ -1,4 +1,4 @@
-"""Results of an NNI experiment: its trials, the best trial, and an error that carries the results so far."""
+"""Results of an NNI experiment: its trials, the best one, and an error that carries the results so far."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Results:
 
     @property
     def best(self) -> Outcome:
-        """The finished trial with the best value.
+        """Finished trial with the best value.
 
         Raises:
             LookupError: No trial has finished.
@@ -79,11 +79,11 @@ class Results:
 
 
 class ExperimentFailedError(RuntimeError):
-    """Error raised if the experiment cannot continue; its ``results`` hold the trials so far.
+    """Error raised if the experiment cannot continue; its ``results`` contain the trials so far.
 
     Args:
         message: Reason of the failure.
-        results: The trials so far.
+        results: Results of the trials so far.
     """
 
     def __init__(self, message: str, results: Results) -> None:

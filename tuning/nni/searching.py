@@ -1,4 +1,4 @@
-"""SHELL: NNI's tuners as Ray Tune ``Searcher``, and its assessors as ``TrialScheduler``, without NNI's manager."""
+"""SHELL: NNI's tuners as a Ray Tune ``Searcher``, its assessors as a ``TrialScheduler``, without NNI's manager."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class NNISearch(Searcher):
-    """Ray Tune searcher backed by one of NNI's tuners, for ``TuneConfig(search_alg=...)``.
+    """Ray Tune searcher that uses one of NNI's tuners, for ``TuneConfig(search_alg=...)``.
 
-    ``TuneConfig(search_alg=NNISearch("TPE"), metric="accuracy", mode="max")``; the search space is the ``Tuner``'s
-    ``param_space``, or one in NNI's format.
+    Use it as ``TuneConfig(search_alg=NNISearch("TPE"), metric="accuracy", mode="max")``. The search space is the
+    ``Tuner``'s ``param_space``, or a space in NNI's format.
 
     Args:
         tuner: Name, or an NNI ``tuner`` configuration: ``{"name": ..., "class_args": {...}}``.
@@ -32,7 +32,7 @@ class NNISearch(Searcher):
         mode: "max" or "min", passed on to the tuner; None uses ``TuneConfig``'s.
 
     Raises:
-        TypeError, ValueError: An argument is invalid, or the tuner needs NNI's manager or does not run here.
+        TypeError, ValueError: An argument is invalid, or the tuner is not supported or needs NNI's manager.
         ImportError: NNI is not installed.
 
     Examples:
@@ -107,7 +107,7 @@ class NNISearch(Searcher):
         self._tuner.trial_end(index, value is not None)
 
     def save(self, checkpoint_path: str) -> None:
-        """Save the tuner with its state, for ``Tuner.restore``."""
+        """Save the tuner and its state, for ``Tuner.restore``."""
         state = {name: value for name, value in vars(self).items() if name != "_tuner"}
         tuner = copy.copy(self._tuner)  # the one in use keeps its callback
         if hasattr(tuner, "send_trial_callback"):
@@ -116,7 +116,7 @@ class NNISearch(Searcher):
             pickle.dump((state, tuner), file)
 
     def restore(self, checkpoint_path: str) -> None:
-        """Restore a searcher from :meth:`save`."""
+        """Restore a searcher that was saved by :meth:`save`."""
         with open(checkpoint_path, "rb") as file:
             state, self._tuner = pickle.load(file)
         if hasattr(self._tuner, "send_trial_callback"):
@@ -154,7 +154,7 @@ class NNISearch(Searcher):
 
 
 class AssessorScheduler(FIFOScheduler):
-    """Ray Tune scheduler that stops trials an NNI assessor judges hopeless, for ``TuneConfig(scheduler=...)``.
+    """Ray Tune scheduler that stops trials which an NNI assessor judges hopeless, for ``TuneConfig(scheduler=...)``.
 
     Args:
         assessor: "Medianstop", "Curvefitting", or an NNI ``assessor`` configuration.
@@ -193,7 +193,7 @@ class AssessorScheduler(FIFOScheduler):
         return True
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Return Ray Tune's decision to continue or stop the trial, from the assessor's verdict."""
+        """Return Ray Tune's decision to continue or stop the trial, according to the assessor."""
         value = finite(result.get(str(self._metric)))
         if result.get("done") or value is None:
             return str(TrialScheduler.CONTINUE)

@@ -1,7 +1,8 @@
-"""SHELL: jobs of an NNI experiment's trials, held by the experiment's process, one thread each.
+"""SHELL: elastic jobs of an NNI experiment's trials, one thread each, in the experiment's process.
 
-A trial's command (``tuning.nni.trial``) connects and waits. The trial runs as long as the connection exists; NNI ends
-a trial by killing its command. The job's reports reach NNI's manager through the channel that NNI gives every trial.
+Each trial's command (``tuning.nni.trial``) connects to this process and waits. The trial runs as long as the connection
+exists; NNI ends a trial by killing its command. The job's reports reach NNI's manager through the channel that NNI
+gives every trial.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _NO_ANSWER_YET = 408
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentContext:
-    """Context shared by an experiment's trials: names, paths and file system."""
+    """Context shared by an experiment's trials: names, paths and the file system."""
 
     experiment: str  # NNI's id of it
     sweep: str  # name of the sweep that its trials are
@@ -53,13 +54,13 @@ class ExperimentContext:
 
 
 class ManagerChannel:
-    """A trial's channel to NNI's manager."""
+    """Channel from one trial to NNI's manager."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     def parameter(self) -> Mapping[str, Any]:
-        """Wait for the tuner's record for this trial and return it."""
+        """Wait for the tuner's parameter record for this trial, and return it."""
         self._call("PUT", {"type": "request_parameter"})
         while not (answer := self._call("GET")):
             pass
@@ -67,7 +68,7 @@ class ManagerChannel:
         return record
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message to NNI."""
+        """Send a message to NNI's manager."""
         self._call("PUT", message)
 
     def _call(self, method: str, data: Mapping[str, Any] | None = None) -> bytes:
@@ -89,7 +90,7 @@ class ManagerChannel:
 
 
 class TrialServer:
-    """Server that waits for trials' commands and runs their jobs.
+    """Server to which trials' commands connect, and which runs the trials' jobs.
 
     Args:
         metric: Name of the reported metric that NNI's tuner receives.
@@ -110,15 +111,15 @@ class TrialServer:
         threading.Thread(target=self._accept, name="nni-trials", daemon=True).start()
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Return the trials' outcomes, keyed by NNI's id. Only NNI's manager knows their status."""
+        """Return the trials' outcomes, keyed by NNI's id; their status must be added from NNI's manager."""
         with self._lock:
             return dict(self._outcomes)
 
     def close(self, wait_s: float) -> None:
-        """End all running trials.
+        """End all running trials and wait for their jobs to release resources.
 
         Args:
-            wait_s: Longest wait for their jobs to release resources [s]. A job that takes longer ends with its lease.
+            wait_s: Longest wait [s]. A job that takes longer ends when its lease expires.
         """
         self._open = False
         with contextlib.suppress(OSError):

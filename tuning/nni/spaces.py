@@ -1,4 +1,4 @@
-"""NNI's search spaces: checked with helpful messages, and converted from Ray Tune's (pure but for Tune's types)."""
+"""NNI's search spaces: validation, and conversion from Ray Tune's (pure except for Tune's types)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VALUES = {
 
 
 def check_space(space: Any, tuner: Algorithm) -> dict[str, Any]:
-    """Return the search space if the tuner can search it.
+    """Check that the tuner can search this space, and return the space.
 
     Raises TypeError: it is not a mapping. ValueError: a parameter is not in NNI's format or cannot be searched; the
     message names the parameter.
@@ -69,9 +69,9 @@ def _check_parameter(name: Any, spec: Any) -> None:
 
 
 def from_tune(space: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the searched part of Tune's ``param_space`` in NNI's format, and the fixed part.
+    """Split Tune's ``param_space`` into its searched part, converted to NNI's format, and its fixed part.
 
-    Raises ValueError: NNI has no equivalent; the message names the parameter.
+    Raises ValueError: NNI has no equivalent for a parameter, which the message names.
     """
     from ray.tune.search.sample import Categorical, Domain, Float, Integer
 

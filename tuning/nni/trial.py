@@ -1,8 +1,8 @@
-"""SHELL: NNI's trial command, which connects a trial to the experiment's process and ends with it.
+"""SHELL: NNI's trial command, which connects a trial to the experiment's process and ends with the trial.
 
 ``exec python -m tuning.nni.trial``. It imports nothing slow: the process that runs :class:`tuning.nni.Experiment`
 holds the trial's job. NNI stops a trial with SIGINT, and shows it as EARLY_STOPPED only if the command dies from that
-signal; the broken connection informs the experiment's process.
+signal; the experiment's process notices that the connection is broken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tuning.nni.wire import ADDRESS, SENT
 
 
 def main() -> int:
-    """Wait for the trial's end and return its exit status."""
+    """Wait until the trial has ended and return its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     address = os.environ.get(ADDRESS)
     if not address:

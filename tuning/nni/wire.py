@@ -26,7 +26,7 @@ DEFAULT = "default"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialId:
-    """A trial as NNI knows it, with the parameters that the tuner chose."""
+    """Identity of a trial in NNI, with the parameters that the tuner chose."""
 
     experiment: str  # NNI's id of the experiment
     trial: str  # NNI's id of the trial
@@ -35,9 +35,9 @@ class TrialId:
 
 
 def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    """Return the part of a report that NNI gets: the metric as ``default``, other numbers and text by name.
+    """Return the part of a report that NNI receives: the metric as ``default``, other numbers and text by name.
 
-    Raises ValueError: the metric is missing or not a finite number; the message lists what was reported.
+    Raises ValueError: the metric is missing or not a finite number; the message lists the reported metrics.
     """
     name = metric if metric in metrics else DEFAULT
     value = finite(metrics.get(name))
@@ -71,7 +71,7 @@ def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[st
 
 
 def finite(value: Any) -> float | None:
-    """Return a reported value (possibly NumPy or a tensor) as a float; None if it is not a finite number."""
+    """Return a reported value (possibly a NumPy number or tensor) as a float; None if it is not a finite number."""
     if value is None or isinstance(value, str | bytes):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Policy that follows a batch size schedule (pure)."""
+"""Policy that sets the batch size according to a schedule (pure)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class BatchSchedule(ReadyPolicy):
-    """Policy that sets the global batch by step, epoch, progress or tokens.
+    """Policy that sets the global batch size by step, epoch, progress or tokens.
 
-    A requested batch takes effect one step later. By step, it is requested one step early, so that it applies exactly
-    from the scheduled step on; by epoch or progress, from the second step on. The first step of a run uses the loader's
-    batch.
+    A requested batch takes effect one step later. With ``by="step"`` the policy requests it one step early, so that it
+    applies exactly from the scheduled step on. By epoch or progress, it applies from the second step on. The first step
+    of a run uses the loader's batch.
 
     Args:
-        schedule: batch sizes [samples] keyed by their start, as ``{0: 32, 100: 64}``; or KungFu's text
+        schedule: batch sizes [samples] keyed by their start, such as ``{0: 32, 100: 64}``; or KungFu's text
             ``"batch:length,batch:length"``, whose last batch remains.
-        by: ``"step"`` (committed steps), ``"epoch"`` (from 0), ``"progress"`` (0..1 of the declared epochs), or
-            ``"tokens"`` (tokens trained on; batches are in tokens too, and the loader must know the tokens per sample).
+        by: unit of the schedule's keys: ``"step"`` (committed steps), ``"epoch"`` (from 0), ``"progress"`` (0..1 of the
+            declared epochs), or ``"tokens"`` (tokens trained on). With ``"tokens"``, batches are in tokens too, and the
+            loader must know the tokens per sample.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
 
@@ -63,7 +64,7 @@ class BatchSchedule(ReadyPolicy):
         return self._at(view, ahead=1)
 
     def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
-        """Return the rest of the schedule; by step, only the next entry, assuming the current batch until then."""
+        """Return the rest of the schedule; by step, only its next entry, assuming a constant batch until then."""
         progress, left, per_sample = view.progress, view.samples_left, view.tokens_per_sample
         if self.by == "step":
             ahead = [

@@ -1,4 +1,4 @@
-"""Policy of a branch, which holds its batch for a number of samples (pure)."""
+"""Policy for a branch of a job, which trains a given number of samples with a constant batch size (pure)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _MOST_OFF = 5  # an epoch's last batch may be smaller
 
 
 class BranchBatch(ReadyPolicy):
-    """Policy that holds the batch, whatever other policies request, and pauses the job after ``samples`` samples.
+    """Policy that keeps the batch size constant and pauses the job after ``samples`` samples.
 
-    A pause ends the loop without running the code after it, which only the original job should run.
+    A pause skips the code after the epoch loop, which only the original job should run.
     """
 
     owns_batch = True
@@ -28,7 +28,7 @@ class BranchBatch(ReadyPolicy):
         self.off = 0  # steps in a row at another batch
 
     def before_step(self, view: PolicyView) -> Answer:
-        """Hold the batch from the next step on, and pause the branch at its end."""
+        """Request the constant batch size, and a pause at the end of the branch."""
         if self.end is None:
             self.end = view.samples + self.samples
             return SetBatch(self.batch_size)

@@ -35,9 +35,9 @@ class EarlyStop(_ByMetric):
 
     Args:
         metric: name of the metric in ``elastic_ray.report``.
-        patience: number of reports in a row without an improvement that end the training, 1 or more.
-        min_delta: a change must exceed this to count as an improvement, 0 or more.
-        mode: ``"min"`` if less is better, or ``"max"``.
+        patience: number of consecutive reports without an improvement after which training ends, 1 or more.
+        min_delta: amount that a change must exceed to count as an improvement, 0 or more.
+        mode: ``"min"`` if smaller values are better, ``"max"`` if larger values are better.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
 

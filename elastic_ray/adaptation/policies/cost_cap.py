@@ -13,13 +13,13 @@ _STEPS_UNTIL_STOP = 2  # a request rides on the next step, which comes before it
 class CostCap(ReadyPolicy):
     """Policy that ends the training before its cost, price * ``view.worker_s``, exceeds a limit.
 
-    Costs count from the run's first step on and exclude the time in which workers start.
+    The cost counts from the run's first step and excludes the time in which workers start.
 
     Args:
         usd: the limit [USD], above 0.
         price_per_worker_hour: price of one worker [USD per hour], above 0.
-        shrink_at: fraction of the limit at which to request fewer workers, above 0 and below 1; None never does. Fewer
-            workers are slower, but most jobs train more samples per worker-hour with them.
+        shrink_at: fraction of the limit at which the policy requests fewer workers, above 0 and below 1; None never
+            does. With fewer workers, training is slower, but most jobs train more samples per worker-hour.
         shrink_to: number of workers to request at ``shrink_at``.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
@@ -51,7 +51,7 @@ class CostCap(ReadyPolicy):
         self.shrunk = False
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Compare the cost with the limit."""
+        """Request a stop or fewer workers if the cost has reached the corresponding limit."""
         asked: list[Request] = []
         spent = self.price * view.worker_s / 3600
         coming = self.price * _STEPS_UNTIL_STOP * view.step_s * view.workers / 3600

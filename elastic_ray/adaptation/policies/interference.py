@@ -1,4 +1,4 @@
-"""Policy that tries other strategies when other users load the network (pure)."""
+"""Policy that switches strategies when other users' traffic slows down the network (pure)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _STEPS_OF_SWITCH = 3  # until a switch counts, and the first steps after it
 
 
 class Interference(ReadyPolicy):
-    """Policy that tries other strategies when throughput falls below its best; the fastest stays (KungFu's check).
+    """Policy that tries other strategies when throughput drops, and keeps the fastest (KungFu's check).
 
-    Each worker's step time is the median over its last ``window`` steps. The best time is kept for each number of
-    workers, batch and strategy. A worker votes for a change when best / time < ``threshold``. If most workers vote for
-    it, and the slowest worker's computation and wait for data do not explain half of the slowdown, each of
-    ``strategies`` is tried for some steps, and the fastest stays, including the current one.
+    Each worker's step time is the median over its last ``window`` steps. The best time is recorded for each number of
+    workers, batch and strategy. A worker votes for a change when best / time < ``threshold``. A trial starts if most
+    workers vote for it, unless the slowest worker's computation and wait for data explain half of the slowdown. In a
+    trial, each of ``strategies`` runs for some steps. The fastest strategy, possibly the current one, is kept.
 
     Args:
         strategies: names to try, in this order, as accepted by ``AdaptiveDataParallel(strategy=...)``.
         threshold: fraction of the best throughput, above 0 and below 1.
         window: number of steps for the median, 1 or more.
-        rest: steps after a trial before the next one may start, 0 or more; a machine that is busy for other reasons
-            looks like interference.
+        rest: steps after a trial before the next one may start, 0 or more. A machine that is busy for other reasons
+            looks like interference, and would otherwise cause one trial after another.
         model: index of the model whose strategy changes, in the order in which the loop wraps its models.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
@@ -68,7 +68,7 @@ class Interference(ReadyPolicy):
         self.tried: dict[str, list[float]] = {}
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Measure the step, and judge once the window is full."""
+        """Measure the step; once the window is full, decide whether to try or change strategies."""
         steps_s = [each.step_s for each in view.worker_measures]
         if len(view.strategies) <= self.model or not steps_s or min(steps_s) <= 0:
             return None

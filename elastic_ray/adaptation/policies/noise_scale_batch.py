@@ -12,16 +12,16 @@ class NoiseScaleBatch(ReadyPolicy):
     """Policy that adapts the batch to the gradient noise scale (McCandlish et al. 2018; KungFu's example).
 
     Every ``every`` steps it requests a batch of factor * mean(B), clipped to the bounds, where B is
-    ``view.noise_scale`` and mean is a moving average. Below the noise scale a larger batch saves steps; above it, a
-    larger batch wastes samples. The policy ignores the cost of a step, unlike the job's own choice of a batch for
-    goodput, which it replaces.
+    ``view.noise_scale`` and mean is a moving average. Below the noise scale, a larger batch saves steps; above it, a
+    larger batch wastes samples. This policy replaces the job's own choice of a batch for goodput. Unlike that choice,
+    it ignores the duration of a step.
 
     Args:
         factor: batch in units of the noise scale, above 0.
         smoothing: weight of the past in the moving average, 0 or more and below 1; 0 uses the latest value only.
         hysteresis: smallest ratio between the wanted and the current batch that causes a change, 1 or more.
-        growth: largest ratio of a single change, above 1: learning rates that follow the batch need time to adapt, and
-            early estimates are rough.
+        growth: largest ratio of a single change, above 1. A limit is useful because learning rates that depend on the
+            batch need time to adapt, and early noise estimates are rough.
         every: steps between two decisions.
         min_batch_size: smallest batch [samples]; None uses the loader's initial batch.
         max_batch_size: largest batch [samples]; None uses the loader's limit, which always applies.
@@ -63,7 +63,7 @@ class NoiseScaleBatch(ReadyPolicy):
         self.asked: int | None = None
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Update the average, and request a batch every ``every`` steps if it has changed enough."""
+        """Update the moving average; every ``every`` steps, request a new batch if it differs enough."""
         noise, limit = view.noise_scale, view.max_batch_size
         if noise is None or limit is None:
             return None

@@ -1,4 +1,4 @@
-"""Base of ready-made policies, with argument checks that share the wording of errors (pure)."""
+"""Base class of ready-made policies, with argument checks (pure)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic_ray.adaptation.policy import Policy
 
 
 class ReadyPolicy(Policy):
-    """Base of policies with checked settings.
+    """Base class of ready-made policies, which checks their settings.
 
     Args:
         strict: see :class:`~elastic_ray.adaptation.Policy`.

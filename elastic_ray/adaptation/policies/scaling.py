@@ -1,4 +1,4 @@
-"""Policies that choose the number of workers by their benefit: Or et al.'s rules and search (MLSys 2020; pure)."""
+"""Policies that add workers while they are worth their cost: rules and search of Or et al. (MLSys 2020; pure)."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ class _Scaling(ReadyPolicy):
 
 
 class ThroughputScaling(_Scaling):
-    """Policy that requests more workers while each adds enough throughput compared with the existing ones.
+    """Policy that requests more workers while each adds enough throughput compared with the existing workers.
 
     With R_k the mean throughput of k workers, growing from k - d to k is worthwhile if ((R_k - R_{k-d}) / d) / (R_{k-d}
-    / (k - d)) is above ``threshold``. The policy stays at the largest size up to which every growth is worthwhile. The
-    allocator may grant fewer workers; a size not granted within ten periods counts as unavailable.
+    / (k - d)) is above ``threshold``. The policy stays at the largest size that was reached by worthwhile growths only.
+    The allocator may grant fewer workers; a size that it does not grant within ten periods counts as unavailable.
 
     Args:
-        threshold: value that the ratio must exceed; 1 is perfect scaling.
+        threshold: value that the ratio must exceed; the ratio is 1 if throughput grows linearly with workers.
         every: steps of a group between two decisions.
         stride: number of workers added or removed at a time.
         passes_to_stay: number of growths, from the smallest size on, that must be worthwhile to skip smaller sizes.
@@ -193,7 +193,7 @@ class UtilityCost(_Scaling):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizeSearch:
-    """Settings of a search for the number of workers."""
+    """Settings of the search for the best number of workers."""
 
     fewest: int  # smallest size [workers]
     most: int  # largest size [workers]
@@ -202,15 +202,16 @@ class SizeSearch:
     steps_to_stay: int  # steps that a size needs to be rejected
 
     def next_size(self, measured: Mapping[int, int], passes: Callable[[int, int], bool]) -> int:
-        """Return the size to try next, or the size to stay at.
+        """Return the number of workers to try next, or the number to keep.
 
-        If only one size is measured, return the next larger one, or at the limit the next smaller one. While all pairs
-        of neighbouring sizes pass, return a larger one. Otherwise, unless the first ``passes_to_stay`` pairs all pass,
-        return a smaller one. If neither is available, return the size before the first pair that does not pass, once
-        the larger size of that pair has been measured for ``steps_to_stay`` steps; until then, return that larger size.
+        If only one size is measured, return the next larger size, or the next smaller one at the limit. If growing is
+        worthwhile between all neighbouring measured sizes (they pass), return a larger size. Otherwise, unless the
+        first ``passes_to_stay`` pairs all pass, return a smaller size. If no such size is available, find the first
+        pair that does not pass. Return its larger size until that size was measured for ``steps_to_stay`` steps; then
+        its smaller size.
 
         Args:
-            measured: number of steps that each size was measured for, keyed by size; at least one.
+            measured: number of measured steps, keyed by size; at least one size.
             passes: returns True if growing from one measured size to the next is worthwhile.
         """
         sizes = sorted(measured)

@@ -1,4 +1,4 @@
-"""Policy that turns a schedule's learning-rate decay into batch growth (pure)."""
+"""Policy that turns a scheduler's learning-rate decay into batch growth (pure)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class Seesaw(ReadyPolicy):
 
         M = min(M0 r0 / r, cap)
 
-    At that batch the rate is r sqrt(M / M0) for Adam and similar optimizers, and r M / M0 for others
-    (``scaling_rules``). Below the cap, a decay of the rate by a thus becomes a decay by sqrt(a) and a batch 1 / a times
-    as large (for SGD, no decay and a batch 1 / a times as large), with equal loss for equal samples. Above the cap, the
-    user's decay applies. If the rate rises again, the batch shrinks again. Source: Seesaw, arXiv 2510.14717.
+    The rate at that batch is r sqrt(M / M0) for Adam and similar optimizers, and r M / M0 for others
+    (``scaling_rules``). Below the cap, a scheduled decay of the rate by a thus makes the batch 1 / a times as large,
+    and the rate decays by sqrt(a) only (for SGD, not at all). The loss after equally many samples is the same. Once the
+    cap is reached, the user's decay applies. If the rate rises again, the batch shrinks again. Source: Seesaw, arXiv
+    2510.14717.
 
-    The cap is the smallest of the loader's ``max_batch_size``, the critical batch measured by branches, and the
-    measured noise scale, up to which growth wastes few samples. A batch that has grown stays if the noise scale falls.
-    If the batch does not fit into memory, it is reduced, and the rate follows the actual batch.
+    The cap is the smallest of three limits: the loader's ``max_batch_size``, the critical batch measured by branches,
+    and the measured noise scale, up to which growth wastes few samples. A batch that has grown is kept if the noise
+    scale falls. If the batch does not fit into memory, it is reduced, and the rate follows the actual batch.
 
     Args:
         growth: see ``GROWTH``; 1 or more.
@@ -46,7 +47,7 @@ class Seesaw(ReadyPolicy):
         self.changes: list[tuple[int, int]] = []  # samples and batch of the last two requests
 
     def before_train(self, view: PolicyView) -> Answer:
-        """Hold the initial batch, so that the job does not choose the batch itself.
+        """Request the initial batch, so that the job does not choose the batch itself.
 
         Raises ValueError: the loader's batch is fixed.
         """
@@ -73,7 +74,7 @@ class Seesaw(ReadyPolicy):
         return SetBatch(target)
 
     def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
-        """Return the next two batches, assuming growth continues as it last did: the schedule's future is unknown."""
+        """Return the next two batches, assuming that the batch keeps growing as it last did."""
         if len(self.changes) < 2 or self.changes[1][1] <= self.changes[0][1]:
             return ()
         (before, small), (last, large) = self.changes
@@ -82,7 +83,7 @@ class Seesaw(ReadyPolicy):
         return [(float(ahead), min(most, int(size))) for ahead, size in steps if ahead > 0 and large < most]
 
     def target(self, view: PolicyView) -> int:
-        """Return the batch that the scheduled rates call for, up to the cap [samples]."""
+        """Return the batch for the scheduled rates, limited by the cap [samples]."""
         first, most = view.initial_batch_size, self._most(view)
         part = self._decay(view.learning_rates)
         wanted = most if part * most <= first else int(first / part)

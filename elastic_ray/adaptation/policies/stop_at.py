@@ -8,7 +8,7 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class StopAt(Policy):
-    """Policy that ends the training after a given step, whose state is then the last that the run stores."""
+    """Policy that ends the training after a given step; the run's last stored state is the one after this step."""
 
     def __init__(self, step: int) -> None:
         if isinstance(step, bool) or not isinstance(step, int) or step < 1:
@@ -16,5 +16,5 @@ class StopAt(Policy):
         self.step = step  # number of committed steps
 
     def before_step(self, view: PolicyView) -> Stop | None:
-        """Request the stop one step early, because a request takes effect after the step that carries it."""
+        """Request the stop in the last step, because a request takes effect after the step that carries it."""
         return Stop(f"step {self.step} is reached") if view.step == self.step - 1 else None

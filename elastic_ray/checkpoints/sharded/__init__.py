@@ -1,1 +1,1 @@
-"""Automatic checkpoints to which each rank writes its own part, readable by any number of ranks."""
+"""Automatic checkpoints in which each rank writes its own part, readable by any number of ranks."""

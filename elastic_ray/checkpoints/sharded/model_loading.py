@@ -28,8 +28,8 @@ def load_model_state(
 ) -> dict[str, torch.Tensor]:
     """Return a model's parameters and buffers from a job's automatic checkpoint, and load them into ``model``.
 
-    Nothing in a checkpoint is executed. The number of workers that trained does not matter, nor whether the model was
-    sharded: this process reads the whole model into CPU memory, and needs neither Ray nor a GPU.
+    Nothing in a checkpoint is executed. The checkpoint may come from any number of workers, and from a sharded model.
+    This process reads the whole model into CPU memory, and needs neither Ray nor a GPU.
 
     >>> import elastic_ray as er
     >>> result = trainer.fit()  # doctest: +SKIP

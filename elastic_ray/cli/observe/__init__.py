@@ -1,1 +1,1 @@
-"""Commands that show the state of jobs and cluster."""
+"""Commands that show the state of jobs and of the cluster."""

@@ -1,4 +1,4 @@
-"""Lines of text on a job's progress, how its time was spent, and what it waits for (pure)."""
+"""Lines of text on a job's progress, on how its time was spent, and on what it waits for (pure)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _left(row: JobRow) -> str:
 
 
 def until_end(row: JobRow) -> str:
-    """Return text such as ``3m05s (2m10s to 4m00s)``; empty if the end is unknown."""
+    """Return the time to the job's end as text such as ``3m05s (2m10s to 4m00s)``; empty if it is unknown."""
     if row.eta_s is None or not math.isfinite(row.eta_s):
         return ""
     low_s, high_s = row.eta_low_s, row.eta_high_s
@@ -43,7 +43,7 @@ def until_end(row: JobRow) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return text such as ``42%``; empty if the share is unknown or not finite."""
+    """Return a share as text such as ``42%``; empty if it is unknown or not finite."""
     return f"{share:.0%}" if share is not None and math.isfinite(share) else ""
 
 

@@ -84,7 +84,8 @@ def top_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """Return the header and rows as text of at most ``width`` columns, with as many leading cells as fit.
 
-    The first cell is cut if there is little room, the last cell always; cells in between are shown whole or not at all.
+    The last cell is always cut to fit, and the first if there is little room; other cells are shown in full or not at
+    all.
     """
     lines = [tuple(columns), *(tuple(printable(cell) for cell in row) for row in rows)]
     widths = [max(cell_len(line[i]) for line in lines) for i in range(len(columns))]

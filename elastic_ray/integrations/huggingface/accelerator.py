@@ -28,10 +28,10 @@ from elastic_ray.run.registry import HookPoint
 
 
 class OnMainProcess(accelerate.Accelerator):
-    """Accelerator methods that run on certain ranks only, by the job's current ranks.
+    """Methods of the ``Accelerator`` that run only on certain ranks, determined by the job's current ranks.
 
-    Accelerate itself sees each worker as a single process. The first rank 0 starts the trackers; if rank 0 moves to
-    another worker, that worker starts them when it first logs.
+    Accelerate itself sees each worker as a single process. The first worker with rank 0 starts the trackers. If rank 0
+    moves to another worker, that worker starts the trackers when it first logs.
     """
 
     _trackers_wanted: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -70,7 +70,7 @@ class OnMainProcess(accelerate.Accelerator):
         return called
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first worker of each node."""
+        """Print a message on the first worker of each node."""
         if get_context().get_local_rank() == 0:
             print(*args, **kwargs)
 
@@ -81,7 +81,7 @@ class OnMainProcess(accelerate.Accelerator):
             super().init_trackers(*args, **kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Log on rank 0."""
+        """Log metrics to the trackers on rank 0."""
         if get_context().get_world_rank() == 0:
             if self._trackers_wanted is not None and not self.trackers:
                 again, options = self._trackers_wanted
@@ -108,20 +108,20 @@ class Accelerator(OnMainProcess, Collectives):
     """``accelerate.Accelerator`` for a train function that iterates over ``elastic_ray.remaining_epochs_until(n)``.
 
     ``prepare`` accepts models, optimizers and schedulers in one call or in several. A loader's ``batch_size`` is the
-    global batch, shared by all workers, however many there are. Collectives such as ``gather``,
-    ``gather_for_metrics`` and ``reduce`` use elastic-ray's: tensors and plain values, never pickled.
+    global batch, which all workers share, however many there are. Collectives such as ``gather``,
+    ``gather_for_metrics`` and ``reduce`` accept tensors and plain values, and never pickle.
 
     Args:
         max_batch_size: Largest global batch [samples] of the first loader that is prepared, as in
             ``AdaptiveDataLoader.autoscale_batch_size``. None keeps its batch fixed; other loaders always keep theirs.
         local_bsz_bounds: Fewest and most samples that one worker processes at once; None for no bound.
-        gradient_accumulation: Whether a step may have several micro-batches.
+        gradient_accumulation: True if a step may have several micro-batches.
         elastic_options: Arguments of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
         options: Arguments of ``accelerate.Accelerator``. ``gradient_accumulation_steps`` multiplies the batch of the
             first loader that is prepared; no worker processes more than the original batch at once.
 
     Raises:
-        ValueError: An argument is not supported while workers come and go.
+        ValueError: An argument is not supported while workers join and leave.
     """
 
     _models: list[Any]
@@ -269,7 +269,7 @@ class Accelerator(OnMainProcess, Collectives):
         return wrapper
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> AccelerateLoader:
-        """Return a loader whose batches all workers share."""
+        """Return a loader that divides its global batches among all workers."""
         seed = self.dataloader_config.data_seed or 0
         loader = self._batch_options.shared(data_loader, seed=seed)
         self._batch_options.apply(loader)
@@ -316,7 +316,7 @@ class Accelerator(OnMainProcess, Collectives):
             super().save(obj, f, safe_serialization)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Save the state and the position in the data, on rank 0 only."""
+        """Save the training state and the position in the data, on rank 0 only."""
         if not self.is_main_process:
             return output_dir
         if self.project_configuration.automatic_checkpoint_naming:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
-    """Return a loader over the trainer's training data whose batches all workers share."""
+    """Return a loader that divides the trainer's training data among all workers."""
     dataset, args = trainer.train_dataset, trainer.args
     if dataset is None:
         raise ValueError("Trainer: training requires a train_dataset")
@@ -58,7 +58,7 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
 
 
 def shared_loader(loader: Any, batch_options: BatchOptions) -> er.AdaptiveDataLoader:
-    """Return the loader from ``get_train_dataloader``, possibly overridden by the user, as one all workers share.
+    """Return the loader from ``get_train_dataloader``, which users may override, shared by all workers.
 
     Raises TypeError if the loader is neither a plain torch ``DataLoader`` nor an ``AdaptiveDataLoader``.
     """

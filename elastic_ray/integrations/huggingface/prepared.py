@@ -30,7 +30,7 @@ def step_through_ours(theirs: Any) -> None:
 
 
 class AccelerateModel(LateWrapped):
-    """A model prepared by the ``Accelerator``, and wrapped when the first epoch starts.
+    """Model prepared by the ``Accelerator``, which is wrapped when the first epoch starts.
 
     Scripts prepare models, optimizers and schedulers in one call or in several, in any order. Only at the first epoch
     is it certain which of them belong together.
@@ -57,7 +57,7 @@ class AccelerateModel(LateWrapped):
 
 
 class AccelerateLoader(LoaderOnDevice):
-    """A loader prepared by the ``Accelerator``, which sets accelerate's gradient state for each micro-batch.
+    """Loader prepared by the ``Accelerator``, which sets accelerate's gradient state for each micro-batch.
 
     Args:
         accelerator: Source of the device and gradient state; no reference to it is kept.

@@ -52,24 +52,24 @@ _PLATEAU = (torch.optim.lr_scheduler.ReduceLROnPlateau,)
 
 
 class ElasticTrainerMixin(SavesAlone, _Theirs):
-    """Mixin that trains ``transformers.Trainer``, or a subclass, as an elastic job; put it first among the bases.
+    """Mixin that runs ``transformers.Trainer``, or a subclass, as an elastic job; put it first among the bases.
 
-    ``per_device_train_batch_size`` becomes the global batch, shared by all workers, however many there are. Every
+    ``per_device_train_batch_size`` becomes the global batch, which all workers share, however many there are. Every
     worker evaluates all of the data; rank 0 saves and logs. A causal-LM loss is weighted exactly by tokens, over ranks
-    and micro-batches. ``max_steps`` and schedulers count steps of the initial batch, so that training ends at the
-    intended point even if the batch grows.
+    and micro-batches. ``max_steps`` and schedulers count steps of the initial batch, so that training ends after the
+    intended number of samples even if the batch grows.
 
     Args:
         max_batch_size: Largest global batch [samples], as in ``AdaptiveDataLoader.autoscale_batch_size``. None keeps
             the batch fixed.
         local_bsz_bounds: Fewest and most samples that one worker processes at once; None for no bound.
-        gradient_accumulation: Whether a step may have several micro-batches.
+        gradient_accumulation: True if a step may have several micro-batches.
         elastic_options: Arguments of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
         args: Positional arguments of the extended class.
         kwargs: Keyword arguments of the extended class.
 
     Raises:
-        ValueError: An argument is not supported while workers come and go; the message names an alternative.
+        ValueError: An argument is not supported while workers join and leave; the message names an alternative.
     """
 
     control: Any
@@ -139,7 +139,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     # --- data
 
     def get_train_dataloader(self) -> er.AdaptiveDataLoader:
-        """Return a loader whose batches all workers share."""
+        """Return a training loader that divides its global batches among all workers."""
         return train_loader(self)
 
     # --- the loop
@@ -390,7 +390,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         super()._maybe_log_save_evaluate(self._tr_loss, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate all data on every worker; during training, return rank 0's metrics on all of them."""
+        """Evaluate all data on every worker; during training, return rank 0's metrics on all workers."""
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         return er.broadcast(metrics) if self.is_in_train else metrics
 

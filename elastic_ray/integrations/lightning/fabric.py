@@ -37,16 +37,15 @@ check_overridden(
 class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
     """Strategy for a Fabric loop in a train function: ``Fabric(strategy=ElasticRayFabricStrategy())``.
 
-    Set up the model, its optimizers and its scheduler in one call,
-    ``fabric.setup(model, optimizer, scheduler=scheduler)``, and iterate over
-    ``elastic_ray.remaining_epochs_until(n)``. ``fabric.setup_dataloaders`` returns loaders whose ``batch_size`` is the
-    global batch, shared by all workers.
+    Set up the model, its optimizers and its scheduler in one call, ``fabric.setup(model, optimizer,
+    scheduler=scheduler)``, and iterate over ``elastic_ray.remaining_epochs_until(n)``. ``fabric.setup_dataloaders``
+    returns loaders whose ``batch_size`` is the global batch, which all workers share.
 
     Args:
         max_batch_size: Largest global batch [samples] of the first loader that is set up, as in
             ``AdaptiveDataLoader.autoscale_batch_size``. None keeps its batch fixed; other loaders always keep theirs.
         local_bsz_bounds: Fewest and most samples that one worker processes at once; None for no bound.
-        gradient_accumulation: Whether a step may have several micro-batches.
+        gradient_accumulation: True if a step may have several micro-batches.
         options: Arguments of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
 
     Raises:
@@ -93,7 +92,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
         module.to(self.root_device)
 
     def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
-        """Return a loader whose batches all workers share."""
+        """Return a loader that divides its global batches among all workers."""
         loader = adaptive(dataloader, self._batch)
         self._batch = BatchOptions()  # one loader of a train loop adapts
         return loader

@@ -42,7 +42,7 @@ def reduced(value: Any, group: Any, op: Any) -> Any:
 
 
 def adaptive(given: Any, options: BatchOptions) -> er.AdaptiveDataLoader:
-    """Return the user's loader as one whose batches all workers share."""
+    """Return the user's loader converted to divide its global batches among all workers."""
     loader = options.shared(given)
     options.apply(loader)
     if loader is not given and get_context().get_world_rank() == 0:
@@ -55,7 +55,7 @@ def adaptive(given: Any, options: BatchOptions) -> er.AdaptiveDataLoader:
 
 
 class OneDevice:
-    """Base of both strategies: each worker has one device, no process group is created, collectives are the job's."""
+    """Base class of both strategies: one device per worker, no process group, and the job's collectives."""
 
     _parallel_devices: list[torch.device] | None
     _gone = False  # True if this worker is in no collective any more
@@ -78,7 +78,7 @@ class OneDevice:
         return torch.stack(er.all_gather(tensor))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
-        """True if all workers decide True, or any worker if ``all`` is False."""
+        """True if all workers decide True; with ``all=False``, True if any worker does."""
         return decision if self._gone else bool(er.all_reduce(int(decision), "min" if all else "max"))
 
     def barrier(self, name: str | None = None) -> None:
@@ -94,7 +94,7 @@ class OneDevice:
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """List with the worker's device; setting several devices raises ValueError."""
+        """List that contains the worker's device; setting several devices raises ValueError."""
         return self._parallel_devices
 
     @parallel_devices.setter
@@ -108,7 +108,7 @@ class OneDevice:
 
     @property
     def root_device(self) -> torch.device:
-        """The worker's device."""
+        """Device of this worker."""
         return self._parallel_devices[0] if self._parallel_devices else torch.device("cpu")
 
     def setup_environment(self) -> None:

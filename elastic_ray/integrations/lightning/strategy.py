@@ -40,16 +40,16 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
     """Strategy for ``lightning.Trainer`` in a train function: ``Trainer(strategy=ElasticRayStrategy())``.
 
     The job grows, shrinks and survives lost workers within ``fit``. Each sample is used once per epoch, and callbacks,
-    loop counters and logged values are kept. The ``train_dataloader``'s ``batch_size`` is the global batch, shared by
-    all workers. Every worker evaluates all of the data, so that all have the same results.
+    loop counters and logged values are preserved. The ``train_dataloader``'s ``batch_size`` is the global batch, which
+    all workers share. Every worker evaluates all of the data, so all workers have the same results.
 
     Args:
         max_batch_size: Largest global batch [samples], as in ``AdaptiveDataLoader.autoscale_batch_size``. None keeps
             the batch fixed.
         local_bsz_bounds: Fewest and most samples that one worker processes at once; None for no bound.
-        gradient_accumulation: Whether a step may have several micro-batches.
-        checkpoint_io: As in other Lightning strategies.
-        precision_plugin: As in other Lightning strategies.
+        gradient_accumulation: True if a step may have several micro-batches.
+        checkpoint_io: Same as in other Lightning strategies.
+        precision_plugin: Same as in other Lightning strategies.
         options: Arguments of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
 
     Raises:
@@ -166,10 +166,10 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         self.model.to(self.root_device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a training loader whose batches all workers share; loaders for evaluation are returned unchanged.
+        """Return a training loader that all workers share; loaders for evaluation are returned unchanged.
 
         Raises:
-            TypeError: The training loader is of another type, so that its samples cannot be shared.
+            TypeError: The training loader has another type, whose samples cannot be divided among workers.
         """
         if not self._shares:
             return dataloader
@@ -218,7 +218,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             self._model = wrapped
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as ``elastic_ray.all_reduce`` in training; in evaluation return the value, equal on all workers."""
+        """Reduce like ``elastic_ray.all_reduce`` in training; in evaluation, return the value unchanged."""
         return reduced(tensor, group, reduce_op) if self._shares else tensor
 
     @contextlib.contextmanager
@@ -234,7 +234,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         """Exclude this worker from all further collectives, because it leaves the job or fails.
 
         Args:
-            goes_on: Whether the job continues without this worker, so that others write the files.
+            goes_on: True if the job continues without this worker, so that another worker writes the files.
         """
         self._gone, self._writes = True, not goes_on and self.global_rank == 0
 

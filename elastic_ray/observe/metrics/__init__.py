@@ -1,1 +1,1 @@
-"""Metrics of a job for Prometheus, exported through Ray's own agents, and a Grafana dashboard for them."""
+"""Metrics of a job for Prometheus, exported through Ray's own agents, and a Grafana dashboard that shows them."""

@@ -81,7 +81,7 @@ INSTRUMENTS = (
 
 
 class JobMetrics:
-    """Metrics of one job, or one trial of a sweep, written by its controller.
+    """Writer of the metrics of one job, or one trial of a sweep, used by the job's controller.
 
     Args:
         status: Function that returns the job's status; called once a second.
@@ -108,7 +108,7 @@ class JobMetrics:
         self._seen = events
 
     def tick(self, now_s: float) -> None:
-        """Write the metrics if they are due; called about ten times a second [s, monotonic]."""
+        """Write the metrics if they are due; called about ten times a second (``now_s`` in [s, monotonic])."""
         if self._on and now_s - self._written_s >= PERIOD_S:
             self._written_s = now_s
             self._guarded(lambda: self._look(self._status()))
@@ -157,7 +157,7 @@ class JobLabels:
 
 
 def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> tuple[Sample, ...]:
-    """Return the current value of every gauge that has one; a job that does not train has no speed gauges."""
+    """Return the current values of all gauges that have one; a job that is not training has no speed gauges."""
     whose, found = labels.values, list[Sample]()
     for name, each in GAUGES.items():
         found += each.sample(getattr(status, name), *whose)
@@ -177,7 +177,7 @@ def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> 
 
 
 def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> tuple[Sample, ...]:
-    """Return the samples that these events add to counters and histograms.
+    """Return the samples by which these events change counters and histograms.
 
     Args:
         steps: Steps committed before the first restart, used if the event does not contain that number.

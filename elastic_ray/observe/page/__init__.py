@@ -1,1 +1,1 @@
-"""Web page that shows a cluster: which job has which slots, since when, and why."""
+"""Web page that shows which job has which slots of the cluster, since when, and why."""

@@ -1,4 +1,4 @@
-"""JSON of the snapshot, and the difference between two snapshots (pure)."""
+"""Conversion of the page's snapshot to JSON, and the difference between two snapshots (pure)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tables(snapshot: PageSnapshot) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as plain JSON: numbers with five digits, times with two decimals, NaN and infinity as None."""
+    """Return a value as plain JSON: five digits for numbers, two decimals for times, None for NaN and infinity."""
     kind = value.__class__
     if value is None or kind in _AS_THEY_ARE:
         return value

@@ -1,4 +1,4 @@
-"""Page of a running cluster: collects the results of polls and builds the snapshot from them (pure)."""
+"""Page of a running cluster, which collects poll results and builds the snapshot from them (pure)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_SIZES = 128
 
 
 class ClusterPage:
-    """Page of a running cluster."""
+    """Page of a running cluster, updated by each poll."""
 
     def __init__(self, name: str, *, actions: bool = False) -> None:
         self._name, self._actions = name, actions
@@ -46,7 +46,7 @@ class ClusterPage:
 
     @property
     def known(self) -> tuple[str, int]:
-        """Id of the allocator seen last, and the number of its last known decision."""
+        """Id of the allocator that answered last, and the number of its latest known decision."""
         return self._life, self._known
 
     def take(self, look: ClusterLook) -> None:
@@ -244,7 +244,7 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
 
     Args:
         cluster: The nodes; the goodput curve covers the sizes that fit on them.
-        answer: Answers of the job's controller and the allocator about this job.
+        answer: Answers of the job's controller and of the allocator about this job.
     """
     view = memory.state.view if memory.state is not None else None
     curve = _curve(view, cluster)

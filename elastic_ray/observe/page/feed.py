@@ -1,4 +1,4 @@
-"""Stream of changes to browsers: each has a bounded queue, and a browser that does not read is dropped (pure)."""
+"""Stream of changes to browsers, each with a bounded queue; a browser that does not read is dropped (pure)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_WAITING_BYTES = 8 << 20
 
 
 class TooManyClientsError(Exception):
-    """Error raised if the maximum number of browsers already has the page open."""
+    """Error raised if the page is already open in the maximum number of browsers."""
 
 
 class Client:
@@ -23,7 +23,7 @@ class Client:
 
     @property
     def dropped(self) -> bool:
-        """True if the client was dropped because it did not read."""
+        """True if the client was dropped because it did not read its messages."""
         return self._dropped.is_set()
 
     @property
@@ -56,7 +56,7 @@ class Client:
         self._messages.put_nowait(None)
 
     async def next(self, timeout_s: float) -> bytes | None:
-        """Return the next message; an empty one after ``timeout_s``, None once the client has been dropped."""
+        """Return the next message, an empty one after ``timeout_s``, or None once the client has been dropped."""
         try:
             message = await asyncio.wait_for(self._messages.get(), timeout_s)
         except asyncio.TimeoutError:

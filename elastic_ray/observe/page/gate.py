@@ -1,4 +1,4 @@
-"""Access rules of the page (pure): host names against DNS rebinding, origins against other sites, a token."""
+"""Access rules of the page: host names against DNS rebinding, origins against other sites, a token (pure)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Properties of a request that decide whether it is allowed."""
+    """Properties of a request that determine whether it is allowed."""
 
     method: str  # ``GET``..
     path: str
@@ -134,7 +134,7 @@ class _Connection:
 
 
 class Doors:
-    """Open connections of a page, limited in number."""
+    """Limited set of open connections to a page."""
 
     def __init__(self, most: int = MOST, most_of_one: int = MOST_OF_ONE) -> None:
         self._most, self._most_of_one = most, most_of_one
@@ -144,7 +144,7 @@ class Doors:
         return len(self._connections)
 
     def open(self, key: Hashable, peer: str, now_s: float) -> Hashable | None:
-        """Add a connection and return the connection to close for it, which may be the new one; None if none."""
+        """Add a connection; return the connection that must be closed, which may be the new one, or None."""
         of_peer = [each for each, one in self._connections.items() if one.peer == peer]
         self._connections[key] = _Connection(peer, now_s)
         if len(of_peer) >= self._most_of_one:
@@ -168,7 +168,7 @@ class Doors:
             self._connections[key] = dataclasses.replace(one, asks=one.asks - 1, since_s=now_s)
 
     def late(self, now_s: float) -> list[Hashable]:
-        """Return the connections that have been idle for too long."""
+        """Return the connections that have been idle for too long and must be closed."""
         return [key for key, one in self._connections.items() if not one.asks and now_s - one.since_s >= LONGEST_WAIT_S]
 
     def _longest_waiting(self, keys: list[Hashable]) -> Hashable:

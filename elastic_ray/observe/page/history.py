@@ -1,4 +1,4 @@
-"""History of the allocation: bars, marks and use of slots, built from decisions and events (pure)."""
+"""History of the allocation (bars, marks and use of slots), built from decisions and events (pure)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_BARS, MOST_MARKS, MOST_USES = 6000, 2000, 2000
 
 
 class History:
-    """History of bounded size: the oldest entries are dropped first."""
+    """History of the allocation, bounded in size; the oldest entries are dropped first."""
 
     def __init__(self, most_bars: int = MOST_BARS) -> None:
         self._numbers = 0
@@ -22,7 +22,7 @@ class History:
 
     @property
     def bars(self) -> tuple[Bar, ...]:
-        """Bars (one job's slots on one node over a period): the ended ones, then the open ones."""
+        """Bars, each one job's slots on one node over a period: the ended bars, then the open ones."""
         return (*self._ended, *(bar for own in self._open.values() for bar in own.values()))
 
     @property
@@ -37,7 +37,7 @@ class History:
 
     @property
     def slots(self) -> int:
-        """Number of slots of all open bars."""
+        """Total number of slots of all open bars."""
         return sum(bar[5] for own in self._open.values() for bar in own.values())
 
     @property
@@ -50,7 +50,7 @@ class History:
         return {job: own[node][5] for job, own in self._open.items() if node in own}
 
     def place(self, time_s: float, job: str, nodes: Mapping[str, int], decision: int) -> None:
-        """Set the job's slots on each node from ``time_s`` on; unchanged bars continue.
+        """Set the job's slots on each node from ``time_s`` on; bars that do not change continue.
 
         Args:
             nodes: Slots keyed by node id; empty if the job has none any more.
@@ -83,7 +83,7 @@ class History:
         self._marks.append((self._numbers, time_s, job, kind, text))
 
     def measure(self, time_s: float, used: int, waiting: int | None, usd_per_h: float | None) -> None:
-        """Record the slots in use and the number of waiting jobs (None if unknown); a repeated time overwrites."""
+        """Record the slots in use and the waiting jobs (None if unknown); an entry with the same time is replaced."""
         last = self._uses[-1] if self._uses else None
         if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] > time_s):
             return

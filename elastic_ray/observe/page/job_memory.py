@@ -1,4 +1,4 @@
-"""Memory of the page for one job: its latest status, its events and its numbers over time (pure)."""
+"""Data that the page keeps about one job: its latest status, its events and its numbers over time (pure)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARTS = ("vote_s", "group_s", "state_s")
 
 
 class JobMemory:
-    """Memory of one job, of bounded size: when the series gets too long, every other point is dropped."""
+    """Data kept about one job, bounded in size: if the series gets too long, every other point is dropped."""
 
     def __init__(self, job: str, colour: str, first_s: float) -> None:
         self.job, self.colour, self.first_s = job, colour, first_s
@@ -43,11 +43,11 @@ class JobMemory:
         self.state, self.ended_s = state, None
 
     def ended(self, now_s: float) -> None:
-        """Record that the job has ended; the first such time is kept."""
+        """Record that the job has ended; only the first call counts."""
         self.ended_s = now_s if self.ended_s is None else self.ended_s
 
     def hear(self, look: JobLook, now_s: float) -> tuple[JobEvent, ...]:
-        """Receive the controller's answer and return the new events that the timeline marks."""
+        """Store the controller's answer and return its new events, which the timeline marks."""
         self.events.extend(look.events)
         self.facts = look.facts or self.facts
         if look.status is not None:
@@ -101,9 +101,10 @@ MARKS: Mapping[EventKind, str] = {
 
 
 def noise_scale(state: JobState | None) -> float | None:
-    """Return the noise scale of a job's current model [samples]; None without one or if the gradient is too small.
+    """Return the gradient noise scale of a job's current model [samples].
 
-    B = tr(Sigma) / |G|^2 with the variance of a batch of M0 samples, so that B = M0 var / sqr (McCandlish et al. 2018).
+    None without a model, or if the gradient is too small. B = tr(Sigma) / |G|^2 with the variance of a batch of M0
+    samples, so that B = M0 var / sqr (McCandlish et al. 2018).
     """
     model = state.view.goodput if state is not None else None
     if model is None or model.noise.sqr <= _LEAST_PART * model.noise.var:
@@ -114,7 +115,7 @@ def noise_scale(state: JobState | None) -> float | None:
 def pauses(
     events: Iterable[JobEvent], last: Pause | None = None
 ) -> tuple[tuple[float, str, float, dict[str, float]], ...]:
-    """Return (time, kind, seconds, {part: seconds}) of every pause; time in no known part is ``other``.
+    """Return (time, kind, seconds, {part: seconds}) of every pause; time outside of known parts is ``other``.
 
     The last pause also gets a part ``first step``, from ``JobStatus.last_pause``, that its seconds do not include.
     """
@@ -136,5 +137,5 @@ def pauses(
 def shares_of_time(
     events: Iterable[JobEvent], status: JobStatus | None, submitted_s: float, until_s: float
 ) -> dict[str, float]:
-    """Return the seconds since submission, keyed by use: from the status if there is one, else from the events."""
+    """Return how many seconds since submission the job spent on each use, from its status or else its events."""
     return named_parts(time_spent(events, submitted_s, until_s) if status is None else status)

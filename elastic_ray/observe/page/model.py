@@ -54,7 +54,7 @@ class Strip:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageJob:
-    """Row of one job; key ``job``.
+    """Row of one job, with key ``job``.
 
     Attributes:
         phase: A value of ``JobPhase``; ``silent`` if the controller does not answer, ``ended`` if it is gone.
@@ -70,12 +70,12 @@ class PageJob:
         nodes: Planned number of workers, keyed by node id.
         why: Reason for the job's size, what the job waits for, or why it ended.
         reports: Number of reports made by the train function.
-        sweep: Name of a trial's sweep; empty for other jobs.
+        sweep: Name of the sweep that the trial belongs to; empty for other jobs.
         rungs: Report counts, ascending, after which the sweep may stop the trial; empty if unknown.
         parameters: Hyperparameters of a trial, keyed by name.
         score: Value of ``metric`` by which a sweep compares its trials; ``mode`` is "max" if larger is better.
         metric: Metric of the sweep; for other jobs, the metric by which checkpoints are ranked.
-        metrics: The most recently reported numbers, keyed by name.
+        metrics: Latest reported numbers, keyed by name.
         colour: Colour of the job everywhere on the page, ``#rrggbb``.
     """
 
@@ -123,7 +123,7 @@ class PageJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageNode:
-    """Row of one node in the timeline; key ``node``."""
+    """Row of one node in the timeline, with key ``node``."""
 
     node: str
     label: str  # its address, or what tells it from the others
@@ -139,7 +139,7 @@ class PageNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageDecision:
-    """Row of the decision log; key ``number``."""
+    """Row of the decision log, with key ``number``."""
 
     number: int
     time_s: float
@@ -152,7 +152,7 @@ class PageDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """Row of one tenant; key ``tenant``. Each share is of the tenant's most heavily used resource, 0 to 1."""
+    """Row of one tenant, with key ``tenant``; shares are of its most heavily used resource, 0 to 1."""
 
     tenant: str
     weight: float  # beside the others'
@@ -168,7 +168,7 @@ class TenantShare:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WantedNodes:
-    """Row of nodes of one type that the allocator's autoscaling requests; key ``type``."""
+    """Row of one node type that the allocator's autoscaling requests, with key ``type``."""
 
     type: str
     market: str

@@ -1,4 +1,4 @@
-"""The cluster as a whole: the summary strip, the tenants' shares, and the requested nodes (pure)."""
+"""Overview of the whole cluster: the summary strip, the tenants' shares, and the requested nodes (pure)."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _enough(slots: Sequence[int], workers: int) -> Sequence[int]:
 
 
 def tenant_shares(look: AllocatorLook) -> tuple[TenantShare, ...]:
-    """Return the shares of each tenant, sorted by name; empty without jobs, or if tenants are not in use."""
+    """Return the shares of each tenant, sorted by name; empty if there are no jobs or tenants are not used."""
     known = {each.name: each for each in look.tenants}
     states = tuple(look.core.jobs.values())
     names = sorted({state.view.tenant for state in states})
@@ -186,7 +186,7 @@ def _fairness(own: Sequence[JobState], owed: float, look: AllocatorLook) -> floa
 
 
 def wanted_nodes(look: AllocatorLook, since: Mapping[str, float]) -> tuple[WantedNodes, ...]:
-    """Return the nodes that should exist, sorted by type; empty if the allocator does not manage nodes.
+    """Return the nodes that should exist, as rows sorted by type; empty if the allocator does not manage nodes.
 
     Args:
         look: The allocator's state.

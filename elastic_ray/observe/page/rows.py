@@ -1,4 +1,4 @@
-"""Rows of the page's tables: jobs and nodes, built from the answers of allocator, controllers and Ray (pure)."""
+"""Rows of the page's job and node tables, built from the answers of allocator, controllers and Ray (pure)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def job_row(
 
 
 def trial_cells(trial: TrialFacts | None, metric: str) -> dict[str, Any]:
-    """Return a trial's facts as fields of its row; for another job, only its metric."""
+    """Return the facts about a trial as fields of its row; for a job that is not a trial, only its metric."""
     return (
         {"metric": metric}
         if trial is None
@@ -152,5 +152,5 @@ def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict
 
 
 def finite(values: Any) -> tuple[float, ...]:
-    """Return an array's numbers as floats, with 0 in place of those that are not finite."""
+    """Return an array's numbers as floats, replacing those that are not finite by 0."""
     return tuple(np.nan_to_num(np.asarray(values, dtype=np.float64), posinf=0.0, neginf=0.0).tolist())

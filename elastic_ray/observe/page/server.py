@@ -1,4 +1,4 @@
-"""SHELL: HTTP server of the page: assets, a snapshot, a stream of changes, details of a job, actions."""
+"""SHELL: HTTP server of the page, with assets, a snapshot, a stream of changes, job details and actions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ INDEX = "index.html"
 
 
 class PageServer:
-    """Server of one page."""
+    """HTTP server of one page."""
 
     def __init__(self, source: Source, gate: Gate, feed: Feed | None = None) -> None:
         self._source, self._gate, self._feed = source, gate, feed or Feed()
@@ -326,11 +326,11 @@ def _message(kind: str, version: int, value: Any) -> bytes:
 
 
 def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
-    """Return a socket that listens at this address.
+    """Return a socket that listens on this address.
 
     Args:
         port: Port number; 0 for any free port.
-        or_any: If True, use any free port if the given one is not available.
+        or_any: True to use any free port if the given one is not available.
 
     Raises OSError: listening fails; the message names the address.
     """

@@ -1,4 +1,4 @@
-"""Protocol of a page's data source, and the values that a source returns."""
+"""Protocol of the page's data sources, and the values that a source returns."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ClusterLook:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswer:
-    """Answers about one job that are requested only while somebody views its details."""
+    """Answers about one job that are requested only while somebody is viewing its details."""
 
     workers: tuple[WorkerInfo, ...] = ()
     explanation: Explanation | None = None  # the allocator's; None where it does not know the job
@@ -107,7 +107,7 @@ class Source(Protocol):
 
 
 class StoredPage:
-    """Page of stored data; implements :class:`Source`."""
+    """Page of stored data, a :class:`Source` that never changes."""
 
     def __init__(self, snapshot: PageSnapshot, details: Mapping[str, JobDetail]) -> None:
         self._snapshot, self._details = snapshot, details

@@ -1,4 +1,4 @@
-"""Page of runs whose events and reports are read from the runs' directories (pure).
+"""Page of runs, built from the events and reports in the runs' directories (pure).
 
 Events contain sizes but no nodes. The timeline therefore has one row for each job, as high as its number of workers.
 """

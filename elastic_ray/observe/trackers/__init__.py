@@ -1,1 +1,1 @@
-"""Trackers that export a run: TensorBoard, and the callbacks of Ray Train and Ray Tune."""
+"""Trackers that export a run's numbers to TensorBoard and to the callbacks of Ray Train and Ray Tune."""

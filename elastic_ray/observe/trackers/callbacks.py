@@ -1,4 +1,4 @@
-"""SHELL: callbacks of Ray Train and Ray Tune, called as trackers of a run."""
+"""SHELL: callbacks of Ray Train and Ray Tune, used as trackers of a run."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ _MOST_STATE = 1 << 16  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """Description of a run, as the callback trackers need it."""
+    """Description of a run for the trackers that call callbacks."""
 
     job: str  # its name
     run_id: str  # the same for the whole run, whatever controllers it has
@@ -121,7 +121,7 @@ class TrackedRun:
 
 
 class Callbacks:
-    """Callbacks of a run, unpickled by the first thread that needs one."""
+    """Callbacks of a run, which are unpickled by the first thread that needs one."""
 
     def __init__(self, packed: bytes, run_id: str) -> None:
         self._packed, self._run_id = packed, run_id
@@ -139,7 +139,7 @@ class Callbacks:
 class CallbackTracker:
     """Tracker that calls one user callback.
 
-    The callback receives each report once, even if the run returns to a checkpoint and repeats some reports.
+    The callback receives each report only once, even if the run returns to a checkpoint and repeats some reports.
     """
 
     def __init__(self, callbacks: Callbacks, index: int, run: TrackedRun) -> None:
@@ -151,7 +151,7 @@ class CallbackTracker:
         self.note = ""  # what the tracker of a controller after this one has to know; empty for nothing
 
     def recall(self, note: str) -> None:
-        """Restore the note that an earlier controller's tracker left; must be called before any other method."""
+        """Restore the note left by an earlier controller's tracker; must be called before any other method."""
         if note:
             self._note = json.loads(note)
             self._seen = SeenReports(int(self._note.get("told", 0)))
@@ -178,11 +178,11 @@ class CallbackTracker:
                 self._keep()
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """Store the job's numbers, to be passed along with the next report."""
+        """Store the job's numbers, to be passed on with the next report."""
         self._numbers = numbers.values
 
     def event(self, event: JobEvent) -> None:
-        """Pass an event of the job to the callback, which reacts to changes of size only."""
+        """Pass an event of the job to the callback, which reacts only to changes of size."""
         if self._target is not None:
             self._target.event(event)
 
@@ -192,7 +192,7 @@ class CallbackTracker:
             self._target.failed(errors)
 
     def raised(self, error: Raised) -> None:
-        """Report an error raised by the train function; the original exception is not unpickled."""
+        """Report an error of the train function to the callback, without unpickling the original exception."""
         from elastic_ray.errors import TrainFunctionError  # imports ray.train
 
         self.failed({error.rank: TrainFunctionError(error.traceback_text, error.rank, error.node)})
@@ -338,7 +338,7 @@ class _LoggerCallback:
 
 
 def folder_of(run: TrackedRun) -> str:
-    """Create and return the loggers' directory: in the run's storage if local, else temporary and copied at the end."""
+    """Create and return the loggers' directory, which is temporary and copied at the end if storage is not local."""
     storage = run.storage
     if storage.local:
         path = os.path.join(storage.path, FOLDER)
@@ -374,7 +374,7 @@ def _address() -> str:
 # neither: of the first, the run id is put back where it keeps it; the second gets `resume="allow"`, which its
 # constructor takes for `wandb.init`. Others (Comet, Aim) begin another run.
 def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
-    """Restore a logger's run from ``state``; called after the logger's ``setup``."""
+    """Resume a logger's run from ``state``; call this after the logger's ``setup``."""
     kind, _, value = state.partition(":")
     if kind == "mlflow" and isinstance(getattr(logger, "_trial_runs", None), dict):
         logger._trial_runs[trial] = value
@@ -401,7 +401,7 @@ def state_of(logger: Any, trial: TrialView | None) -> str | None:
 def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
     """Return the indices of the reports that an MLflow run already has; empty for other loggers.
 
-    A process may die after it has logged a report and before it has recorded this in its note.
+    They are needed because a process may die after it has logged a report and before its note says so.
     """
     runs = getattr(logger, "_trial_runs", None)
     if not _is(logger, "MLflowLoggerCallback") or not isinstance(runs, dict) or trial not in runs:
@@ -417,7 +417,7 @@ def _is(logger: Any, *names: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Description of a run that callbacks receive as ``run_context``, in the terms of Ray Train."""
+    """Description of a run, in the terms of Ray Train, that callbacks receive as ``run_context``."""
 
     run_id: str  # the same for the whole run
     run_config: Any  # the user's
@@ -453,7 +453,7 @@ def pack_callbacks(
 def unpack_callbacks(packed: bytes, run_id: str) -> tuple[tuple[Any, ...], RunContext]:
     """Return the callbacks that the user submitted, and the run context that they receive.
 
-    Unpickling runs user code: call this only in a thread that nothing waits for.
+    Unpickling runs user code, so call this only in a thread that nothing waits for.
 
     Raises Exception: any error of the user's code; for example, a module may be missing on the controller's node.
     """

@@ -1,8 +1,8 @@
-"""TensorBoard's event files: records with a length, a protocol buffer ``Event``, and checksums (pure).
+"""Format of TensorBoard's event files: records with a length, a protocol buffer ``Event``, and checksums (pure).
 
 The format is TensorFlow's (``tensorflow/core/util/event.proto``, ``summary.proto``; TFRecord) and has not changed since
-2017. The messages are described here because the usual writers, tensorboardX and torch's, import torch: 180 MB of
-memory and more than a second of CPU time in every job's controller.
+2017. This module encodes the messages itself, because the usual writers, tensorboardX and torch's, import torch: 180 MB
+of memory and more than a second of CPU time in every job's controller.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def frame(record: bytes) -> bytes:
 
 
 def records(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the records of a file, up to the first one that is cut short or damaged."""
+    """Yield the records of a file, up to the first one that is truncated or damaged."""
     while True:
         head = stream.read(_LENGTH + _SUM)
         if len(head) < _LENGTH + _SUM or _masked(head[:_LENGTH]) != head[_LENGTH:]:
@@ -107,12 +107,12 @@ def records(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def version_event(time_s: float) -> bytes:
-    """Return the first record of a file: a format version for which readers respect :func:`restart_event`."""
+    """Return the first record of a file, with a format version for which readers respect :func:`restart_event`."""
     return _packed(wall_time=time_s, file_version=b"brain.Event:2")
 
 
 def restart_event(time_s: float, step: int) -> bytes:
-    """Return an event that voids all earlier events with this step or a later one."""
+    """Return an event that invalidates all earlier events at this step or later ones."""
     return _packed(wall_time=time_s, step=step, session_log={"status": _START})
 
 
@@ -122,7 +122,7 @@ def _utf8(text: str) -> bytes:
 
 
 def scalar_event(time_s: float, step: int, values: Mapping[str, float]) -> bytes:
-    """Return an event with scalar values, keyed by tag, at a step (``time_s`` in [s since the epoch])."""
+    """Return an event with scalar values at a step, keyed by tag (``time_s`` in [s since the epoch])."""
     scalars = [{"tag": _utf8(tag), "simple_value": value} for tag, value in values.items()]
     return _packed(wall_time=time_s, step=step, summary={"value": scalars})
 

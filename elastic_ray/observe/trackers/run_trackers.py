@@ -1,4 +1,4 @@
-"""The trackers of one run in its controller, each in its own thread."""
+"""Trackers of one run, used by its controller, each in its own thread."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _GENERATIONS = 4  # whose members are remembered
 
 
 class RunTrackers:
-    """Trackers of a run: TensorBoard and the user's callbacks. All methods except ``finish`` return at once.
+    """Trackers of a run: TensorBoard and the user's callbacks; only ``finish`` blocks.
 
     Args:
         run_id: Id of the run. It stays the same when the controller is replaced.
-        tell: Function that reports a sentence about a failing tracker to the job's user.
+        tell: Function that sends a sentence about a failing tracker to the job's user.
     """
 
     def __init__(self, spec: JobSpec, run_id: str, tell: Callable[[str], None]) -> None:
@@ -87,7 +87,7 @@ class RunTrackers:
         return {**found, _BEGUN: ""} if self._begun else {}
 
     def begin(self, point: ResumePoint | None) -> None:
-        """Start the run at ``point``, or from scratch if it is None; a run that has already started continues."""
+        """Start the run at ``point``, or from scratch if that is None; a run that has already started continues."""
         if not self._begun:
             steps, reports = (point.steps, point.reports) if point is not None else (0, 0)
             self._begin(steps, reports, again=False)
@@ -143,7 +143,7 @@ class RunTrackers:
             thread.call("after_exception", functools.partial(tell, tracker))
 
     def tick(self, now_s: float, planner: BatchPlanner, group: GenerationSpec | None) -> None:
-        """Update the trackers with the current generation; called about ten times a second [s, monotonic]."""
+        """Update the trackers; called about ten times a second (``now_s`` in [s, monotonic])."""
         if group is not None and (not self._groups or self._groups[-1].generation != group.generation):
             self._groups.append(group)
         if planner.latest is not None and planner.latest is not self._seen:
@@ -166,7 +166,7 @@ class RunTrackers:
     async def finish(self, phase: JobPhase, error: BaseException | Raised | None) -> None:
         """End all trackers with the job, waiting at most ``ElasticConfig(tracker_timeout_s)`` for callbacks.
 
-        TensorBoard gets a few seconds at most, because its writer waits only for storage, which may hang.
+        TensorBoard gets at most a few seconds, because its writer waits only for storage, which may hang.
         """
         if not self._begun:
             return  # it has ended before it was known where it begins

@@ -1,4 +1,4 @@
-"""Series of a run for trackers, as numbers keyed by name (pure)."""
+"""Data series of a run for trackers, as numbers keyed by name (pure)."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float
 
 
 def is_mark(event: JobEvent) -> bool:
-    """True if the event should be marked on a run's curves."""
+    """True if the event should be shown as a mark on a run's curves."""
     return event.kind in _MARKS
 
 
@@ -119,7 +119,7 @@ def mark_text(event: JobEvent) -> str:
 
 
 class SeenReports:
-    """Set of the report numbers that a tracker has received; up to a moving floor, all count as received."""
+    """Set of report numbers that a tracker has received; all numbers up to a moving floor count as received."""
 
     _MOST = 1000
 

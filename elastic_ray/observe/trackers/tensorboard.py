@@ -1,4 +1,4 @@
-"""SHELL: a run written as TensorBoard event files, on any file system that pyarrow supports."""
+"""SHELL: writer of a run's TensorBoard event files, on any file system that pyarrow supports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _KNOWN = 1000  # reports that are looked for in the files of an earlier controll
 class TensorBoardWriter:
     """Writer of one directory of event files, for a run whose controller and rank 0 may be replaced.
 
-    When a run returns to a checkpoint, an event voids later values and repeated steps replace them; marks stay.
+    When a run returns to a checkpoint, an event invalidates later values and repeated steps replace them; marks stay.
     The x axis is the optimizer step, or the report's number if the run reports without making optimizer steps.
     """
 
@@ -55,7 +55,7 @@ class TensorBoardWriter:
         self._marks = collections.deque[tuple[int, JobEvent]](maxlen=_MOST_MARKS)
 
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """Read the existing files and, unless the run continues from them, void values after its starting point.
+        """Read the existing files, and invalidate values after the starting point unless the run just continues.
 
         Raises OSError: the files cannot be read or written.
         """
@@ -89,7 +89,7 @@ class TensorBoardWriter:
         self._files.add(event_format.scalar_event(numbers.time_s, self._step, values))
 
     def event(self, event: JobEvent) -> None:
-        """Write a mark for the event; a restart also voids later values."""
+        """Write a mark for the event; a restart also invalidates later values."""
         if event.kind is EventKind.RESTART:
             self._go_back(int(event.detail.get("steps", 0)), int(event.detail.get("reports", 0)))
         if is_mark(event):

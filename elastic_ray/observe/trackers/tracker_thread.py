@@ -1,4 +1,4 @@
-"""Thread of one tracker, so that a slow, hanging or raising tracker does not slow down training (pure)."""
+"""Thread that runs one tracker, so that a slow, hanging or raising tracker never slows down training (pure)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HANGS_S = 30.0
 
 
 class Tracker(Protocol):
-    """Protocol of a tracker of a run's numbers.
+    """Protocol of a tracker, which receives a run's reports, numbers and events.
 
     All methods are called from one thread, one at a time. Each may raise.
     """
@@ -36,7 +36,7 @@ class Tracker(Protocol):
             step: Number of optimizer steps committed before this point.
             reports: Number of reports made before this point.
             again: True if an earlier controller started the run; training may have continued in the meantime.
-            events: Earlier events of the job, as far as the previous controller recorded them.
+            events: Earlier events of the job, if the previous controller recorded them.
         """
 
     def report(self, report: Report, time_s: float) -> None:
@@ -52,11 +52,11 @@ class Tracker(Protocol):
         """Write out buffered data; called about once a second."""
 
     def finish(self, phase: JobPhase) -> None:
-        """End the run together with the job; no further method is called."""
+        """End the run when the job ends; no further method is called."""
 
 
 class TrackerThread:
-    """Thread that calls a tracker; the methods of this class themselves return at once.
+    """Thread that calls a tracker's methods from a queue, so that callers never wait for the tracker.
 
     Args:
         most: Maximum number of queued calls; further calls are dropped and counted.
@@ -76,7 +76,7 @@ class TrackerThread:
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
-        """Queue a call of :meth:`Tracker.begin`, which is retried if it raises."""
+        """Queue a call of :meth:`Tracker.begin`, which is repeated if it raises."""
         self._put("begin", lambda: self._tracker.begin(step, reports, again=again, events=events))
 
     def report(self, report: Report, time_s: float) -> None:
@@ -96,7 +96,7 @@ class TrackerThread:
         self._put(what, call)
 
     def finish(self, phase: JobPhase) -> None:
-        """Queue the job's end, after which the thread exits once all queued calls are done."""
+        """Queue the job's end, after which the thread exits as soon as all queued calls are done."""
         with self._news:
             self._calls.append(("finish", lambda: self._tracker.finish(phase), 0))
             self._closed = True
@@ -105,7 +105,7 @@ class TrackerThread:
 
     @property
     def done(self) -> bool:
-        """True if the thread has been told to finish and has done all calls."""
+        """True if the thread has been told to finish and has completed all calls."""
         return self._closed and (self._thread is None or not self._thread.is_alive())
 
     def give_up(self) -> str:
@@ -119,7 +119,7 @@ class TrackerThread:
         return f"{self.name} was given up at the job's end: {waiting} calls waited{inside}"
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        """Return the problems since the previous call, each reported once (``now_s`` in [s, monotonic])."""
+        """Return the problems since the previous call, each once (``now_s`` in [s, monotonic])."""
         running = self._running
         if running is not None and now_s - running[1] > self._hangs_s:
             self._tell(f"hangs {running[0]}", f"does not return from {running[0]} for {self._hangs_s:g} s")

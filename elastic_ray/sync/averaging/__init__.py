@@ -1,1 +1,1 @@
-"""Replicas that train on their local gradients, and the algorithms that average their models."""
+"""Replicas that train on their local gradients, and algorithms that average their models."""

@@ -1,4 +1,4 @@
-"""Model averaging at the end of a period: local SGD, DiLoCo, SMA and pair averaging (torch)."""
+"""Algorithms that average models at the end of a period: local SGD, DiLoCo, SMA and pair averaging (torch)."""
 
 from __future__ import annotations
 
@@ -14,57 +14,58 @@ if TYPE_CHECKING:
 
 
 class Averager(Protocol):
-    """Averaging algorithm for one model. All ranks call it after the same steps.
+    """Protocol of an algorithm that averages one model. All ranks call it after the same steps.
 
-    An averager changes parameters and its own state only after its collectives have finished, so a failed
-    collective leaves both unchanged.
+    Parameters and the averager's own state change only after all collectives have finished, so a failed collective
+    leaves both unchanged.
     """
 
     def run(self, model: Replica, steps: int) -> None:
-        """Average the replicas.
+        """Average the replicas after a period.
 
         Args:
-            steps: Number of committed optimizer steps; a multiple of the period.
+            steps: Number of committed optimizer steps, which is a multiple of the period.
 
         Raises CommunicationFailedError: the group broke; this rank's model and averager are unchanged.
         """
 
     def prepare(self, model: Replica) -> None:
-        """Start what :meth:`run` waits for, while the ranks vote on the steps before it."""
+        """Start the collectives that :meth:`run` needs, while the ranks still vote on the preceding steps."""
 
     def begin(self, model: Replica) -> None:
-        """Initialise the algorithm, or its state for new parameters; the parameters are equal on all ranks."""
+        """Initialise the algorithm's state, or that of new parameters, from parameters that are equal on all ranks."""
 
     def capture(self) -> Any:
-        """Return the averager's shared state for joiners and checkpoints; the state is equal on all ranks."""
+        """Return the averager's state for joiners and checkpoints, which is equal on all ranks."""
 
     def restore(self, tree: Any) -> None:
-        """Restore a state that the same algorithm captured."""
+        """Restore a state that was captured by the same algorithm."""
 
 
 class Stateless:
-    """Base class of averaging algorithms that keep no state between averages."""
+    """Base class of algorithms without state between averages."""
 
     def prepare(self, model: Replica) -> None:
-        """Start to add up the ranks' models."""
+        """Start to sum the ranks' models."""
         model.begin_mean()
 
     def begin(self, model: Replica) -> None:
-        """Do nothing: the algorithm has no state."""
+        """Do nothing, because the algorithm has no state."""
 
     def capture(self) -> Any:
         """Return an empty state."""
         return {}
 
     def restore(self, tree: Any) -> None:
-        """Do nothing: the algorithm has no state."""
+        """Do nothing, because the algorithm has no state."""
 
 
 class LocalSGDAverager(Stateless):
-    """w_r <- mean over ranks of w. Source: Stich, "Local SGD converges fast and communicates little" (ICLR 2019).
+    """Averager that sets every rank's model w_r to the mean over ranks: w_r <- mean of w.
 
-    Optimizer moments stay local to each rank, as in torch's ``PostLocalSGDOptimizer``: they derive from local
-    gradients, and averaging them would double or triple the traffic.
+    Source: Stich, "Local SGD converges fast and communicates little" (ICLR 2019). Optimizer moments stay local to
+    each rank, as in torch's ``PostLocalSGDOptimizer``: they derive from local gradients, and averaging them would
+    double or triple the traffic.
     """
 
     def run(self, model: Replica, steps: int) -> None:
@@ -73,10 +74,10 @@ class LocalSGDAverager(Stateless):
 
 
 class SMAAverager(Stateless):
-    """w_r <- (1 - alpha) w_r + alpha x mean over ranks of w.
+    """Averager that moves models towards the mean: w_r <- (1 - alpha) w_r + alpha x mean over ranks of w.
 
-    Source: KungFu's ``sma_sgd.py`` (OSDI 2020), after EA-SGD. KungFu averages before the gradient update; this
-    class averages after the update.
+    Source: KungFu's ``sma_sgd.py`` (OSDI 2020), after EA-SGD. KungFu averages before the gradient update, this class
+    after it.
 
     Args:
         alpha: Fraction of the distance to the mean that each average covers, up to 1.
@@ -91,32 +92,35 @@ class SMAAverager(Stateless):
 
 
 class PairAverager(Stateless):
-    """w_r <- (w_r + w_s) / 2 after a step, where w_s is the newest model that a random other rank s has published.
+    """w_r <- w_r + (w_s - v_r) / 2 after a step, w_s the newest model that a random other rank s has published.
 
-    Source: KungFu's ``PairAveragingOptimizer`` (OSDI 2020), after AD-PSGD (Lian et al., ICML 2018), where both ranks
-    adopt the mean. A model is pulled while steps are made, and none is waited for. If none has come, the rank keeps its
-    own.
+    v_r is this rank's model when it asked: a mean with w_r itself would undo half of the steps made since. Source:
+    KungFu's ``PairAveragingOptimizer`` (OSDI 2020), after AD-PSGD (Lian et al., ICML 2018), where both ranks adopt the
+    mean. A model is pulled while steps are made, and none is waited for. If none has come, the rank keeps its own.
     """
 
     def prepare(self, model: Replica) -> None:
-        """Do nothing: no mean of all ranks follows."""
+        """Do nothing, because there is no mean over all ranks."""
 
     def run(self, model: Replica, steps: int) -> None:
-        """Do nothing: models are averaged within rounds."""
+        """Do nothing, because models are averaged by :meth:`mix` after each step."""
 
+    @torch.no_grad()
     def mix(self, model: Replica) -> None:
         """Average with the model that was pulled meanwhile, publish the result, and pull another one."""
-        theirs = model.pulled()
-        if theirs is not None:
-            _take(model, theirs, 0.5)
+        away = model.pulled()
+        if away is not None:
+            params = list(model.named.values())
+            torch._foreach_add_(params, [each.to(p) for each, p in zip(away, params, strict=True)], alpha=0.5)
         model.publish()
 
 
 class DiLoCoAverager:
-    """Outer step of SGD with Nesterov momentum, from the anchor towards the mean of the models.
+    """Averager that makes an outer SGD step with Nesterov momentum from the anchor towards the mean model.
 
-    The anchor a and the outer momentum m are equal on all ranks; w is the mean of the ranks' models:
-    d = a - w;  m <- mu m + d;  a <- a - lr (d + mu m);  w_r <- a. Source: Douillard et al., arXiv 2311.08105.
+    The anchor a (the model after the last outer step) and the outer momentum m are equal on all ranks; w is the mean
+    of the ranks' models: d = a - w;  m <- mu m + d;  a <- a - lr (d + mu m);  w_r <- a. Source: Douillard et al.,
+    arXiv 2311.08105.
 
     Args:
         outer_lr: Outer learning rate lr, above 0.
@@ -130,7 +134,7 @@ class DiLoCoAverager:
 
     @torch.no_grad()
     def begin(self, model: Replica) -> None:
-        """Set the anchor to the current parameters and the momentum to zero; known parameters keep both."""
+        """Set the anchor of new parameters to their current values, and their momentum to zero."""
         for name, p in model.named.items():
             anchor = self._anchor.get(name)
             if anchor is not None and anchor.shape == p.shape:  # those of a checkpoint are on the CPU
@@ -140,12 +144,12 @@ class DiLoCoAverager:
                 self._momentum[name] = torch.zeros_like(self._anchor[name])
 
     def prepare(self, model: Replica) -> None:
-        """Start to add up the ranks' models."""
+        """Start to sum the ranks' models."""
         model.begin_mean()
 
     @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:
-        """Apply the outer step, and set this rank's model to the new anchor."""
+        """Make the outer step, and set this rank's model to the new anchor."""
         mean = model.mean()
         names = list(model.named)
         anchor, momentum = [self._anchor[name] for name in names], [self._momentum[name] for name in names]
@@ -166,7 +170,7 @@ class DiLoCoAverager:
 
 
 def make_averager(average: Average) -> Averager:
-    """Return the averager for the algorithm that a strategy names."""
+    """Return the averager for a strategy's averaging algorithm."""
     match average.algorithm:
         case "diloco":
             return DiLoCoAverager(average.outer_lr, average.outer_momentum)

@@ -1,8 +1,8 @@
 """Mean of the ranks' parameters and optimizer moments, bitwise identical on all ranks (torch).
 
-Replicas that train separately may hold different tensors: a layer that none of a rank's samples used has no
-moments on that rank. So ranks first exchange digests, and exchange full descriptions only if the digests
-differ.
+Replicas that train separately may hold different tensors. For example, a layer that no sample of a rank has used
+has no moments on that rank. Ranks therefore first exchange digests, and exchange full descriptions only if the
+digests differ.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ class _Kept:
 def agree(
     communicator: Communicator, trees: Mapping[str, Any], *, holds: bool, counts: bool, changed: bool
 ) -> dict[str, Any] | None:
-    """Compute the mean over the ranks that count; a collective, which all ranks call.
+    """Return the mean of the contributing ranks' trees; a collective that all ranks call.
 
-    Floating-point tensors are averaged over the ranks that hold them, in float32 or wider; other values are copied
-    from the first of these ranks. The result is bitwise identical on all ranks, in new memory.
+    Each floating-point tensor is averaged, in float32 or wider, over the ranks that hold it; other values are copied
+    from the first of these ranks. The result is in new memory and bitwise identical on all ranks.
 
     Args:
         trees: This rank's trees of tensors and plain values, keyed by name.
-        holds: Whether this rank adopts the mean.
+        holds: Whether this rank receives the mean.
         counts: Whether this rank contributes to the mean; at least one rank must.
         changed: Whether this rank's trees may differ from those of other ranks.
 
-    Returns the mean, keyed by name; None if this rank does not adopt it, or if no rank both holds and changed.
+    Returns the mean, keyed by name; None if this rank does not receive it, or if no rank with ``holds`` has
+    ``changed``.
 
     Raises CommunicationFailedError: the group broke.
     """

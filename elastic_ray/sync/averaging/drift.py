@@ -1,4 +1,4 @@
-"""Averaging of one model whose replicas diverge: when replicas are averaged and made identical (torch)."""
+"""Schedule of averages for one model whose replicas diverge, and their consensus when required (torch)."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _SCALE, _TRACKER = "scale", "_growth_tracker"
 class Drift:
     """Scheduler of one model's averages, which also makes its replicas identical when required.
 
-    Models are averaged between two steps, after all ranks have committed the same step. The *consensus* is the
-    mean over ranks of the parameters and of the optimizer's floating-point state; averaging only parameters would
-    leave each rank with its own moments. AMP's scalers continue with the smallest loss scale of all ranks, because
-    gradients that are summed must be scaled alike.
+    Models are averaged between two steps, after all ranks have committed the same step. The *consensus* is the mean
+    over ranks of the parameters and of the optimizer's floating-point state; averaging only parameters would leave
+    each rank with its own moments. AMP's scalers continue with the smallest loss scale of any rank, because gradients
+    that are summed must have the same scale.
 
     Args:
-        optimizer: Optimizer that steps the model's parameters.
+        optimizer: Optimizer of the model's parameters.
         scaler: AMP's ``GradScaler``, which each rank updates from its local gradients; None without AMP.
     """
 
@@ -64,7 +64,7 @@ class Drift:
         self._marker = 0
 
     def follow(self, average: Average | None) -> None:
-        """Adopt the current strategy's averaging (None for none); the set of trained parameters may have changed."""
+        """Adopt the current strategy's averaging (None: no averaging) and the current set of trained parameters."""
         self._begun = False
         drifting = self._context.registry.drifting
         (drifting.discard if average is None else drifting.add)(self._number)
@@ -75,7 +75,7 @@ class Drift:
 
     @property
     def on(self) -> bool:
-        """True while ranks update with their local gradients."""
+        """True while each rank updates its replica with local gradients only."""
         average = self.average
         return average is not None and (average.until is None or self._context.states.progress.steps < average.until)
 
@@ -96,15 +96,16 @@ class Drift:
 
     @property
     def marker(self) -> int:
-        """Marker of the last average that this rank completed: larger is later, 0 before the first.
+        """Marker of the last average that this rank completed, which increases with each average; 0 before the first.
 
         If the group broke during an average, some ranks may have completed it and others not. Only the ranks that
-        completed it count in the next mean, because their models already include the contributions of the others.
+        completed it contribute to the next mean, because their models already include the contributions of the other
+        ranks.
         """
         return self._marker
 
     def begin_step(self) -> None:
-        """Start averaging with a loader's first step; before that, ranks need not be identical."""
+        """Start averaging at a loader's first step, before which replicas need not be identical."""
         if (
             not self._begun
             and self.average is not None
@@ -116,7 +117,7 @@ class Drift:
             self._averager.begin(self._replica)
 
     def note_update(self) -> None:
-        """Record an optimizer step, and warn once if it is outside a loader's loop and will not be averaged."""
+        """Record an optimizer step; warn once if it is outside of a loader's loop, where it will not be averaged."""
         if self.average is None or not self.on:
             return
         self._changed = True
@@ -128,13 +129,13 @@ class Drift:
             self._context.tell("warning", _OUTSIDE)
 
     def prepare(self) -> None:
-        """Start the average that follows if the ranks vote for the round; raises as :meth:`after_step`."""
+        """Start the next average while the ranks still vote on its round; raises like :meth:`after_step`."""
         average, steps = self.average, self._context.states.progress.steps
         if average is not None and self._averager is not None and steps != average.until and not steps % average.period:
             self._averager.prepare(self._replica)
 
     def after_step(self, *, ends: bool) -> None:
-        """Average the replicas if the committed step ends a period; make them identical if the strategy ``ends``."""
+        """Average the replicas if the committed step ends a period; make them identical if averaging ``ends`` now."""
         average, steps = self.average, self._context.states.progress.steps
         if average is None or self._averager is None or (average.until is not None and steps > average.until):
             return
@@ -151,15 +152,15 @@ class Drift:
 
     @property
     def pulls(self) -> bool:
-        """True if ranks pull each other's models."""
+        """True if each rank averages with models that it pulls from other ranks (pair averaging)."""
         return isinstance(self._averager, PairAverager)
 
     def enter_exchange(self, communicator: Communicator) -> None:
-        """Exchange models with the ranks of a group; all ranks call this. Raises CommunicationFailedError: it broke."""
+        """Exchange models within a group; called on every rank. Raises CommunicationFailedError: the group broke."""
         self._replica.enter_exchange(communicator)
 
     def collapse(self) -> None:
-        """Set all ranks to the consensus; all ranks call it after the same committed step.
+        """Set all replicas to the consensus; called on every rank after the same committed step.
 
         Raises CommunicationFailedError: the group broke; this rank's model is unchanged.
         """
@@ -168,21 +169,22 @@ class Drift:
             amp = smallest_scale(communicator, self.scaler, counts=True)
             self._take(agree(communicator, self._trees(), holds=True, counts=True, changed=self._changed))
             take_scale(self.scaler, amp)
+        self._replica.drop_pull()
         steps = self._context.states.progress.steps
         self._marker = max(self._marker, steps * _OF_A_STEP + _CONSENSUS)
         self._changed, self._settled_at = False, steps
 
     def agree_on_scale(self) -> None:
-        """Set all ranks' loss scale to the smallest; all ranks call it after the same committed step."""
+        """Set all ranks' loss scales to the smallest one; called on every rank after the same committed step."""
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
             take_scale(self.scaler, smallest_scale(communicator, self.scaler, counts=True))
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Make all ranks that hold a trained state identical, in a new group before its ranks exchange state.
+        """Make all ranks with a trained state identical in a new group, before its ranks exchange state.
 
         Args:
-            marker: Latest :attr:`marker` of these ranks.
+            marker: Latest :attr:`marker` of any of these ranks.
             holds: Whether this rank holds a trained state.
             counts: Whether this rank contributes to the mean, because it completed the latest average.
 
@@ -202,20 +204,20 @@ class Drift:
             take_scale(self.scaler, amp)
 
     def entered(self) -> None:
-        """Record that a group was entered in which all ranks are identical."""
+        """Record that all replicas are identical in a newly entered group."""
         self._replica.drop()
         self._replica.exchange.close()
         self._changed, self._settled_at = False, self._context.states.progress.steps
 
     def capture(self) -> dict[str, Any]:
-        """Return state for joiners and checkpoints; empty if models are not averaged and never were."""
+        """Return the state for joiners and checkpoints; empty if models are not averaged and never were."""
         found: dict[str, Any] = {"marker": self._marker} if self._marker else {}
         if self.average is not None and self._averager is not None:
             found |= {"algorithm": self.average.algorithm, "averager": self._averager.capture()}
         return found
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Restore a captured state; the state of a different algorithm is discarded, and the averager starts anew."""
+        """Restore a captured state; if it belongs to a different algorithm, the averager is initialised instead."""
         self._begun, self._marker = False, tree.get("marker", 0)
         if self.average is not None and self._averager is not None:
             if tree.get("algorithm") == self.average.algorithm:
@@ -251,13 +253,14 @@ def _beside(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> tuple[float, int] | None:
-    """Agree on the smallest loss scale among the ranks that count, which overflows on no rank; a collective.
+    """Return the smallest loss scale of the contributing ranks, which overflows on no rank; a collective.
 
     Args:
         scaler: This rank's ``GradScaler``, enabled; None on all ranks without AMP.
-        counts: Whether this rank's scale counts.
+        counts: Whether this rank contributes its scale.
 
-    Returns the scale, and the fewest steps since its last change on any rank with that scale; None without a scale.
+    Returns the scale with its growth counter: the fewest steps since the last change on any rank with that scale.
+    None without AMP.
     """
     if scaler is None:
         return None
@@ -273,7 +276,7 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
 
 
 def take_scale(scaler: Any, agreed: tuple[float, int] | None) -> None:
-    """Set the scaler to the agreed scale; None changes nothing."""
+    """Set the scaler to the agreed scale; do nothing if it is None."""
     if agreed is not None:
         scaler.load_state_dict({**scaler.state_dict(), _SCALE: agreed[0], _TRACKER: agreed[1]})
 
@@ -288,7 +291,7 @@ class _Flat:
 
 
 class Replica:
-    """Access to this rank's model, and to the other ranks' models, for averagers.
+    """Access of averagers to this rank's model and to the models of other ranks.
 
     Half-precision parameters are summed in float32. If a collective fails, its buffers are abandoned and new
     ones are allocated for the next average.
@@ -300,6 +303,9 @@ class Replica:
         self._flats: list[_Flat] = []
         self._incoming: list[_Flat] = []  # of a rank that is asked for its model
         self._into: list[torch.Tensor] = []
+        self._asked: list[
+            torch.Tensor
+        ] = []  # this rank's model when it asked; empty if the ranks' models changed since
         self._layout = 0
         self._works: list[Any] | None = None  # of a mean that was begun
         self.exchange = ModelExchange()
@@ -312,7 +318,7 @@ class Replica:
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
-        """Trained parameters of this rank, keyed by name; of divided ones, this worker's part."""
+        """Trained parameters of this rank, keyed by name; for divided parameters, this worker's part."""
         return self._trainable.named
 
     @property
@@ -320,7 +326,7 @@ class Replica:
         return self._context.group.communicator
 
     def begin_mean(self) -> None:
-        """Start to add up all ranks' present parameters; :meth:`mean` waits for that."""
+        """Start to sum all ranks' current parameters; :meth:`mean` waits for the sum."""
         self._fill()
         group = self._communicator
         try:
@@ -330,11 +336,11 @@ class Replica:
             raise
 
     def drop(self) -> None:
-        """Leave buffers to collectives that have failed or were given up."""
+        """Abandon buffers that failed or cancelled collectives may still use."""
         self._laid_out, self._works = [], None
 
     def mean(self) -> list[torch.Tensor]:
-        """Return the mean of all ranks' parameters, in float32 or wider; the next call overwrites it."""
+        """Return the mean of all ranks' parameters, in float32 or wider, in memory that the next call overwrites."""
         group = self._communicator
         if group.world_size == 1:
             self._fill()
@@ -353,13 +359,13 @@ class Replica:
         return _in_order(self._flats)
 
     def enter_exchange(self, communicator: Communicator) -> None:
-        """Exchange models with the ranks of a group; all ranks call this. Raises CommunicationFailedError: it broke."""
+        """Exchange models within a group; called on every rank. Raises CommunicationFailedError: the group broke."""
         membership = self._context.membership
         self._incoming = []  # a pull of the former group may still write there
         self.exchange.enter(communicator, called_off=lambda: membership.voided)
 
     def publish(self) -> None:
-        """Publish the present parameters, and ask a random rank for its own."""
+        """Publish the current parameters, and start to pull a random rank's parameters."""
         if self.exchange.stands:
             self._fill()
             if not self._incoming:
@@ -367,11 +373,19 @@ class Replica:
                 self._incoming, self._layout = _lay_out(list(self.named.values()), "cpu"), digest(shapes)
                 self._into = [each.flat for each in self._incoming]
             self.exchange.publish(self._layout, [each.flat for each in self._flats])
-            self.exchange.ask(self._layout, self._into)
+            if self.exchange.ask(self._layout, self._into):
+                self._asked = [each.flat.to("cpu", copy=True) for each in self._flats]
 
     def pulled(self) -> list[torch.Tensor] | None:
-        """Return another rank's parameters, valid until :meth:`publish`; None if none have come since."""
-        return _in_order(self._incoming) if self.exchange.arrived(self._into) else None
+        """Return another rank's parameters less this rank's when it asked; None if none have come since."""
+        if not self.exchange.arrived(self._into) or not self._asked:
+            return None
+        torch._foreach_sub_(self._into, self._asked)
+        return _in_order(self._incoming)
+
+    def drop_pull(self) -> None:
+        """Ignore the model that is being pulled, after this rank's own was replaced."""
+        self._asked = []
 
     @torch.no_grad()
     def _fill(self) -> None:

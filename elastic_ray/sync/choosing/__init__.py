@@ -1,1 +1,1 @@
-"""Selection of the fastest strategy by measurement: candidates, their race, and the choice."""
+"""Selection of the fastest strategy by measurement: candidates, the race between them, and the choice."""

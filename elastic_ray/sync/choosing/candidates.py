@@ -1,4 +1,4 @@
-"""Strategies that may be the fastest for a model, in the order in which they are tried (pure).
+"""Strategies that may be the fastest for a model, in the order of their trials (pure).
 
 There are a few dozen candidates: every combination of one method per class of parameters. Trials are real
 training steps, so candidates that send the fewest bytes in the fewest collectives come first.
@@ -21,10 +21,10 @@ _UNKNOWN_ROWS = 0.1  # share of a table's rows that a rank is taken to touch in 
 
 
 def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[ParamInfo], world_size: int) -> int:
-    """Return the bytes that each rank passes to collectives in one step for the given buckets, after compression.
+    """Return the bytes, after compression, that each rank passes to collectives for some buckets in one step.
 
-    For tables whose touched rows are sent, the result is an estimate until rows have been observed. For
-    averaged models, it is one period's traffic divided by the number of steps in the period.
+    For tables of which touched rows are sent, the result is an estimate until rows have been observed. For averaged
+    models, it is the traffic of one period divided by its number of steps.
     """
     average = plan.strategy.average
     if world_size == 1:
@@ -35,7 +35,7 @@ def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[P
 
 
 def traffic(plan: SyncPlan, params: Sequence[ParamInfo], world_size: int) -> int:
-    """Return the bytes that a rank's link carries in one step; a measure to compare plans, not their duration.
+    """Return the bytes that a rank's link carries in one step, to compare plans but not to predict their duration.
 
     With W ranks, an all-reduce of n bytes counts 2 n. A reduction to one rank also counts 2 n, and the
     broadcast of its result ceil(log2 W) n. An all-gather of n bytes from each rank counts W n.
@@ -124,11 +124,11 @@ class Candidate:
 def candidates(
     profile: ModelProfile, topology: Topology, *, exact: bool, works: Callable[[SyncPlan], bool] = lambda plan: True
 ) -> tuple[Candidate, ...]:
-    """Return the distinct candidate strategies in trial order; plain all-reduce of all dense parameters is first.
+    """Return the distinct candidates in the order of their trials; all-reduce of all dense parameters is first.
 
     Args:
-        exact: Whether to return only strategies whose step equals plain data-parallel training.
-        works: Predicate that is true if a plan can be executed; by default all can.
+        exact: Whether to return only strategies that give the same result as plain data-parallel training.
+        works: Returns True if a plan can be executed; by default, all plans can.
     """
     found: dict[object, Candidate] = {}
     for strategy in _strategies(profile, exact=exact):
@@ -142,7 +142,7 @@ def candidates(
 
 
 def what_is_done(plan: SyncPlan) -> object:
-    """Return a value that is equal for plans with the same buckets and methods, whatever their ``bucket_bytes``."""
+    """Return a value that is equal for plans with the same buckets and methods, even if ``bucket_bytes`` differ."""
 
     def work(sync: Sync) -> Sync:
         return sync if isinstance(sync, Rows) else dataclasses.replace(sync, bucket_bytes=PLAIN.bucket_bytes)
@@ -151,7 +151,7 @@ def what_is_done(plan: SyncPlan) -> object:
 
 
 def with_rows(profile: ModelProfile, rows: Mapping[str, int]) -> ModelProfile:
-    """Return the profile with the given numbers of touched rows, keyed by table name."""
+    """Return a copy of the profile with the given numbers of touched rows, keyed by table name."""
     params = (dataclasses.replace(each, rows=rows.get(each.name, each.rows)) for each in profile.params)
     return dataclasses.replace(profile, params=tuple(params))
 
@@ -165,16 +165,16 @@ def consider(
     most: int,
     works: Callable[[SyncPlan], bool] = lambda plan: True,
 ) -> tuple[Strategy, ...]:
-    """Return the strategies to race: first the equivalent of the current one, then those with the least traffic.
+    """Return the strategies to race: the equivalent of the current one, then those with the least traffic.
 
-    Plain all-reduce is included unless its traffic is hopelessly high.
+    Plain all-reduce is included, unless its traffic is far too high to win.
 
     Args:
-        profile: Profile of the model, with the touched rows of its tables.
+        profile: Profile of the model, with the number of touched rows of its tables.
         present: Current strategy.
-        exact: Whether to return only strategies whose step equals plain data-parallel training.
-        most: Maximum number of strategies, 2 or more.
-        works: Predicate that is true if a plan can be executed; by default all can.
+        exact: Whether to return only strategies that give the same result as plain data-parallel training.
+        most: Maximum number of strategies, at least 2.
+        works: Returns True if a plan can be executed; by default, all plans can.
     """
     plan = lower(present, profile, topology)
     done = what_is_done(plan)
@@ -227,7 +227,7 @@ def _name(of_sparse: str, of_tables: str, rest: str, *, both: bool) -> str:
 
 
 def describe(sync: Sync) -> str:
-    """Return a description of a synchronisation method in a few words."""
+    """Return a short description of a synchronisation method."""
     if isinstance(sync, Rows):
         return "touched rows" if sync.update == "auto" else f"touched rows, {sync.update} update"
     wire = f" as {sync.wire.dtype}" if sync.wire.dtype != "native" else ""

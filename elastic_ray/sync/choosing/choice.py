@@ -1,7 +1,7 @@
-"""Choice of a strategy: by a race between candidates, or from the measurements of earlier jobs (pure).
+"""Choice of a strategy, by a race between candidates or from measurements of earlier jobs (pure).
 
-The choice is a state machine on frozen states. Its inputs are equal on all ranks, so all ranks choose the
-same strategy, and it ends after a known number of steps.
+The choice is a state machine with immutable states. Its inputs are equal on all ranks, so all ranks choose the
+same strategy. It ends after a known number of steps.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ Step = tuple[int, float | None]
 # Steps of one that is left, in a round and in the last one: more tell nothing new.
 _MOST_IN_ROUND, _MOST_IN_LAST = 8, 14
 _FEWEST_IN_ROUND, _FEWEST_IN_LAST = 3, 4  # the first of them includes the cost of the change, and does not count
+_ENOUGH_FOR_TWO = 6  # steps of one in a round that can be made in two turns
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Standing of a race: the candidate that runs the next step, or the winner."""
+    """State of a race: the candidate that runs the next step, or the winner."""
 
     turn: int
     over: bool = False
@@ -32,7 +33,7 @@ class Standing:
 
 
 def most_candidates(steps: int) -> int:
-    """Return how many candidates can race in `steps` steps, at least 2."""
+    """Return the largest number of candidates that can race within `steps` steps, at least 2."""
     count = 2
     while _in_round(count + 1, steps) >= _FEWEST_IN_ROUND and _in_last(count + 1, steps) >= _FEWEST_IN_LAST:
         count += 1
@@ -40,16 +41,17 @@ def most_candidates(steps: int) -> int:
 
 
 def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
-    """Return the standing of `count` candidates after the steps so far.
+    """Return the state of a race between `count` candidates after the steps so far.
 
     Args:
-        history: Candidate and duration of each step so far.
-        steps: Maximum length of the race [steps].
+        history: Candidate and duration of each step.
+        steps: Maximum number of steps in the race.
     """
     times: list[list[float]] = [[] for _ in range(count)]
     left, done, before = list(range(count)), iter(history), -1
     while len(left) > 1:
-        for turn in _turns(left, count, steps):
+        turns = _turns(left, count, steps)
+        for turn in turns:
             step = next(done, None)
             if step is None:
                 return Standing(turn=turn, times=_medians(times))
@@ -59,15 +61,17 @@ def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
             before = turn
         medians = _medians(times)
         kept = sorted(left, key=lambda each: (medians[each] is None, medians[each] or 0.0))[: (len(left) + 1) // 2]
-        left = [each for each in reversed(left) if each in kept]
+        left = [each for each in dict.fromkeys(reversed(turns)) if each in kept]
     return Standing(turn=left[0], over=True, times=_medians(times))
 
 
 def _turns(left: Sequence[int], count: int, steps: int) -> list[int]:
     """Return the candidate of each step of a round; the one that ran last goes first, if it is still in the race."""
     each = _in_round(count, steps)
-    if len(left) > 2:
-        return [one for one in left for _ in range(each)]
+    if len(left) > 2:  # there and back: the first steps of a training, or of a change, are slower than later ones
+        there = each // 2 if each >= _ENOUGH_FOR_TWO else each
+        back = [one for one in reversed(left) for _ in range(each - there)]
+        return [one for one in left for _ in range(there)] + back
     half = _in_last(count, steps) // 2
     first, second = left
     return [first] * half + [second] * 2 * half + [first] * half
@@ -104,7 +108,7 @@ _CHECKED_STEPS = 5  # of a known strategy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of one training step that all ranks agree on."""
+    """Measurements of one training step, which are equal on all ranks."""
 
     step_s: float | None = None  # of the slowest rank; None where it was not measured
     # that were touched of each table, on the rank with most; of tables whose rows travel
@@ -116,7 +120,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """State of the strategy choice for one topology."""
+    """State of the choice for one topology."""
 
     strategy: Strategy  # to be in force
     settled: bool = False  # it is kept
@@ -130,17 +134,17 @@ class Choice:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Measured step times of the options [s], keyed by name."""
+        """Step times of the strategies that were measured [s], keyed by name."""
         found = zip(self.options, self.times, strict=False)
         return {option.name: took_s for option, took_s in found if took_s is not None}
 
     @property
     def measures(self) -> bool:
-        """True while the next steps are measured."""
+        """True while the choice needs measurements of the next steps."""
         return not self.settled or self.known_s is not None
 
     def to_state(self) -> dict[str, Any]:
-        """Return the choice as plain values."""
+        """Return the choice as plain values, for :meth:`from_state`."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return plain | {
             "strategy": self.strategy.to_json(),
@@ -149,7 +153,7 @@ class Choice:
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> Choice:
-        """Return the choice from the plain values of :meth:`to_state`."""
+        """Return the choice described by the plain values of :meth:`to_state`."""
         options = tuple(map(Strategy.from_json, tree["options"]))
         return cls(**{**tree, "strategy": Strategy.from_json(tree["strategy"]), "options": options})
 
@@ -159,16 +163,16 @@ Consider = Callable[[Mapping[str, int], Strategy], Sequence[Strategy]]
 
 
 def leave(choice: Choice) -> Strategy:
-    """Return the strategy to continue with in an unknown group; a strategy on trial is not kept."""
+    """Return the strategy with which to continue in a new group; a strategy on trial is not kept."""
     return choice.strategy if choice.settled or not choice.options else choice.options[0]
 
 
 def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) -> Choice:
-    """Return the choice after one more training step under its strategy.
+    """Return the choice after one more training step with its current strategy.
 
     Args:
-        steps: Maximum length of a race [steps].
-        consider: Function that returns the strategies to race.
+        steps: Maximum number of steps in a race.
+        consider: Returns the strategies that take part in a race.
     """
     if choice.settled:
         return _confirmed(choice, measured) if choice.known_s is not None else choice
@@ -194,10 +198,10 @@ def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) 
 
 
 def watch_rows(choice: Choice, rows: Mapping[str, int]) -> Choice:
-    """Return the choice, reset if a table's touched rows differ by more than a factor of two from those it used.
+    """Return the choice, reset if the number of touched rows in a table has changed by more than a factor of two.
 
     Args:
-        rows: Touched rows, keyed by table name and equal on all ranks; an empty mapping changes nothing.
+        rows: Number of touched rows, keyed by table name and equal on all ranks; if empty, nothing changes.
     """
     if not choice.settled or not rows:
         return choice

@@ -1,4 +1,4 @@
-"""Readable tables of how a model's parameters are synchronised, and why (pure)."""
+"""Readable tables that show how a model's parameters are synchronised, and why (pure)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMED = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyRow:
-    """Table row for a class of parameters that are synchronised the same way."""
+    """Table row for a class of parameters that are synchronised in the same way."""
 
     parameters: str  # the first of their names, and how many there are
     what: str  # is done with them
@@ -27,7 +27,7 @@ class StrategyRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateRow:
-    """Table row for a strategy that was considered."""
+    """Table row for a strategy that was considered in the choice."""
 
     name: str
     measured_s: float | None = None  # of a step [s]; None before
@@ -36,12 +36,12 @@ class CandidateRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyTable:
-    """Explanation of how a model is synchronised; ``str()`` formats it as a table.
+    """Explanation of how a model is synchronised. ``str()`` formats it as a table.
 
     Attributes:
-        candidates: Strategies that were considered, in trial order; empty if the user specified the strategy.
+        candidates: Strategies that were considered, in the order of their trials; empty if the user set the strategy.
         measured_s: Median duration of the latest steps [s]; None before the first measurement.
-        reason: Reason for the choice; empty if no choice was made.
+        reason: Reason for the choice; empty if there was no choice.
     """
 
     strategy: str
@@ -79,11 +79,11 @@ def explain(
     step_s: float | None = None,
     bucket_s: Mapping[int, float] | None = None,
 ) -> StrategyTable:
-    """Return the table of the current plan.
+    """Return a table that explains the current plan.
 
     Args:
-        profile: Profile of the model, with touched rows if they are known.
-        choice: Choice that led to the plan; None if the user specified the strategy.
+        profile: Profile of the model, with the number of touched rows if known.
+        choice: Choice that led to the plan; None if the user set the strategy.
         step_s: Measured duration of a step under the plan [s].
         bucket_s: Measured duration of each bucket's collectives in one step [s], keyed by bucket index.
     """

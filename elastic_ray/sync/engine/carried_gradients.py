@@ -1,4 +1,4 @@
-"""Gradients kept between steps: those that user code accumulates, and compression residuals (torch)."""
+"""Gradients that are kept between steps: accumulated by user code, or residuals of a compression (torch)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _TWICE = (
 
 
 class CarriedGradients:
-    """Tracker of the gradients that one model's ``.grad`` has accumulated for a future optimizer step.
+    """Tracker of gradients that have been accumulated in one model's ``.grad`` for a future optimizer step.
 
-    A loop that applies the gradients of each step at once carries none and pays nothing for this class. Some loops
-    leave gradients after the optimizer's step and later discard them, as a GAN does with the gradients of its
-    other loss. The first such step reveals this, and such gradients are then not counted as carried.
+    A loop that applies the gradients of each step at once carries none, and this class costs nothing. Some loops
+    leave gradients behind after the optimizer's step and discard them later, as a GAN does with the gradients of its
+    other loss. Once this has been observed, such gradients no longer count as carried.
     """
 
     def __init__(self, context: Run, optimizer: torch.optim.Optimizer) -> None:
@@ -55,7 +55,7 @@ class CarriedGradients:
 
     @property
     def is_open(self) -> bool:
-        """True if accumulated gradients wait for the optimizer."""
+        """True if there are accumulated gradients that have not been applied yet."""
         return self._steps > 0
 
     def add(self, step: LoaderStep | None, *, local: bool = False) -> None:
@@ -71,18 +71,18 @@ class CarriedGradients:
 
     @property
     def note(self) -> int:
-        """Value that must be equal on all ranks that reduce: 1 if gradients were added to those of the last update.
+        """Flag, equal on all reducing ranks, that is 1 if gradients were added to those of the last update.
 
-        The value is 0 until the first update in a group, because a joiner does not have the gradients that the other
-        ranks added since their last update. It does not say how many passes within ``no_sync`` are included: as under
-        DDP, ranks may differ in that number, for example if their shares are cut by tokens.
+        It is 0 until the first update in a group, because a joiner lacks the gradients that other ranks have added
+        since their last update. It does not depend on the number of passes within ``no_sync``, in which ranks may
+        differ, as under DDP (for example if batches are divided by tokens).
         """
         if not self._alike:
             return 0
         return int(self._beneath)
 
     def look(self, param: torch.Tensor) -> None:
-        """Check the watched parameter after a pass, and record if its gradient was added to the last update's."""
+        """Check after a pass whether the watched parameter's gradient was added to that of the last update."""
         if self._updated is None:
             self.watched = None
         grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)
@@ -98,7 +98,7 @@ class CarriedGradients:
                 self._context.tell("warning", _TWICE)
 
     def refuse_own(self) -> None:
-        """Refuse an optimizer step without a backward pass that averages gradients.
+        """Refuse an optimizer step if no backward pass has averaged its gradients.
 
         Raises RuntimeError: some gradients exist only on this rank: they are not zero, were not reduced, do not lie in
             slices, and are not left over from the last update.
@@ -116,7 +116,7 @@ class CarriedGradients:
         refuse_own(grad for grad in map(plain_or_sliced, grads) if not isinstance(grad, SlicedGradient))
 
     def taken(self) -> None:
-        """Reset the accumulation, because the optimizer was asked to step."""
+        """Reset the accumulation, because the optimizer steps."""
         self._steps, self._asked, self.local = 0, True, False
         self._alike, self._beneath = True, False
         self._last, self._last_version, self._updated, self.watched = None, 0, None, None
@@ -128,7 +128,7 @@ class CarriedGradients:
                     return
 
     def remember(self) -> Any:
-        """Return what is needed to undo the step that starts now; None if nothing is accumulated."""
+        """Return the data needed to undo the step that starts now; None if nothing is accumulated."""
         self._asked = self.applied = False
         if not self._steps:
             return None
@@ -138,7 +138,7 @@ class CarriedGradients:
         return self._steps, self.local, {} if self.local else self._gradients()
 
     def roll_back(self, remembered: Any) -> None:
-        """Undo a lost step; if the optimizer already applied it, nothing is carried."""
+        """Undo a lost step; accumulated gradients are restored unless the optimizer has already applied them."""
         if remembered is None or self.applied:
             self._take(0, {})
             return
@@ -153,7 +153,7 @@ class CarriedGradients:
                 return
 
     def capture(self) -> Any:
-        """Return state for joiners and checkpoints; of gradients that differ between ranks, only how many are lost."""
+        """Return the state for joiners and checkpoints; gradients that differ between ranks are only counted."""
         if self.local:
             return {"lost": self._steps}
         gradients = self._gradients() if self._steps else {}
@@ -167,7 +167,7 @@ class CarriedGradients:
         self._lost = tree.get("lost", 0)
 
     def enter_group(self) -> None:
-        """Enter a group and drop gradients that only some ranks hold, with a warning."""
+        """Enter a group, and drop gradients that only some ranks hold, with a warning."""
         self._updated, self.watched, self._beneath, self._alike = None, None, False, False
         lost, self._lost = self._steps if self.local else self._lost, 0
         if self.local:
@@ -264,13 +264,12 @@ class _Debtor:
 
 
 class OwedGradients:
-    """Compression residuals of one model on this rank; see ``Residual``.
+    """Compression residuals of one model on this rank: gradients that are still to be sent.
 
-    The *sum* of residuals over ranks is preserved, because gradients are weighted by samples and summed. Before a
-    planned change all ranks sum their residuals, and each rank of the next group starts with an equal part. The
-    residual of a rank that dies is lost, and so is that of a rank that was behind and receives another rank's
-    state: both are reported. If the next strategy does not compress, each rank adds its residual to the first step
-    that counts.
+    Gradients are weighted by samples and summed, so the *sum* of residuals over ranks is preserved. Before a planned
+    change, all ranks sum their residuals, and each rank of the next group starts with an equal part. The residual of
+    a rank that dies is lost, and so is that of a rank that lags behind and receives another rank's state; both losses
+    are reported. If the next strategy does not compress, each rank adds its residual to the first committed step.
     """
 
     def __init__(self, context: Run) -> None:
@@ -346,11 +345,11 @@ class OwedGradients:
             each.residual.fold(total)
 
     def enter_group(self) -> None:
-        """Enter a group: start with an equal part of the summed residuals if the sum is known on all ranks.
+        """Enter a group, starting with an equal part of the summed residuals if all ranks know the sum.
 
-        If any rank does not know the sum, each rank continues with its own residual. All ranks report what they know,
-        even ranks without residuals: among ranks that come from another group, only some may have a strategy that
-        compresses.
+        If any rank does not know the sum, each rank continues with its own residual. Even ranks without residuals
+        take part, because a strategy that compresses may be in use on only some of the ranks that come from another
+        group.
 
         Raises CommunicationFailedError: the group broke again.
         """
@@ -378,7 +377,7 @@ class OwedGradients:
             )
 
     def capture(self) -> Any:
-        """Return the state that all ranks share: factors, and the sum of residuals if it was computed."""
+        """Return the state that all ranks share: low-rank factors, and the sum of residuals if it was computed."""
         if not self._members or not self._all:
             return {}
         factors: dict[str, torch.Tensor] = {}
@@ -390,7 +389,7 @@ class OwedGradients:
         return {"owed": {"members": self._members, "factors": factors, "folded": folded}}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state; this rank's own residual is discarded."""
+        """Restore a captured state, and discard this rank's own residual."""
         state = tree.get("owed", {})
         self._members, self._holds = state.get("members", 0), False
         self._take({}, state.get("folded", {}), state.get("factors", {}))

@@ -1,4 +1,4 @@
-"""Gradient synchronisation of a replicated model: every rank gets the complete mean gradient and applies it."""
+"""Gradient synchronisation of a replicated model, in which every rank applies the complete mean gradient."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.run.participant import Participant
 from elastic_ray.state.layout import digest
+from elastic_ray.sync.averaging.batch_moments import scale_moments
 from elastic_ray.sync.averaging.drift import Drift
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
@@ -42,17 +43,17 @@ if TYPE_CHECKING:
 
 
 class GradientEngine(Participant):
-    """Gradient synchronisation of one replicated model by its strategy; implements ``GradientSync``.
+    """Gradient synchronisation of one replicated model according to its strategy; implements ``GradientSync``.
 
     The engine's state consists of the gradients that user code accumulates over several steps, the current strategy,
     and the state that operations keep between steps.
 
     Args:
-        grad_scale: Function that returns AMP's current loss scale, 1 without AMP.
+        grad_scale: Returns AMP's current loss scale; 1 without AMP.
         number: Index of the model, in the order in which the loop wraps models.
         check_finite: Whether to determine which ranks have NaN or infinite gradients.
         scaler: AMP's ``GradScaler``; None without AMP.
-        divided: The optimizer's state, if the strategy divides it among ranks.
+        divided: State of the optimizer, which the strategy may divide among ranks.
 
     Raises StrategyError: the strategy cannot be used with this model and optimizer.
     """
@@ -92,7 +93,6 @@ class GradientEngine(Participant):
         self._control_size = 0
         self._statistics = statistics
         self._drift = Drift(context, trainable, optimizer, number, scaler)
-        self._settled: object = None  # step whose statistics the unit's workers have added up
         self._expected: object = None  # step in which layers were last asked to measure
         self._ends = False  # whether another strategy comes after the step that ranks have agreed on
         self._row_steps = [RowSteps(each) for each in optimizers_of(optimizer)]
@@ -126,23 +126,23 @@ class GradientEngine(Participant):
 
     @property
     def strategy_key(self) -> str | None:
-        """Key of strategies whose step times must not be mixed; None while a strategy is being chosen."""
+        """Key of strategies whose step times may be pooled; None while a strategy is being chosen."""
         force = self._in_force
         return force.own_key if force.tuner is None else force.key
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
-        """Strategies that have won races, keyed by model number, backend, and the group's layout over nodes."""
+        """Winners of races between strategies, keyed by model number, backend, and distribution over nodes."""
         return self._in_force.tuner.found if self._in_force.tuner is not None else {}
 
     @property
     def profile(self) -> ModelProfile:
-        """Profile of the model for a strategy's planner."""
+        """Profile of the model, as strategy builders expect it."""
         self._trainable.check()
         return profile_of(self._module, self._trainable.groups, self._optimizer)
 
     def check(self, plan: SyncPlan) -> None:
-        """Raise StrategyError if a plan cannot be executed."""
+        """Raise StrategyError if this model cannot be trained with a plan."""
         self._check_statistics(plan.strategy)
         self._check_tables(plan.strategy)
         self._check_tiles(plan)
@@ -154,8 +154,8 @@ class GradientEngine(Participant):
     def nonfinite_ranks(self) -> Sequence[int] | None:
         """Ranks whose gradients were NaN or infinite in this step's reduction; None if all were finite.
 
-        While replicas drift, nothing is reduced, so the list contains only this rank, whose gradients are not yet
-        checked.
+        While replicas diverge, nothing is reduced, so the list contains only this rank, whose gradients are not
+        checked yet.
         """
         if self._drift.average is not None and self._drift.on:
             return [self._context.group.rank]
@@ -163,7 +163,7 @@ class GradientEngine(Participant):
 
     @property
     def is_open(self) -> bool:
-        """True if accumulated gradients wait for the optimizer."""
+        """True if there are accumulated gradients that have not been applied yet."""
         return self._carried.is_open
 
     @property
@@ -172,18 +172,18 @@ class GradientEngine(Participant):
         return self._carried.local
 
     def set_strategy(self, strategy: object) -> None:
-        """Switch to another strategy from the next step on. Every rank must request the same one in the same step.
+        """Switch to another strategy from the next step on; all ranks must request the same one in the same step.
 
         Raises StrategyError, TypeError: the strategy does not exist, or cannot be used with this model.
         """
         self._in_force.ask(strategy)
 
     def keep_strategy(self) -> None:
-        """Cancel a requested switch to another strategy."""
+        """Cancel the pending switch to another strategy."""
         self.set_strategy(self.strategy)
 
     def set_topology(self, topology: str) -> None:
-        """Switch to another all-reduce topology from the next step on. Raises StrategyError: it does not exist."""
+        """Switch to another all-reduce topology from the next step on. Raises StrategyError if it does not exist."""
         self._in_force.ask_topology(topology)
 
     def explain_strategy(self) -> StrategyTable:
@@ -191,9 +191,9 @@ class GradientEngine(Participant):
         return self._in_force.explain()
 
     def require_statistics(self, user: str) -> None:
-        """Refuse strategies without gradient statistics from now on; errors name the ``user`` that needs them.
+        """Refuse strategies without gradient statistics from now on; errors mention the ``user`` of the statistics.
 
-        Raises StrategyError: the current strategy provides none.
+        Raises StrategyError: the current strategy does not provide statistics.
         """
         self._statistics_for.append(user)
         try:
@@ -241,7 +241,7 @@ class GradientEngine(Participant):
             )
 
     def before_forward(self) -> None:
-        """Include unfrozen parameters and apply a requested strategy before the forward pass."""
+        """Include unfrozen parameters, and apply a pending change of the strategy, before the forward pass."""
         force = self._in_force
         if force.tuner is not None:
             force.before_forward()
@@ -256,7 +256,7 @@ class GradientEngine(Participant):
             self._expect_examples(self._statistics.examples)
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
-        """Start or stop measuring gradient noise in the layers; return True if it is measured."""
+        """Start or stop measuring gradient noise from single samples in the layers; return True if it is measured."""
         known = self._statistics.examples
         if wanted and known is not None and known.every == every:
             return True
@@ -287,7 +287,7 @@ class GradientEngine(Participant):
         self._reducer.let_go()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes only accumulate into this rank's gradients."""
+        """Return a context in which backward passes only accumulate gradients locally."""
         if self._sharded:
             raise RuntimeError(
                 "no_sync() is not supported for a model with a ShardedEmbedding, whose owners get gradients in each "
@@ -296,11 +296,11 @@ class GradientEngine(Participant):
         return self._reducer.no_sync()
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Reduce with the other ranks after this rank's backward pass has ended with an exception that is caught."""
+        """Complete the reductions with the other ranks after this rank's backward pass has raised an exception."""
         self._reducer.end_lost_pass(give_zeros)
 
     def before_update(self) -> None:
-        """Close the pass before the optimizer updates; gradients added later belong to another loss.
+        """Close the accumulation of gradients before the optimizer's update; later gradients belong to another loss.
 
         Raises RuntimeError: gradients of parameters in tiles were not averaged over the ranks.
         """
@@ -326,16 +326,22 @@ class GradientEngine(Participant):
             failure = self._context.agree_in_unit(ledger.failure, measured=statistics.due())
             if failure is not None:
                 ledger.fail(failure)
-            elif self._settled is not ledger.step:  # the first of several optimizers steps
-                self._settled = ledger.step
+            elif any(wishes.measured):  # not in a later update of the step
                 statistics.add_up(wishes.measured, self._statistics_for)
 
     def applied(self) -> None:
-        """Record that the update was applied: a step lost after this has no accumulated gradients to restore."""
+        """Record that the update was applied, so that a step lost later has no gradients to restore."""
         self._carried.applied = True
         self._reducer.reduction.applied()
         if self._drift.average is not None:
             self._drift.note_update()
+
+    def scale_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set second moments to those of the step's whole batch, after an update with this rank's gradient."""
+        average, step = self._drift.average, self._context.ledger.outermost
+        if average is not None and average.batch_moments and self._drift.on and step is not None:
+            own = sum(step.sizes[self._context.group.rank])
+            scale_moments(optimizer, step.count / own if own else 1.0)
 
     def rebuild(self) -> None:
         """Rebuild the buckets after a change of the trained parameters."""
@@ -348,22 +354,22 @@ class GradientEngine(Participant):
 
     @property
     def drifts(self) -> bool:
-        """True while replicas intentionally diverge (local SGD)."""
+        """True while replicas intentionally diverge (local SGD and similar strategies)."""
         return self._drift.average is not None and self._drift.on
 
     @property
     def period(self) -> int:
-        """Number of steps between averages of the model; 1 if its gradients are reduced."""
+        """Number of steps between averages of the model; 1 if gradients are reduced."""
         return self._drift.average.period if self._drift.average is not None and self._drift.on else 1
 
     @property
     def gives_back(self) -> bool:
-        """True if ranks that fall behind between two averages give steps to other ranks."""
+        """True if ranks that fall behind between two averages hand steps to other ranks."""
         return self._drift.average is not None and self._drift.average.give_back
 
     @property
     def pulls(self) -> bool:
-        """True if ranks pull each other's models."""
+        """True if each rank averages with models that it pulls from other ranks (pair averaging)."""
         return self._drift.pulls
 
     def enter_exchange(self, communicator: Communicator) -> None:
@@ -382,21 +388,21 @@ class GradientEngine(Participant):
 
     @property
     def settled(self) -> bool:
-        """True if replicas are identical and this rank holds everything to be saved, after the committed steps."""
+        """True if replicas are identical and this rank can save everything after the committed steps."""
         return self._drift.settled and self._sharded.settled and self._divided.settled
 
     def fix_drift(self) -> int:
-        """Fix the strategy that applies after this step; return a digest of the plan and the requested change.
+        """Fix the strategy that applies after this step; return a digest of it and the current plan.
 
-        Ranks compare the digest before they commit a step. Requests that arrive later wait for the next step, because
-        some ranks may not have received them when this step ends.
+        Ranks compare the digest before they commit a step. Later requests wait for the next step, because some ranks
+        might not receive them before this step ends.
         """
         self._ends = self._in_force.pending
         return digest((self.plan.digest, self._in_force.asked_digest))
 
     @property
     def marker(self) -> int:
-        """Marker of the last average that this rank completed."""
+        """Marker of the last model average that this rank completed, which increases with each average."""
         return self._drift.marker
 
     @property
@@ -405,12 +411,12 @@ class GradientEngine(Participant):
         return self._drift.scaler
 
     def prepare_average(self) -> None:
-        """Start the average of a round that has ended, while the ranks vote on it."""
+        """Start to average the models of a round that has ended, while the ranks still vote on it."""
         if not self._in_force.pending:
             self._drift.prepare()
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """Average the replicas if an average is due, after all ranks have committed a training step."""
+        """Average the replicas, if this is due, after all ranks have committed a training step."""
         self._reducer.drop_halves()
         if self._drift.average is not None:
             self._drift.after_step(ends=self._ends)
@@ -447,7 +453,7 @@ class GradientEngine(Participant):
             self._drift.collapse()
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Make diverged replicas identical in a new group, before its ranks exchange state."""
+        """Make diverged replicas identical in a new group, before its ranks exchange their state."""
         self._drift.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def prepare_to_save(self) -> None:
@@ -457,7 +463,7 @@ class GradientEngine(Participant):
         self._divided.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Prepare to change the group: sum residuals, make replicas identical, hand over the state of leavers."""
+        """Prepare a change of group: sum residuals, make replicas identical, and hand over the leavers' state."""
         for table in self._sharded.tables:
             table.hand_over(stays)
         self._divided.hand_over(stays)
@@ -466,7 +472,7 @@ class GradientEngine(Participant):
         self._make_one()
 
     def enter_group(self) -> None:
-        """Adopt the new group: rebuild the plan and the buckets, and drop state that only some ranks hold."""
+        """Enter a new group: rebuild plan and buckets, and drop state that only some ranks hold."""
         self._entering, self._stepped = True, None
         self._reducer.reduction.end_step()
         self.measure_examples(None, wanted=False)  # a loader of one rank asks again
@@ -483,7 +489,7 @@ class GradientEngine(Participant):
         self._divided.enter_group()
 
     def remember(self) -> Any:
-        """Return what is needed to undo the step that starts now."""
+        """Return the data needed to undo the step that starts now."""
         self._reducer.reduction.end_step()
         force = self._in_force
         self._asked_before, self._entering = force.asked, False
@@ -492,20 +498,20 @@ class GradientEngine(Participant):
         return self._carried.remember()
 
     def roll_back(self, remembered: Any) -> None:
-        """Undo a lost step."""
+        """Undo a lost step, given the data from :meth:`remember`."""
         self._reducer.reduction.void()
         self._stepped = None
         self._in_force.roll_back(self._asked_before)
         self._carried.roll_back(remembered)
 
     def capture(self) -> Any:
-        """Return carried gradients, the strategy if it differs from the initial one, and the strategy's state."""
+        """Return carried gradients, the strategy's state, and the strategy if it differs from the initial one."""
         drift = self._drift.capture()
         average = {"average": drift} if drift else {}
         return {**self._carried.capture(), **self._in_force.capture(), **self._owed.capture(), **average}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state; its strategy is discarded if its run started with a different one."""
+        """Restore a captured state, without its strategy if the run started with a different one."""
         if self._in_force.restore(tree):
             self._reducer.rebuild()
         for each in self._row_steps:
@@ -532,6 +538,7 @@ class GradientEngine(Participant):
         if self._in_unit is not None:
             self._in_unit.follow(layout.buckets)
         self._drift.follow(plan.strategy.average)
+        self.averages = plan.strategy.average is not None
         self._divided.follow(plan, self.profile)
         self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)
         rows = {bucket.index: bucket for bucket in layout.buckets if isinstance(bucket, RowBucket)}

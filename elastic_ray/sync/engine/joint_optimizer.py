@@ -1,4 +1,4 @@
-"""Joint optimizer that presents several optimizers of one model to synchronisation as one."""
+"""Joint optimizer through which gradient synchronisation sees several optimizers of one model as one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """View of all optimizers of one model as one optimizer, with all parameter groups and states.
+    """View of all optimizers of one model as a single optimizer, with all parameter groups and states.
 
-    The joint optimizer is read and written like a single optimizer, but never steps: each of its optimizers steps
-    separately.
+    It can be read and written like a single optimizer, but never steps: each of its optimizers steps separately.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -37,7 +36,7 @@ class JointOptimizer(torch.optim.Optimizer):
         return JointStates(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError, because the optimizer that the group belongs to is unknown."""
+        """Raise RuntimeError, because it is unknown to which optimizer the group should be added."""
         raise RuntimeError(
             "parameter groups of one of several optimizers must be there when the model is wrapped: give the "
             "optimizer all parameters first, and freeze them with requires_grad_(False) until they are to be trained"
@@ -45,7 +44,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 class JointStates(MutableMapping[Any, Any]):
-    """Mapping of the states of several optimizers; a parameter's state is held by the optimizer that steps it."""
+    """Mapping of the states of several optimizers; the state of a parameter is held by its own optimizer."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
@@ -79,12 +78,12 @@ class JointStates(MutableMapping[Any, Any]):
 
 
 def optimizers_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers of a model: the parts of a joint optimizer, or the optimizer itself."""
+    """Return the optimizers that form a joint optimizer, or the optimizer itself if it is not a joint one."""
     return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
 
 
 def group_ranges(optimizers: Sequence[torch.optim.Optimizer]) -> list[slice]:
-    """Return the range of each optimizer's parameter groups in the joint list of groups."""
+    """Return the range of each optimizer's parameter groups in the concatenated list of all groups."""
     found, first = [], 0
     for each in optimizers:
         found.append(slice(first, first + len(each.param_groups)))
@@ -93,7 +92,7 @@ def group_ranges(optimizers: Sequence[torch.optim.Optimizer]) -> list[slice]:
 
 
 class JointDenominators:
-    """Denominators of the gradients for several optimizers; see ``Denominators``."""
+    """Denominators by which several optimizers divide gradients; see ``Denominators``."""
 
     def __init__(self, parts: Sequence[TiledOptimizer]) -> None:
         self._parts = [each.denominators for each in parts]
@@ -105,7 +104,7 @@ class JointDenominators:
 
     @property
     def idle(self) -> bool:
-        """True as long as the optimizers hold all denominators themselves."""
+        """True if the optimizers themselves hold all denominators."""
         return all(each.idle for each in self._parts)
 
     @property
@@ -120,32 +119,32 @@ class JointDenominators:
 
     @property
     def outdated(self) -> bool:
-        """True if the denominators of any optimizer are currently unavailable; the same on all ranks."""
+        """True if the denominators of any optimizer are currently unavailable; equal on all ranks."""
         return any(each.outdated for each in self._parts)
 
 
 class JointTiles:
-    """Tiled states of several optimizers of one model, as its gradients see them; see ``TiledOptimizer``."""
+    """Tiled states of several optimizers of one model, as seen by gradient synchronisation; see ``TiledOptimizer``."""
 
     def __init__(self, parts: Sequence[TiledOptimizer]) -> None:
         self._parts = parts
         self._owners: tuple[object, ...] = ()
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Adapt to the buckets of another strategy, other parameters or another group."""
+        """Adapt to a new bucket layout, after a change of the strategy, the parameters or the group."""
         for each in self._parts:
             each.follow(plan, profile)
 
     @property
     def owners(self) -> object:
-        """Ranks that own each tile; a new object when the owners change."""
+        """Owners of each tile; a new object whenever they change."""
         found = tuple(each.owners for each in self._parts)
         if len(found) != len(self._owners) or any(a is not b for a, b in zip(found, self._owners, strict=True)):
             self._owners = found
         return self._owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return the owned parts of each parameter, with the ranks that own them; all parameters must be in tiles."""
+        """Return the ranges of each parameter with the ranks that own them; all parameters must be in tiles."""
         found: dict[int, list[OwnedSpan]] = {}
         for each in self._parts:
             held = {id(p) for p in each.tiled}
@@ -155,21 +154,21 @@ class JointTiles:
 
     @property
     def divided(self) -> bool:
-        """True if any optimizer's state is divided among ranks."""
+        """True if the state of any optimizer is divided among ranks."""
         return any(each.divided for each in self._parts)
 
     @property
     def idle(self) -> bool:
-        """True if no optimizer has tiles, now or planned."""
+        """True if no optimizer has tiles now or after a pending change."""
         return all(each.idle for each in self._parts)
 
     @property
     def unsettled(self) -> bool:
-        """True if any state is not yet divided as the strategy requires in the current group."""
+        """True if any state is not yet divided as the strategy requires for the current group."""
         return any(each.unsettled for each in self._parts)
 
     def settle_between_steps(self) -> None:
-        """Divide the states as a changed strategy requires; called on every rank."""
+        """Divide the states as a new strategy requires; called on every rank."""
         for each in self._parts:
             if each.unsettled:
                 each.settle_between_steps()
@@ -185,11 +184,11 @@ class JointTiles:
             each.gather()
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send the state that only leaving ranks own to ranks that stay; called on every rank."""
+        """Send states that only leaving ranks own to ranks that stay; called on every rank."""
         for each in self._parts:
             each.hand_over(stays)
 
     def enter_group(self) -> None:
-        """Enter a new group with all optimizers."""
+        """Enter a new group with the states of all optimizers."""
         for each in self._parts:
             each.enter_group()

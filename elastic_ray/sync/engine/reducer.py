@@ -1,11 +1,11 @@
-"""Reduction of all ranks' gradients to their weighted mean, with statistics measured along the way.
+"""Reduction of all ranks' gradients to their weighted mean, with statistics measured on the way.
 
-Each bucket is all-reduced asynchronously. The reduction starts as soon as backward has filled the bucket and
-is awaited at the end of backward, so ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch
-DDP. In a model's first pass, with several models, and in nested passes (which produce a gradient several
-times), reductions start when the outermost pass ends. Gradients are weighted by samples, or as the loop
-specifies, so unequal local batches give the gradient of the whole batch. Under a plain all-reduce ``.grad`` is
-a view of the bucket. An abandoned reduction keeps its memory and ``.grad`` gets new memory, so it can never
+Buckets are all-reduced asynchronously. The reduction of a bucket starts as soon as backward has filled it and is
+awaited at the end of backward, so ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch DDP.
+In a model's first pass, with several models, and in nested passes (which produce a gradient several times),
+reductions start when the outermost pass ends. Gradients are weighted by samples, or as the loop specifies, so
+unequal local batches give the gradient of the whole batch. Under a plain all-reduce, ``.grad`` is a view of the
+bucket. If a reduction is abandoned, it keeps its memory and ``.grad`` gets new memory, so that it can never
 overwrite tensors in use.
 """
 
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 class GradientReducer:
     """Reducer of one model's gradients, driven by hooks on its parameters during backward.
 
-    With gradient accumulation, a micro-step contributes the content of ``.grad`` after the last backward pass before
+    With gradient accumulation, each micro-step contributes the ``.grad`` left by its last backward pass before
     ``optimizer.step()``, so user code may zero, clip and unscale gradients in each micro-step as usual.
 
     Args:
-        carried: Gradients that user code accumulates over several steps.
-        grad_scale: Function that returns AMP's current loss scale, 1 without AMP.
+        carried: Tracker of gradients that user code accumulates over several steps.
+        grad_scale: Returns AMP's current loss scale; 1 without AMP.
         number: Index of the model, in the order in which the loop wraps models.
         check_finite: Whether to determine which ranks have NaN or infinite gradients.
-        exchange_rows: Function that sends a pass's row gradients to their owners; None without tables.
+        exchange_rows: Sends the row gradients of a pass to their owners; None without tables.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class GradientReducer:
 
     @property
     def plain_buckets(self) -> list[Bucket] | None:
-        """Buckets of the model if each holds complete gradients; None if any bucket does not."""
+        """Buckets of the model, if all of them hold complete gradients; otherwise None."""
         found = [bucket for bucket in self._buckets if type(bucket) is Bucket]
         return found if len(found) == len(self._buckets) else None
 
@@ -144,7 +144,7 @@ class GradientReducer:
         self._knows = False  # as a joiner: what user code sends within a backward pass is in one order on all ranks
 
     def follow(self, *, changed: bool) -> None:
-        """Rebuild the buckets before a forward pass if parameters were unfrozen, or if the layout has ``changed``."""
+        """Rebuild the buckets before a forward pass, if parameters were unfrozen or the layout has ``changed``."""
         if self._running and torch._C._current_graph_task_id() == -1:
             self._running = False  # user code has caught an exception of a backward pass
         if self._running or not (changed or self._trainable.changed()):
@@ -162,7 +162,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate into this rank's ``.grad`` in backward passes within the context (as DDP's ``no_sync``)."""
+        """Accumulate gradients only locally in backward passes within the context, as DDP's ``no_sync`` does."""
         self._sync = False
         try:
             yield
@@ -170,12 +170,12 @@ class GradientReducer:
             self._sync = True
 
     def drop_halves(self) -> None:
-        """Release the buffers of a step that was split in halves, after it has ended."""
+        """Release the buffers of a step that was split in half for a measurement."""
         if self._step is not None and self._step.halved:
             self._layout.release()  # a rank that is alone uses it in such steps only
 
     def close(self, *, refuses_own: bool) -> None:
-        """Close the step's gradients when the optimizer is asked to step; later ones belong to another loss."""
+        """Close the accumulation of gradients when the optimizer steps; later gradients belong to another loss."""
         if refuses_own and (self._step is None or self._step is not self._ledger.step):
             self._carried.refuse_own()
         self._open = False
@@ -432,7 +432,7 @@ class GradientReducer:
             self.reduction.settle()
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """End a backward pass that raised an exception: its missing gradients count as zero, and the step is lost."""
+        """End a backward pass that raised an exception, with zeros for missing gradients; the step is lost."""
         if self._ledger.failed:
             self._running = False
         elif self._running:

@@ -1,4 +1,4 @@
-"""Buckets of a model as its plan lays them out, with a tail of control values, and their collectives (torch)."""
+"""Buckets of a model as laid out by its plan, their collectives, and the control values sent along (torch)."""
 
 from __future__ import annotations
 
@@ -43,19 +43,23 @@ if TYPE_CHECKING:
 
 
 def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
-    """True if control values can travel with the bucket's reduction, which must preserve them exactly."""
+    """True if control values can be sent with the bucket's reduction, because it sums them exactly."""
     return is_plain(plan) and dtype.to_real() in (torch.float32, torch.float64)
 
 
 def is_plain(plan: BucketPlan) -> bool:
-    """True if the bucket itself is all-reduced and nothing else uses its memory."""
+    """True if the bucket itself is all-reduced and its memory is not used for anything else."""
     return isinstance(plan.sync, Reduce) and plan.sync.wire.exact and plan.sync.parts == 1
 
 
 def make_bucket(
     plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer | JointTiles
 ) -> GradientBucket:
-    """Return the bucket of a plan, with ``tail`` extra elements; ``owners`` knows which ranks own optimizer state."""
+    """Return the bucket for a plan, with ``tail`` extra elements.
+
+    Args:
+        owners: Optimizer state, which knows the ranks that own each part.
+    """
     if isinstance(plan.sync, Rows):
         return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
     if isinstance(plan.sync, Owner) and plan.sync.owns_tiles:
@@ -64,7 +68,7 @@ def make_bucket(
 
 
 def make_operation(plan: BucketPlan) -> BucketOperation:
-    """Return the operation that executes a bucket's plan. Raises StrategyError if no such operation exists."""
+    """Return the operation that reduces a bucket as planned. Raises StrategyError if there is none."""
     sync = plan.sync
     if isinstance(sync, Reduce):
         if sync.topology != "native" and len(plan.nodes) > 1:
@@ -91,21 +95,21 @@ def _reduction(sync: Reduce, places: Sequence[int]) -> BucketOperation:
 
 
 class BucketLayout:
-    """Buckets of one model in memory, with the control values that travel with them.
+    """Buckets of one model in memory, with the control values that are sent with them.
 
-    The tail holds control values, squared norms of local gradients, rank 0's statistics, the step's tag, and flags
-    of used parameters. It travels with the last bucket's reduction if that reduction sums it exactly. Otherwise it
-    is a separate buffer with its own all-reduce.
+    The tail holds control values, squared norms of local gradients, rank 0's statistics, the step's tag, and flags of
+    used parameters. It is part of the last bucket if that bucket's reduction sums it exactly. Otherwise it is a
+    separate buffer with its own all-reduce.
 
     Args:
         groups: Parameters of each parameter group, in the model's order.
 
     Attributes:
         sliced: Buckets of which each rank receives only a part of the mean.
-        tail_rides: Whether the last bucket contains the tail.
+        tail_rides: Whether the tail is part of the last bucket.
         strategy: User-visible name of the plan's strategy.
-        own_sum: Position in the tail of the sum of all ranks' contributions, which shows if they are finite. Flags
-            of used parameters follow this element.
+        own_sum: Position in the tail of the sum of all gradient elements, which shows whether they are finite. Flags
+            of used parameters come after it.
     """
 
     def __init__(
@@ -153,7 +157,7 @@ class BucketLayout:
         return digest((*self._layout, self.sequel.takes))
 
     def settle_first(self, index: int) -> SettlingOperation:
-        """Have a bucket's next pass also send the residual that an earlier strategy left."""
+        """Wrap a bucket's operation so that its next pass also sends the residual of an earlier strategy."""
         settling = SettlingOperation(self.operations[index])
         self.operations[index] = settling
         return settling
@@ -176,13 +180,13 @@ class BucketLayout:
     def write_tail(
         self, head: Sequence[float], norms: Sequence[Number], own_sum: Number, used: Sequence[bool] | None
     ) -> None:
-        """Write the values that travel with the reduction.
+        """Write the values that are sent with the reduction into the tail.
 
         Args:
-            head: Values before ``own_sum``, with zeros in place of norms.
-            norms: Squared norms of local gradients; empty if not measured.
-            own_sum: Sum of this rank's contribution.
-            used: Flag per parameter: whether it has a gradient; None for all.
+            head: Values before ``own_sum``, with zeros for the norms.
+            norms: Squared norms of local gradients; empty if they are not measured.
+            own_sum: Sum of this rank's gradient elements.
+            used: For each parameter, whether it has a gradient; None if all have one.
         """
         tail = self.tail
         if self._numbers is not None:
@@ -201,14 +205,14 @@ class BucketLayout:
                 tail[at].copy_(norm)
 
     def read_tail(self, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
-        """Return the tail's sums up to ``own_sum``, and ``numbers`` as floats, with a single wait for the GPU."""
+        """Return the tail's sums up to ``own_sum``, and ``numbers`` as floats, waiting for the GPU only once."""
         if self._numbers is not None:
             return self._numbers[: self.own_sum + 1].tolist(), read(numbers) if numbers else []
         self._sums, found = read_with(self.tail, numbers)
         return self._sums, found
 
     def used_anywhere(self) -> list[bool]:
-        """Return a flag per parameter: whether any rank had a gradient; valid after :meth:`read_tail`."""
+        """Return for each parameter whether any rank had a gradient; valid after :meth:`read_tail`."""
         sums = self._sums if self._numbers is None else self._numbers.tolist()
         return [count > 0 for count in sums[self.own_sum + 1 :]]
 
@@ -220,7 +224,7 @@ class BucketLayout:
 
 
 def hooks_on_gradients(params: Sequence[torch.nn.Parameter], hook: Callable[[torch.Tensor], None]) -> list[Any]:
-    """Register ``hook`` to run after each parameter's gradient is accumulated; return the handles."""
+    """Register ``hook`` to run whenever a parameter's gradient has been accumulated; return the handles."""
     handles = []
     for param in params:
         trained = param.requires_grad
@@ -235,13 +239,13 @@ PROBE_EVERY = 32
 
 
 class Reduction:
-    """Collectives of one backward pass, and what operations keep between steps.
+    """Collectives of one backward pass, and the state that operations keep between steps.
 
     All methods raise CommunicationFailedError if the group breaks.
 
-    State that operations keep between steps is committed once the optimizer has applied their results, or once the
-    step has ended and its gradients wait for a later one. A step that is drawn again after the optimizer has
-    applied it does not change this state, and neither does a pass whose sum is not finite.
+    The operations' state is committed once the optimizer has applied their results, or once the step has ended and
+    its gradients wait for a later one. It does not change if a step is drawn again after the optimizer has applied
+    it, or if the sum of a pass is not finite.
 
     Args:
         group: Ranks whose gradients are summed.
@@ -267,12 +271,10 @@ class Reduction:
         self._took_s = list(self._began_s)
 
     def begin_step(self, steps: int) -> bool:
-        """Start a step.
+        """Start a step; return True if its gradients are sent uncompressed, so that statistics can be measured.
 
         Args:
             steps: Number of committed steps, equal on all ranks.
-
-        Returns True if the step's gradients are sent uncompressed, so that statistics can be measured.
         """
         self.end_step()
         self.written = set()  # also where nothing is reduced any more: this rank may have become the only one
@@ -286,11 +288,11 @@ class Reduction:
 
     @property
     def spacing(self) -> int:
-        """Interval in steps between gradient statistics."""
+        """Number of steps between two steps in which gradient statistics can be measured."""
         return PROBE_EVERY if self._compresses and self._group.world_size > 1 else 1
 
     def launch(self, index: int) -> None:
-        """Start the first round of a full bucket; the last bucket includes the tail."""
+        """Start the first round of a filled bucket; the last bucket may include the tail."""
         layout, gradients = self._layout, self._group.group.communicator.gradients
         self._began_s[index] = time.perf_counter()
         if index == 0:
@@ -306,13 +308,14 @@ class Reduction:
             self._works[index].append(gradients.all_reduce(layout.tail))
 
     def finish(self, *, checks: bool) -> None:
-        """Wait for the works and run further rounds until every bucket holds its sum; equally many on all ranks.
+        """Wait for the collectives, and run further rounds until every bucket holds its sum.
 
-        While later buckets are in flight, finite sums of finished buckets are written to ``.grad``.
+        The number of rounds is equal on all ranks. While later buckets are in flight, finite sums of finished buckets
+        are already written to ``.grad``.
 
         Args:
-            checks: Whether the caller checks in every pass if the gradients are finite. For buckets that were summed
-                before their reduction, the sum of all ranks' sums shows this.
+            checks: Whether the caller checks in every pass that gradients are finite. For buckets whose elements each
+                rank summed before the reduction, the total of these sums shows this.
         """
         communicator, operations = self._group.group.communicator, self._layout.operations
         looks, self.totals = checks or bool(self.owing), []
@@ -369,26 +372,26 @@ class Reduction:
         return all(bucket.finite for bucket in self._layout.sliced)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of the given numbers over all ranks; a collective."""
+        """Return the sums of several numbers over all ranks; a collective."""
         told = torch.tensor(list(values), dtype=torch.float64)
         self._consensus.announcer.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[float] = told.tolist()
         return found
 
     def is_finite(self) -> bool:
-        """True if the last pass gave finite gradients; the same on all ranks."""
+        """True if the last pass gave finite gradients; equal on all ranks."""
         if self._finite is None:
             self.take_totals(read(self.totals or [bucket.total() for bucket in self._layout.buckets]))
         return self._finite is True
 
     def take_totals(self, values: Sequence[float]) -> None:
-        """Evaluate the values of :attr:`totals`: the pass is finite if their sum is, or else if all buckets are."""
+        """Determine whether the pass is finite from the values of :attr:`totals` or, if they overflow, all buckets."""
         if values and self._finite is None:
             # A sum may overflow where no gradient has.
             self._finite = math.isfinite(sum(values)) or all(bucket.is_finite() for bucket in self._layout.buckets)
 
     def nonfinite_ranks(self) -> list[int] | None:
-        """Return the ranks whose gradients in the last pass are not finite; None if the sum of all ranks is finite."""
+        """Return the ranks with non-finite gradients in the last pass; None if the sum over all ranks is finite."""
         if self._finite or self.is_finite():
             return None
         own = [int(not all(bucket.own_is_finite() for bucket in self._layout.buckets))]
@@ -396,10 +399,10 @@ class Reduction:
         return [rank for rank, (bad,) in enumerate(rows) if bad]
 
     def settle(self) -> None:
-        """Add residuals to the local gradients if this rank reduces with no other.
+        """Add residuals to the local gradients if no other rank's gradients are summed with them.
 
-        While replicas drift and models are averaged, a rank's gradient has a weight of 1 / ranks in the mean, so the
-        residual is multiplied by the number of ranks.
+        If models are averaged, each rank's update has a weight of 1 / ranks in the mean, so the residual is
+        multiplied by the number of ranks.
         """
         if self._group.world_size == 1:
             scale = self._grad_scale() * len(self._group.group.nodes)
@@ -408,14 +411,14 @@ class Reduction:
                     operation.settle(bucket, scale)
 
     def applied(self) -> None:
-        """Commit the state that the last pass left in operations; losing the step later does not change it."""
+        """Commit the operations' state after the last pass, so that losing the step later does not change it."""
         self.asked = False
         for operation in self._layout.operations:
             if type(operation) is not AllReduceOperation:  # which keeps nothing
                 operation.commit()
 
     def end_step(self) -> None:
-        """End the previous step: commit or void its operations."""
+        """End the previous step, and commit or discard the state of its operations."""
         if self.asked:  # and has not stepped: it had, before the step was drawn again
             self.void()
             return
@@ -424,7 +427,7 @@ class Reduction:
                 operation.commit()
 
     def void(self) -> None:
-        """Discard the state that the last passes left in operations."""
+        """Discard the changes that the last passes made to the operations' state."""
         self.asked = False
         self._works = [[] for _ in self._layout.buckets]
         for operation in self._layout.operations:
@@ -432,12 +435,12 @@ class Reduction:
 
 
 class StepWeights:
-    """Weight of each micro-batch in the mean gradient.
+    """Weights of the micro-batches in a step's mean gradient.
 
-    All ranks exchange their counts once per step, before the step's first bucket is filled.
+    All ranks exchange their counts once per step, before the first bucket is filled.
 
     Args:
-        statistics: Gradient statistics, which are scaled by the weights of carried gradients.
+        statistics: Gradient statistics, which must be scaled if the weights of earlier micro-batches change.
     """
 
     def __init__(self, group: SummingGroup, consensus: RankConsensus, statistics: GradientStatistics) -> None:
@@ -458,11 +461,11 @@ class StepWeights:
             )
 
     def share(self, step: LoaderStep | None, *, reduces: bool) -> float:
-        """Return the weight of the step's last micro-batch on this rank.
+        """Return the weight of this rank's current micro-batch in the step's mean gradient.
 
         Args:
-            step: Current step; None outside of steps, where all ranks have equal weights.
-            reduces: Whether gradients of several ranks are summed; all of these ranks must then call this method.
+            step: Current step; None outside of steps, when all ranks have equal weights.
+            reduces: Whether gradients of several ranks are summed. If so, all of these ranks must call this method.
         """
         if step is None:
             return 1.0 / self._group.world_size
@@ -479,9 +482,9 @@ class StepWeights:
 
     @torch.no_grad()
     def leave_out(self, step: LoaderStep, buckets: Sequence[GradientBucket]) -> bool:
-        """True if this rank trains alone and the step's only micro-batch has weight 0; ``.grad`` is then set to 0.
+        """Set ``.grad`` to 0 if a lone rank's step has no samples with weight; return True in that case.
 
-        A sum over several ranks would also be 0, whereas the gradient of a mean over no samples may be NaN.
+        The gradient of a mean over no samples may be NaN. A sum over several ranks would be 0 without this.
         """
         if not step.is_last_micro or any(step.own_counts):
             return False
@@ -501,13 +504,13 @@ class StepWeights:
 
 
 class Announcements:
-    """Announcement values of a pass; they differ with weights, which need one more collective.
+    """Announcements of a backward pass, which differ with weights because these need one more collective.
 
     Args:
         layout: Layout of the model's buckets in the current group.
 
     Attributes:
-        plain, weighed: Announcement of a pass whose micro-batches are weighted by samples, or by the loop.
+        plain, weighed: Announcement of a pass whose micro-batches are weighted by their samples, or by the loop.
     """
 
     def __init__(self, number: int, layout: BucketLayout) -> None:
@@ -518,10 +521,7 @@ class Announcements:
 
 
 def refuse_weights(step: LoaderStep | None) -> None:
-    """Refuse weights in a step whose backward pass only adds to this rank's gradients.
-
-    Raises RuntimeError: the loop has set a weight for the step's micro-batch.
-    """
+    """Raise RuntimeError if the loop has set a weight for a micro-batch whose gradients are only accumulated."""
     if step is not None:
         step.backward = step.micro
     if step is not None and step.weighed:
@@ -533,9 +533,9 @@ def refuse_weights(step: LoaderStep | None) -> None:
 
 
 class SummingGroup:
-    """Ranks whose gradients are summed: the group, or this rank alone while replicas diverge.
+    """Group of ranks whose gradients are summed, which is this rank alone while replicas diverge.
 
-    If this rank is alone, nothing is reduced, and ``.grad`` is the mean of its samples.
+    If this rank is alone, nothing is reduced, and ``.grad`` is the mean over its own samples.
     """
 
     def __init__(self, context: Run, model: Drift) -> None:
@@ -544,7 +544,7 @@ class SummingGroup:
 
     @property
     def drifts(self) -> bool:
-        """True while ranks update with their local gradients."""
+        """True while each rank updates its replica with local gradients only."""
         return self.model.average is not None and self.model.on
 
     @property

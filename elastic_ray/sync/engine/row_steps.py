@@ -1,4 +1,4 @@
-"""Optimizer steps on only the touched rows of tables, if they equal steps on the complete tables (torch)."""
+"""Optimizer steps on only the touched rows of tables, if this equals a step on the whole table (torch)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from elastic_ray.sync.tables.table_gradient import TableGradient
 class RowSteps:
     """Optimizer steps on only the touched rows of tables, if a zero gradient gives a zero update.
 
-    Stepping rows gives the same step as stepping the table, but not always bitwise. Nothing that may differ between
-    ranks, such as a user's hook, may therefore choose between the two: hooks always see dense gradients.
+    A step on rows is equivalent to a step on the whole table, but not always bit-identical. The choice between the
+    two must therefore not depend on anything that may differ between ranks, such as a user's hooks, which always see
+    dense gradients.
 
-    A momentum buffer that torch keeps as a sparse tensor grows in each step by the rows of the gradient, even if
-    it already holds most of them. So its duplicate rows are merged after each step, on all ranks alike, and the
-    buffer becomes dense once it holds half of the table's rows. It also becomes dense before a step with a dense
-    gradient, which torch cannot add to a sparse buffer; dense gradients occur after a change of the strategy.
+    A sparse momentum buffer grows by the rows of the gradient in each step, even if it already holds most of them.
+    Its duplicate rows are therefore merged after each step, in the same way on all ranks, and the buffer becomes
+    dense once it holds half of the table's rows. It also becomes dense before a step with a dense gradient (as after
+    a change of the strategy), which torch cannot add to a sparse buffer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -32,16 +33,16 @@ class RowSteps:
         self._hooks: tuple[Any, Any] | None = None
 
     def follow(self, tables: Sequence[TableGradient]) -> None:
-        """Replace the tables that are stepped by rows."""
+        """Set the tables of which only rows are stepped."""
         self._tables = tables
         self.look_again()
 
     def look_again(self) -> None:
-        """Schedule a new check, because the optimizer's state or the layout of gradients may have changed."""
+        """Request a new check, because the optimizer's state or the layout of gradients may have changed."""
         self._looks, self.idle = True, False
 
     def stand_inside(self) -> None:
-        """Register inner hooks, so that user hooks run before rows replace the table and after it is restored."""
+        """Register inner step hooks, so that all user hooks see whole tables instead of rows."""
         # Also where there are no tables: a checkpoint of another strategy brings sparse buffers too.
         needed = bool(self._tables) or self._looks
         if needed and self._hooks is None:

@@ -1,4 +1,4 @@
-"""Parameters of a model that are synchronised, as this worker's part, and their profile for a planner (torch)."""
+"""Parameters of a model that are synchronised, and their profile for strategy builders (torch)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Trainable:
-    """Trainable parameters of a model, by parameter group of its optimizer.
+    """Trainable parameters of a model, ordered by parameter group of its optimizer.
 
     A parameter that is unfrozen after the model was wrapped is included. A parameter that is frozen later stays
     included, without local gradients, so that toggling ``requires_grad`` in every step costs nothing.
 
-    Raises ValueError: the optimizer holds parameters that are not the module's, or lacks trainable ones.
+    Raises ValueError: the optimizer holds parameters that do not belong to the module, or lacks trainable ones.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -40,7 +40,7 @@ class Trainable:
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """Trainable parameters by name, in the model's order; of divided ones, this worker's part."""
+        """Trainable parameters by name, in the model's order; for divided parameters, this worker's part."""
         left = {id(p): p for p in self.params}
         found = {name: left.pop(key) for name, key in self._places.items() if key in left}
         return {name: local(p) for name, p in found.items()}
@@ -62,7 +62,7 @@ class Trainable:
         )
 
     def changed(self) -> bool:
-        """True if there are new parameters to include."""
+        """True if the model has new trainable parameters."""
         more = bool(self.left_out) and any(p.requires_grad for p in self.left_out)
         return more or len(self._optimizer.param_groups) != len(self._sizes)
 
@@ -74,7 +74,7 @@ class Trainable:
         self._lay_out(wrapped=True)
 
     def drop_strangers(self) -> None:
-        """Drop gradients of parameters that are not synchronised yet, because they differ between ranks."""
+        """Drop gradients of parameters that are not synchronised yet, because they would differ between ranks."""
         for p in self.left_out:
             if p.requires_grad:
                 p.grad = None
@@ -115,7 +115,7 @@ class Trainable:
         self._sizes = [len(group["params"]) for group in self._optimizer.param_groups]
 
     def capture(self) -> dict[str, Any]:
-        """Return the names of trainable and of synchronised parameters, and of those in each optimizer group."""
+        """Return the names of trainable parameters, synchronised parameters, and each optimizer group's parameters."""
         names = {id(p): name for name, p in self._module.named_parameters()}
         return {
             "requires_grad": [name for name, p in self._module.named_parameters() if p.requires_grad],
@@ -124,7 +124,7 @@ class Trainable:
         }
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Adopt what another rank's user code unfroze, froze or added before this rank joined."""
+        """Apply the changes (unfrozen, frozen or added parameters) that other ranks made before this rank joined."""
         mine = dict(self._module.named_parameters())
         wanted = set(tree["requires_grad"])
         for name, p in mine.items():
@@ -136,18 +136,20 @@ class Trainable:
 
 
 class TrainedState(OptimizerState):
-    """Optimizer state with a record of the trained parameters; buckets are rebuilt when the record changes.
+    """Optimizer state together with a record of the trained parameters.
 
-    For states that are divided among the ranks, each rank sends and saves only the common part; see ``SharedOut``.
+    Buckets are rebuilt when the record changes. If the state is divided among the ranks, only the common part is sent
+    and saved with it; see ``SharedOut``.
 
     Args:
-        rebuild: Function that rebuilds the buckets.
-        carried: Accumulated gradients that wait for an optimizer step; None if another optimizer's state has them.
+        rebuild: Rebuilds the buckets.
+        carried: Accumulated gradients that wait for an optimizer step; None if another optimizer's state includes
+            them.
         divided: States of which each rank holds a part.
-        in_unit: Whether parameters, and so their states, may be divided within the unit.
+        in_unit: Whether parameters and their states may be divided within the unit.
 
     Attributes:
-        takes_unread: Complete states in a checkpoint are read only as far as ranks need them.
+        takes_unread: Whether ranks read only the parts of a checkpoint's complete states that they need.
     """
 
     takes_unread = True
@@ -179,7 +181,7 @@ class TrainedState(OptimizerState):
         return captured
 
     def capture_to_save(self) -> Any:
-        """Return the complete state, if this rank holds it."""
+        """Return the complete state if this rank holds it."""
         captured, gathered = self.capture(), self._divided.gathered()
         if "divided" in captured and gathered is not None:
             places = {id(p): i for i, p in enumerate(self._parameters())}
@@ -188,7 +190,7 @@ class TrainedState(OptimizerState):
         return captured
 
     def capture_part(self, rank: int, world_size: int) -> Any:
-        """Return the part of a joint checkpoint that this rank writes; see ``WrittenInParts``."""
+        """Return this rank's part of a checkpoint that all ranks write; see ``WrittenInParts``."""
         written = self._divided.written(rank)
         captured = self.capture_to_save() if written is None else self.capture()
         states = shared_out(captured["state"], rank, world_size)
@@ -199,7 +201,7 @@ class TrainedState(OptimizerState):
         return {**captured, "state": states} if rank == 0 else {"state": states}
 
     def capture_to_keep(self) -> Any:
-        """Return the state that all ranks share, with the tiles that this rank holds."""
+        """Return the state that all ranks share, and the tiles that this rank holds."""
         captured, kept = self.capture(), self._divided.kept()
         if "divided" not in captured:
             return captured
@@ -228,7 +230,7 @@ class TrainedState(OptimizerState):
 
 
 class LocalParameter:
-    """Stand-in for a distributed parameter that exposes only its local part to buckets."""
+    """Stand-in for a distributed parameter that shows only its local part to buckets."""
 
     def __init__(self, param: Any) -> None:
         self.whole = param
@@ -238,12 +240,12 @@ class LocalParameter:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a torch function with the local part in place of the stand-in."""
+        """Call a torch function on the local part instead of the stand-in."""
         return function(*(each.part if isinstance(each, cls) else each for each in args), **(kwargs or {}))
 
     @property
     def part(self) -> torch.Tensor:
-        """Part of the tensor that this worker holds."""
+        """Local part of the tensor."""
         found: torch.Tensor = local(self.whole)
         return found
 
@@ -262,7 +264,7 @@ class LocalParameter:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Local part of the gradient, which is first redistributed as the parameter is."""
+        """Local part of the gradient, redistributed to match the parameter."""
         grad: Any = self.whole.grad
         if grad is None:
             return None
@@ -304,7 +306,7 @@ _ELEMENTWISE = (
 def profile_of(
     module: torch.nn.Module, groups: Sequence[Sequence[torch.nn.Parameter]], optimizer: torch.optim.Optimizer
 ) -> ModelProfile:
-    """Return the model's profile.
+    """Return the profile of a model for strategy builders.
 
     Args:
         groups: Trainable parameters by parameter group of the optimizer, in the model's order.
@@ -360,5 +362,5 @@ def _describe(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer is known to update each element independently of the others of its tensor."""
+    """True if the optimizer is known to update each element independently of the rest of its tensor."""
     return type(optimizer) in _ELEMENTWISE

@@ -1,7 +1,7 @@
-"""Gradient statistics of a model that is divided among the workers of a unit, a fixed group (torch).
+"""Gradient statistics of a model that is divided among the workers of a unit (torch).
 
-Estimates are linear in the squared norms, so each worker computes them for its part and the unit adds them up. A
-parameter that several workers hold, with the same name and the same gradient, counts only on the first of them.
+Estimates are linear in the squared norms, so each worker computes them for its part, and the unit adds them up. A
+parameter that several workers hold (same name, same gradient) is counted only on the first of them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NOTHING = Monitor()
 
 
 class UnitStatistics:
-    """Statistics of one model's backward passes on one worker of a unit.
+    """Statistics of one model's backward passes, as measured by one worker of a unit.
 
     Args:
-        module: The model, or this worker's part of it.
+        module: The model, or the part of it that this worker holds.
     """
 
     def __init__(self, unit: UnitGroup, module: torch.nn.Module, statistics: GradientStatistics) -> None:
@@ -42,7 +42,7 @@ class UnitStatistics:
         self._left_out: list[str] | None = None
 
     def follow(self, buckets: Sequence[GradientBucket]) -> None:
-        """Measure the gradients of these buckets, except those that other workers of the unit count."""
+        """Measure the gradients in these buckets, except for parameters that other workers of the unit count."""
         self._buckets, self._left_out = buckets, self._statistics.noise.counted_elsewhere
         left_out = {id(p) for name, p in self._module.named_parameters() if name in (self._left_out or ())}
         for bucket in buckets:
@@ -50,24 +50,26 @@ class UnitStatistics:
                 bucket.count_elsewhere(left_out)
 
     def before_forward(self) -> None:
-        """Exclude parameters that other workers count, if that list has changed since the last pass."""
+        """Update the exclusion of parameters that other workers count, if their list has changed."""
         if self._left_out is not self._statistics.noise.counted_elsewhere:
             self.follow(self._buckets)
 
     def due(self) -> float:
-        """Return the number of parameter groups if this step is measured, else 0."""
-        return float(self._statistics.noise.groups if self._statistics.due else 0)
+        """Return the number of parameter groups if this step is measured and not yet added up, else 0."""
+        statistics = self._statistics
+        return float(statistics.noise.groups if statistics.due and not statistics.added_up else 0)
 
     def add_up(self, due: Sequence[float], needed_by: Sequence[str]) -> None:
-        """Sum the measurements of the unit's workers, after the gradients of a step are averaged.
+        """Sum the measurements of the unit's workers after the gradients of a step have been averaged.
 
         Args:
-            due: Result of :meth:`due` on each worker.
-            needed_by: Names of the settings that require the statistics; empty if none does.
+            due: Results of :meth:`due`, one per worker.
+            needed_by: Names of the settings that require the statistics; empty if there are none.
 
         Raises StrategyError: workers have different numbers of parameter groups, and a setting needs the statistics.
         """
         statistics, unlike = self._statistics, len(set(due)) > 1
+        statistics.added_up = True
         needed = [*needed_by, *(["AdaptiveDataParallel(monitor=)"] if statistics.meter.monitor != _NOTHING else [])]
         if unlike and all(due) and needed:
             raise StrategyError(

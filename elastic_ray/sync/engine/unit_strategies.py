@@ -1,4 +1,4 @@
-"""Strategies of a model that is divided among the workers of a unit: which of them its positions can use (torch)."""
+"""Checks of which strategies a model can use that is divided among the workers of a unit (torch)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def why_not_in_units(plan: SyncPlan, params: Sequence[ParamInfo], held: Set[str]) -> str:
-    """Return why equal positions of units cannot use a plan by themselves, and the way out; empty if they can.
+    """Return why units cannot use a plan, and what to do instead; empty if they can.
 
     Args:
-        params: The model's parameters, to which the plan refers.
-        held: Names of parameters that several workers of the unit hold, and that must stay equal on them.
+        params: Parameters of the model, to which the plan refers.
+        held: Names of parameters that several workers of the unit hold and that must stay equal on them.
     """
     average = plan.strategy.average
     if average is not None and average.give_back:
@@ -51,7 +51,7 @@ def _mixed(bucket: BucketPlan, params: Sequence[ParamInfo], held: Set[str]) -> l
 
 
 def held_by_several(unit: UnitGroup, module: torch.nn.Module) -> frozenset[str]:
-    """Return the names of parameters that several workers of the unit hold whole; a collective of the unit."""
+    """Return the names of parameters of which several workers of the unit hold a whole copy; a collective."""
     names = [name for name, p in module.named_parameters() if not _is_divided(p, unit.place.size)]
     most = round(max(row[0] for row in unit.gather([float(len(names))])))
     rows = unit.gather([*(float(digest(name)) for name in names), *[0.0] * (most - len(names))])

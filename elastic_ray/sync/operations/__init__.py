@@ -1,1 +1,1 @@
-"""Operations on a bucket that give all ranks the mean of its gradients (torch)."""
+"""Operations that give all ranks the mean of a bucket's gradients (torch)."""

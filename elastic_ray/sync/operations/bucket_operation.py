@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MeasuredGradient(Protocol):
-    """Gradients for which statistics are measured: those of one parameter group, or rows of one parameter."""
+    """Protocol of gradients whose statistics are measured: those of one parameter group, or rows of a parameter."""
 
     @property
     def index(self) -> int:
@@ -30,10 +30,10 @@ class MeasuredGradient(Protocol):
         """True if this rank holds only a part of the mean and other ranks hold the rest."""
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return the optimizer's factors for these gradients, for :meth:`squared_norm`; None is the identity."""
+        """Return the factors by which the optimizer multiplies these gradients; None if they are 1."""
 
     def squared_norm(self, preconditioner: Any) -> torch.Tensor:
-        """Return the squared norm of the gradients times the preconditioner, element by element; a scalar tensor."""
+        """Return the squared norm of the gradients after multiplication by the preconditioner, as a scalar tensor."""
 
 
 GradientBucket: TypeAlias = "Bucket | SlicedBucket | RowBucket"
@@ -41,25 +41,24 @@ GradientBucket: TypeAlias = "Bucket | SlicedBucket | RowBucket"
 
 
 class BucketOperation(Protocol):
-    """Protocol of an operation that sums one bucket's weighted gradients over all ranks, in rounds of collectives.
+    """Protocol of operations that sum one bucket's weighted gradients over all ranks, in rounds of collectives.
 
-    :meth:`launch` is called when backward has filled the bucket. :meth:`go_on` is called, for all buckets in
-    order, after all works of the previous round have ended, until it returns no works. State that an operation
-    keeps between steps changes in two phases: :meth:`commit` makes a step's outcome final, and :meth:`void`
-    discards it.
+    :meth:`launch` is called when backward has filled the bucket. Whenever all works of a round have ended,
+    :meth:`go_on` is called for all buckets in order, until it returns no works. State that an operation keeps between
+    steps changes in two phases: :meth:`commit` makes the outcome of a step final, and :meth:`void` discards it.
     """
 
     def launch(self, bucket: Any, group: GradientGroup) -> Sequence[Any]:
         """Start the first round and return its works."""
 
     def go_on(self, bucket: Any, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Start the round after ``finished`` rounds and return its works; none once the bucket holds the sum."""
+        """Start the next round after ``finished`` rounds and return its works; none once the bucket holds the sum."""
 
     def commit(self) -> None:
         """Commit the step."""
 
     def void(self) -> None:
-        """Discard the pass; the operation's state from before the pass is kept."""
+        """Discard the pass, and keep the operation's state from before it."""
 
 
 _FORMS = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,8 +67,8 @@ _FORMS = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class WireForm:
     """Conversion of a flat buffer to the dtype in which it is sent, and back.
 
-    A value beyond fp16's maximum of 65504 becomes infinite, and so does the sum on every rank. AMP's scaler then
-    skips the step and lowers its scale, as it does for an overflow under autocast.
+    With fp16, a value above 65504 becomes infinite, and so does the sum on every rank. AMP's scaler then skips the
+    step and lowers its scale, as for an overflow under autocast.
 
     Args:
         dtype: Value of ``Wire.dtype``: ``"native"``, ``"bf16"`` or ``"fp16"``.
@@ -80,11 +79,11 @@ class WireForm:
         self._buffer: torch.Tensor | None = None
 
     def of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a dtype are sent, which is never wider."""
+        """Return the dtype in which gradients of the given dtype are sent, which is never wider."""
         return dtype if self._dtype is None or dtype.itemsize <= self._dtype.itemsize else self._dtype
 
     def pack(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the buffer to send: `flat` itself if it has the wire's dtype, else an internal buffer."""
+        """Return the buffer to send: `flat` itself if it already has the right dtype, else an internal buffer."""
         if self.of(flat.dtype) == flat.dtype:
             return flat
         if self._buffer is None or self._buffer.shape != flat.shape:
@@ -97,5 +96,5 @@ class WireForm:
             flat.copy_(self._buffer)
 
     def drop(self) -> None:
-        """Drop the buffer, because an abandoned collective may still write to it."""
+        """Drop the internal buffer, because an abandoned collective may still write to it."""
         self._buffer = None

@@ -1,4 +1,4 @@
-"""Layout of parameters in flat buffers for reduction, equal on every rank regardless of the order of hooks."""
+"""Flat buffers for the reduction of gradients, laid out equally on all ranks regardless of the order of hooks."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ _gradient = operator.attrgetter("grad")
 
 
 class Bucket:
-    """Flat buffer for the gradients of parameters of one group, dtype and device, as real numbers.
+    """Flat buffer for the gradients of some parameters that share a parameter group, dtype and device.
 
-    If ``shows``, ``.grad`` becomes a view of the buffer when a pass fills it, so that gradients are in memory only
-    once. A gradient that user code has assigned or still references remains a separate tensor, and the sum is
-    copied into it. Memory is allocated at the first use and kept until :meth:`release`; a lone rank needs none.
+    Complex numbers are stored as two real ones. With ``shows``, ``.grad`` becomes a view of the buffer when a pass
+    fills it, so that gradients are in memory only once. A gradient that user code has assigned or still references
+    remains a separate tensor, into which the sum is copied. Memory is allocated at the first use and kept until
+    :meth:`release`; a lone rank needs none.
 
     Args:
-        index: Position in the order of reduction.
+        index: Position of the bucket in the order of reduction.
         group: Parameter group that the parameters belong to.
         params: Parameters in the order of ``views``.
         shows: Whether ``.grad`` may be a view of the buffer, because only a plain all-reduce uses the buffer.
 
     Attributes:
-        complete: Whether the pass has reached all parameters, so that all have a gradient.
-        is_summed_up: Whether :meth:`put` has computed the sum that shows if this rank's gradients are finite.
-        has_gradient: Flag per parameter: whether it had a gradient on this rank when the buffer was filled.
+        complete: Whether the backward pass has reached all parameters, so that all have a gradient.
+        is_summed_up: Whether :meth:`put` has computed the sum that shows whether this rank's gradients are finite.
+        has_gradient: For each parameter, whether it had a gradient on this rank when the buffer was filled.
         grads: Gradients in separate memory, into which the sum is copied; None for parameters without one.
         carried: Sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
-        used: Flag per parameter: whether it had a gradient in any micro-step of an accumulation.
+        used: For each parameter, whether it had a gradient in any micro-step of an accumulation.
         written: A parameter, the ``.grad`` that the step's reduction wrote to, and its version at that time.
-        additions: How often the pass adds to that ``.grad``.
+        additions: Number of times that the pass adds to that ``.grad``.
         counted_elsewhere: Ranges of elements that statistics exclude.
     """
 
@@ -89,12 +90,12 @@ class Bucket:
 
     @property
     def tail_numbers(self) -> Any:
-        """Tail as a NumPy array, which is ten times as fast as torch operations; None on a GPU."""
+        """Tail as a NumPy array, with which operations are ten times as fast as in torch; None on a GPU."""
         return self.memory.tail_numbers
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """Views of ``body`` in the shape of each parameter."""
+        """Views of ``body``, one in the shape of each parameter."""
         return self.memory.views
 
     @functools.cached_property
@@ -110,14 +111,14 @@ class Bucket:
         self.grads, self._there = [], []
 
     def begin_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
-        """Start a backward pass.
+        """Start a backward pass; return the number of gradient elements that may stay in separate memory.
 
         Args:
-            first: Whether it is the first of its step; state of earlier steps is then discarded.
+            first: Whether the pass is the first of its step; state of earlier steps is then discarded.
             reduces: Whether the pass ends in a reduction.
             accumulates: Whether its gradients are added to those of other micro-steps.
 
-        Returns the number of gradient elements that may stay in separate memory until :meth:`adopt` moves them.
+        These elements stay there until :meth:`adopt` moves them into the buffer.
         """
         self.complete, self.is_summed_up, self.additions, self._sum = True, False, 1, None
         if first:
@@ -145,7 +146,7 @@ class Bucket:
                 param.grad = view.clone()
 
     def adopt(self, places: Sequence[int]) -> None:
-        """Move these parameters' new gradients into the buffer, so that few gradients are in memory twice."""
+        """Move new gradients of some parameters into the buffer, so that few gradients are in memory twice."""
         taken = [place for place in places if not self._there[place]]
         params = [self.params[each] for each in taken]
         grads = [param.grad for param in params]
@@ -162,7 +163,7 @@ class Bucket:
             self._there[each] = True
 
     def add_again(self, param: torch.Tensor) -> None:
-        """Record that a nested backward pass adds to a gradient once more."""
+        """Record that a nested backward pass adds to a gradient another time."""
         if self.written is not None and self.written[0] is param:
             self.additions += 1
 
@@ -171,17 +172,17 @@ class Bucket:
         self.complete = False
 
     def carry(self) -> None:
-        """Start another micro-step and keep the gradients of earlier ones, now in the buffer, as ``carried``."""
+        """Start another micro-step, keeping the buffer's gradients of earlier micro-steps as ``carried``."""
         if self.carried is None:
             self.carried = torch.empty_like(self.body)
         self.carried.copy_(self.body)
 
     def share(self, factor: float) -> torch.Tensor:
-        """Return the buffer times ``factor``, for :meth:`add`."""
+        """Return the buffer multiplied by ``factor``, for :meth:`add`."""
         return self.body * factor
 
     def carried_share(self, factor: float = 1.0) -> torch.Tensor | None:
-        """Return the gradients kept by :meth:`carry` times ``factor``, for :meth:`add`."""
+        """Return the gradients kept by :meth:`carry`, multiplied by ``factor``, for :meth:`add`."""
         return self.carried if self.carried is None or factor == 1.0 else self.carried * factor
 
     def flat_gradient(self) -> torch.Tensor:
@@ -189,7 +190,7 @@ class Bucket:
         return self.body
 
     def add(self, share: torch.Tensor) -> None:
-        """Add a share, from :meth:`share` or :meth:`carried_share`, to the buffer."""
+        """Add the result of :meth:`share` or :meth:`carried_share` to the buffer."""
         self.body.add_(share)
 
     def add_vector(self, vector: torch.Tensor) -> None:
@@ -197,11 +198,11 @@ class Bucket:
         self.body.add_(vector)
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> FlatPreconditioner | None:
-        """Return the optimizer's factors for these gradients, for :meth:`squared_norm`."""
+        """Return the factors by which the optimizer multiplies these gradients; None if they are 1."""
         return preconditioner(optimizer, [getattr(p, "whole", p) for p in self.params])
 
     def squared_norm(self, preconditioner: FlatPreconditioner | None) -> torch.Tensor:
-        """Return the squared norm of the buffer, each element multiplied by the preconditioner's element."""
+        """Return the squared norm of the buffer after multiplication by the preconditioner."""
         body = self.memory.body
         whole = preconditioner is None and self.dtype is torch.float32
         found = torch.dot(body, body) if whole else squared_norm(body, preconditioner)
@@ -211,7 +212,7 @@ class Bucket:
         return found
 
     def count_elsewhere(self, params: Collection[int]) -> None:
-        """Exclude parameters, by id, from :meth:`squared_norm`: another worker of the unit counts them."""
+        """Exclude parameters (given by ``id``) from :meth:`squared_norm`, because another worker counts them."""
         stops = list(itertools.accumulate(real_count(p) for p in self.params))
         starts = [0, *stops]
         self.counted_elsewhere = [
@@ -229,7 +230,7 @@ class Bucket:
         return bool(self.body.isfinite().all())
 
     def own_is_finite(self) -> bool:
-        """True if this rank's gradients are finite, including those of earlier micro-steps."""
+        """True if this rank's gradients are finite, including the gradients of earlier micro-steps."""
         if self._sum is not None:
             return math.isfinite(self._sum)
         tensors = [grad for grad in self.grads if grad is not None]
@@ -238,12 +239,12 @@ class Bucket:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def put(self, weight: float, *, sums: bool = False) -> torch.Tensor | None:
-        """Copy the weighted gradients into the buffer; zeros for parameters without a gradient.
+        """Copy the weighted gradients into the buffer, with zeros for parameters without a gradient.
 
         Args:
-            sums: Whether to keep the sum of this rank's gradients, if the reduction will overwrite them.
+            sums: Whether to compute the sum of this rank's gradients, if the reduction will overwrite them.
 
-        Returns the sum as a scalar tensor, which is not finite if an element is not; None if no sum is kept.
+        Returns the sum as a scalar tensor, which is not finite if any element is not; None if it was not computed.
 
         Raises RuntimeError: a gradient is sparse, or was removed within ``backward()``.
         """
@@ -286,11 +287,11 @@ class Bucket:
         return self._sum
 
     def check(self) -> None:
-        """Raise RuntimeError if :meth:`put` would."""
+        """Raise the RuntimeError that :meth:`put` would raise, if any."""
         check_gradients(self.params, [p.grad for p in self.params], complete=self.complete)
 
     def note_used(self) -> None:
-        """Record which parameters had a gradient, for the step's later micro-steps."""
+        """Record which parameters had a gradient, for later micro-steps of the same step."""
         before = self.used or [False] * len(self.params)
         self.used = [used or had for used, had in zip(before, self.has_gradient, strict=True)]
 
@@ -317,9 +318,10 @@ class Bucket:
 
     @property
     def goes_on(self) -> bool:
-        """True if this pass has added to reduced gradients in ``.grad``, which nothing has zeroed in between.
+        """True if this pass has added to gradients that an earlier pass had reduced, without zeroing in between.
 
-        ``zero_grad`` either drops the tensor, or increases its version beyond the increments of the pass.
+        This is detected because ``zero_grad`` either drops the tensor, or increases its version number more than the
+        pass does.
         """
         if self.written is None:
             return False
@@ -339,11 +341,11 @@ class Bucket:
 
 
 class BucketMemory:
-    """Flat buffer with views of it.
+    """Flat buffer, with views of it.
 
     Attributes:
         views: View for each parameter, each with its own version counter.
-        storage, users: Storage of the buffer, and its use count while user code does not reference it.
+        storage, users: Storage of the buffer, and its reference count while user code does not reference it.
     """
 
     def __init__(self, flat: torch.Tensor, size: int, params: Sequence[torch.nn.Parameter]) -> None:
@@ -373,14 +375,14 @@ def _uses_of_free_gradients() -> tuple[int, int]:
 
 
 class AllReduceOperation:
-    """Stateless all-reduce of a flat bucket, together with the control values that travel with it."""
+    """All-reduce of a flat bucket with the control values in its tail; a stateless ``BucketOperation``."""
 
     def launch(self, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
-        """Launch the all-reduce of the whole buffer with its tail."""
+        """Launch the all-reduce of the whole buffer, including its tail."""
         return (group.all_reduce(bucket.flat),)
 
     def go_on(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Return no works: after the first round the bucket holds the sum."""
+        """Return no works, because the bucket holds the sum after the first round."""
         return ()
 
     def commit(self) -> None:

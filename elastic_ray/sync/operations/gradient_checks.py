@@ -1,4 +1,4 @@
-"""Errors for gradients that cannot be reduced, each with a way to fix it (torch)."""
+"""Errors for gradients that cannot be reduced, each with advice on how to fix it (torch)."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _NOT_REDUCED = (
 
 
 def refuse_own(grads: Iterable[torch.Tensor | None]) -> None:
-    """Raise RuntimeError if any of the gradients, which no pass has averaged over the workers, is not zero."""
+    """Raise RuntimeError if any gradient is not zero, because no pass has averaged these over the workers."""
     if any(grad is not None and (grad.layout != torch.strided or bool(grad.any())) for grad in grads):
         raise RuntimeError(_NOT_REDUCED)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """True if all elements are finite. A sum is tested first; it may overflow although no element has."""
+    """True if all elements are finite; a quick test of their sum, which may overflow, comes first."""
     return math.isfinite(float(as_real(tensor).sum())) or bool(tensor.isfinite().all())
 
 
 class Finiteness:
-    """Deferred check that all tensors of a backward pass are finite, which waits for a GPU only at the end.
+    """Deferred check that all tensors of a backward pass are finite, which waits for a GPU only once at the end.
 
     Args:
-        is_waited_for: Predicate that is true for a tensor to check immediately. For a tensor on a GPU this waits for
-            all queued work of the GPU; by default only CPU tensors are checked immediately.
+        is_waited_for: Returns True for tensors to check immediately. For a tensor on a GPU, this waits for all queued
+            work of the GPU; by default, only CPU tensors are checked immediately.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Finiteness:
         self._open: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Add a tensor, which may change afterwards."""
+        """Add a tensor to the check; the tensor may change afterwards."""
         if not self._is_waited_for(tensor):
             self._open.append(tensor.isfinite().all())
         elif self._so_far:
             self._so_far = is_finite(tensor)
 
     def found(self) -> bool:
-        """True if all tensors so far were finite."""
+        """Return True if all tensors added so far were finite."""
         found, self._open = self._open, []
         if found:
             self._so_far = bool(torch.stack(found).all()) and self._so_far
@@ -74,10 +74,10 @@ class Finiteness:
 def check_gradients(
     params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None], *, complete: bool
 ) -> None:
-    """Raise an error that explains why gradients could not be put into a bucket, if it is the user's mistake.
+    """Raise an error that explains a user's mistake by which gradients cannot be put into a bucket.
 
     Args:
-        complete: Whether backward has reached all parameters.
+        complete: Whether the backward pass has reached all parameters.
 
     Raises RuntimeError: a gradient is sparse, or a hook has removed it.
     """

@@ -21,15 +21,15 @@ _AT_ONCE = 128  # blocks, which with what is made of them stay in a core's cache
 
 
 class Int8Compression:
-    """All-reduce in 8-bit integers; implements ``Compression``.
+    """All-reduce of gradients as 8-bit integers; implements ``Compression``.
 
-    The vector is divided into one share per rank. Each rank sends every other rank that rank's share as 8-bit
-    numbers (all-to-all), sums the shares it receives in float32, rounds the sum again, and all ranks gather the
-    sums. With W ranks this sends 2 (W - 1) / W bytes per element and rank, against 8 (W - 1) / W for float32. A
+    The vector is divided into one share per rank. In an all-to-all, each rank sends every other rank its share in
+    8-bit integers. It sums the shares that it receives in float32 and rounds the sum again; then all ranks gather the
+    sums. With W ranks, each rank sends 2 (W - 1) / W bytes per element, compared with 8 (W - 1) / W for float32. A
     rank's residual contains the errors of both of its roundings, so the residuals of all ranks sum to exactly the
     error of the result.
 
-    Blocks that contain a non-finite value arrive as non-finite on all ranks.
+    Blocks that contain a non-finite value become non-finite on all ranks.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Int8Compression:
     def go_on(
         self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
-        """Launch the all-gather of the shares' sums; in the second call, write the result to ``vector``."""
+        """Launch the all-gather of the summed shares; in the second call, write the result to ``vector``."""
         blocks = self._work.shape[1]
         if finished == 1:
             share = torch.zeros(1, blocks, BLOCK, dtype=torch.float32, device=vector.device)
@@ -82,11 +82,11 @@ class Int8Compression:
         """Do nothing: the compression keeps no state."""
 
     def factors(self) -> dict[int, torch.Tensor]:
-        """Return an empty mapping: the compression has no factors."""
+        """Return an empty mapping, because the compression has no factors."""
         return {}
 
     def take_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Do nothing: the compression has no factors."""
+        """Do nothing, because the compression has no factors."""
 
 
 def _quantise(values: torch.Tensor, packed: torch.Tensor) -> None:

@@ -35,13 +35,13 @@ class _Matrix:
 
 
 class LowRankCompression:
-    """All-reduce in low-rank factors (PowerSGD); implements ``Compression``.
+    """All-reduce of matrices in low-rank factors (PowerSGD); implements ``Compression``.
 
-    One step of subspace iteration on M = sum_r M_r starts from the previous step's factor Q, which is equal on all
-    ranks: P = orthonormal basis of sum_r M_r Q; Q' = sum_r M_r^T P; M ~ P Q'^T. Rank r's residual is M_r - P Q'^T
-    / W, so that the residuals of W ranks sum to the error of M. One-dimensional tensors, and matrices whose
-    factors would have more than half of their elements, are sent uncompressed with P. Rows of Q^T that become zero
-    keep their old values, because the iteration cannot recover from zero.
+    The matrix M = sum_r M_r is approximated by one step of subspace iteration, which starts from the previous step's
+    factor Q. Q is equal on all ranks: P = orthonormal basis of sum_r M_r Q; Q' = sum_r M_r^T P; M ~ P Q'^T. Rank r's
+    residual is M_r - P Q'^T / W, so that the residuals of W ranks sum to the error of M. One-dimensional tensors, and
+    matrices whose factors would have more than half of their elements, are sent uncompressed with P. Rows of Q^T that
+    become zero keep their old values, because the iteration cannot recover from zero.
     """
 
     def __init__(self, rank: int) -> None:
@@ -55,7 +55,7 @@ class LowRankCompression:
         self._first = self._second = torch.empty(0, dtype=torch.float32)
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
-        """Launch the all-reduce of P of all matrices and of the uncompressed tensors."""
+        """Launch the all-reduce of P for all matrices, and of the uncompressed tensors."""
         if self._laid_out != vector.numel():
             self._lay_out(params, vector)
         factors = self._fresh or self._factors
@@ -70,7 +70,7 @@ class LowRankCompression:
     def go_on(
         self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
-        """Launch the all-reduce of Q of all matrices; in the second call, write the result to ``vector``."""
+        """Launch the all-reduce of Q for all matrices; in the second call, write the result to ``vector``."""
         if finished == 1 and self._matrices:
             self._second = vector.new_empty(sum(m.rank * m.columns for m in self._matrices))
             self._fresh = self._cut_second()
@@ -94,7 +94,7 @@ class LowRankCompression:
         return ()
 
     def commit(self) -> None:
-        """Commit the factors of the last pass as the starting point of the next one."""
+        """Keep the factors of the last pass as the starting point of the next one."""
         if self._fresh:
             self._factors, self._fresh = self._fresh, []
 
@@ -103,7 +103,7 @@ class LowRankCompression:
         self._fresh = []
 
     def drop(self) -> None:
-        """Discard the factors of the pass."""
+        """Discard the factors of the last pass."""
         self._fresh = []
 
     def factors(self) -> dict[int, torch.Tensor]:
@@ -113,7 +113,7 @@ class LowRankCompression:
         return {matrix.place: factor for matrix, factor in zip(self._matrices, self._factors, strict=True)}
 
     def take_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Start the next pass from the factors of another rank or another layout."""
+        """Start the next pass from these factors, which come from another rank or another layout."""
         self._given = factors
         self._laid_out = 0
 
@@ -165,9 +165,9 @@ class LowRankCompression:
 # IEEE 754 defines each element (products, sums, differences, quotients and roots), one a call, so that none is fused
 # with another.
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an orthonormal basis of the columns of [rows, columns], in float64, by modified Gram-Schmidt.
+    """Return an orthonormal basis of a matrix's columns, in float64, by modified Gram-Schmidt.
 
-    A column that depends linearly on earlier columns becomes zero. Non-finite values stay non-finite.
+    A column that depends linearly on earlier columns becomes zero. Non-finite values remain non-finite.
     """
     left = matrix.double().t().contiguous()  # columns as rows
     before = _sums(left * left).sqrt_()
@@ -183,11 +183,10 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def product_of(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the product of [rows, rank] and [rank, columns] in blocks of rows, for a small rank.
+    """Yield the product of two matrices, [rows, rank] and [rank, columns], in blocks of rows.
 
     Yields:
-        The range of rows and their product, in memory that the next block overwrites, so that it stays in the
-        CPU's cache.
+        Each range of rows with its product. All blocks share the same memory, so that it stays in the CPU's cache.
     """
     rows, columns = left.shape[0], right.shape[1]
     several = rows if left.is_cuda else min(rows, max(1, _AT_ONCE // max(1, columns)))

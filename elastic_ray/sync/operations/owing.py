@@ -1,4 +1,4 @@
-"""Operations that send part of the gradients later: residuals, and compression with error feedback (torch)."""
+"""Operations that send a part of the gradients later: residuals, and compression with error feedback (torch)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Owed:
-    """Residual of a gradient that is still to be sent."""
+    """Part of a gradient that was not sent yet (its residual)."""
 
     flat: torch.Tensor | None  # it, as one vector; None for nothing
     scale: float  # AMP's loss scale that is in it
 
 
 class Residual:
-    """Residual of one bucket: committed, of the current pass, and summed over ranks.
+    """Residual of one bucket: as committed, as changed by the current pass, and as summed over ranks.
 
-    A pass adds the residual to its gradients and leaves a new residual with its own error. A step may have several
-    passes. :meth:`commit` makes their outcome final, and :meth:`void` restores the last committed residual.
+    Each pass adds the residual to its gradients, and leaves a new residual with its own error. After the passes of a
+    step, :meth:`commit` makes their outcome final, and :meth:`void` restores the last committed residual.
 
-    Before a change of group :meth:`fold` stores the sum over all ranks, which is kept with this rank's residual
-    until the first pass in the next group. A change that fails half-way can therefore continue from either.
+    Before a change of group, :meth:`fold` stores the sum over all ranks. It is kept together with this rank's
+    residual until the first pass in the next group, so that a change that fails half-way can continue from either.
     """
 
     def __init__(self) -> None:
@@ -43,17 +43,17 @@ class Residual:
 
     @property
     def in_use(self) -> bool:
-        """True if the next pass has a residual to add."""
+        """True if there is a residual that the next pass must add."""
         return self.owed is not None or self.folded is not None
 
     def add_to(self, flat: torch.Tensor, scale: float) -> None:
-        """Add the residual, times ``scale``, to the gradient vector of a new pass."""
+        """Add the residual, multiplied by ``scale``, to the gradients of a new pass."""
         owed = self._begin_pass()
         if owed is not None and owed.flat is not None:
             flat.add_(owed.flat, alpha=scale / owed.scale)
 
     def take(self, scale: float) -> torch.Tensor | None:
-        """Return the residual times ``scale`` for a pass without a gradient vector; None if nothing is owed."""
+        """Return the residual, multiplied by ``scale``, for a pass without gradients; None if there is no residual."""
         owed = self._begin_pass()
         return None if owed is None or owed.flat is None else owed.flat * (scale / owed.scale)
 
@@ -68,15 +68,15 @@ class Residual:
         return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
 
     def leave(self, flat: torch.Tensor | None, scale: float) -> None:
-        """Set the residual of the pass; None if it has none."""
+        """Set the residual that a pass leaves, which includes ``scale``; None if it leaves none."""
         self._fresh = Owed(flat, scale)
 
     def drop(self) -> None:
-        """Drop the residual of the last pass."""
+        """Drop the residual that the last pass has left."""
         self._fresh = None
 
     def commit(self) -> None:
-        """Commit the step."""
+        """Make the residual that the step has left final."""
         new = self._fresh or self._latest
         if new is not None:
             self._spare = self.owed.flat if self.owed is not None else None
@@ -84,39 +84,39 @@ class Residual:
         self._latest = self._fresh = None
 
     def void(self) -> None:
-        """Discard the step's passes and keep the residual from before them."""
+        """Discard the step's passes, and restore the residual from before them."""
         self._latest = self._fresh = None
 
     def fold(self, total: torch.Tensor) -> None:
-        """Store the sum of all ranks' residuals, without a loss scale, before the ranks leave the group."""
+        """Store the sum of all ranks' residuals (without a loss scale) before the ranks leave the group."""
         self.folded = total
 
     def share(self, ranks: int) -> None:
-        """Set the residual to an equal part of the stored sum, for a new group of ``ranks`` ranks."""
+        """Set the residual to an equal part of the stored sum, in a new group of ``ranks`` ranks."""
         total = self.folded
         if total is not None:
             self.become(total / ranks)
             self.folded = total
 
     def become(self, flat: torch.Tensor | None) -> None:
-        """Replace the residual with `flat`, without a loss scale; None for no residual."""
+        """Replace the residual by `flat`, which includes no loss scale; None removes the residual."""
         self._latest = self._fresh = self._spare = self.folded = None
         self.owed = None if flat is None else Owed(flat, 1.0)
 
 
 class OwingOperation(abc.ABC):
-    """Base class of operations that add a residual to a pass's gradients."""
+    """Base class of operations that add a residual to the gradients of a pass."""
 
     def __init__(self) -> None:
         self.residual = Residual()
         self._plain, self._scale = False, 1.0
 
     def prepare(self, *, plain: bool, scale: float) -> None:
-        """Prepare a pass.
+        """Prepare the operation for a pass.
 
         Args:
-            plain: Whether to send the gradients uncompressed, for statistics; the residual then waits.
-            scale: AMP's loss scale in the gradients.
+            plain: Whether to send the gradients uncompressed and without the residual, for statistics.
+            scale: AMP's loss scale, by which the gradients are multiplied.
         """
         self._plain, self._scale = plain, scale
 
@@ -129,10 +129,10 @@ class OwingOperation(abc.ABC):
         """Continue the operation; see ``BucketOperation``."""
 
     def settle(self, bucket: GradientBucket, scale: float) -> None:
-        """Add the residual directly to ``.grad`` of a lone rank, if all parameters have gradients.
+        """Add the residual directly to ``.grad`` on a lone rank, if all parameters have gradients.
 
         Args:
-            scale: AMP's loss scale in the gradients.
+            scale: AMP's loss scale, by which the gradients are multiplied.
         """
         owed = self.residual.owed
         if owed is None or owed.flat is None or any(p.grad is None for p in bucket.params):
@@ -148,20 +148,20 @@ class OwingOperation(abc.ABC):
         self.residual.leave(None, scale)
 
     def commit(self) -> None:
-        """Commit the step."""
+        """Make the outcome of the step final."""
         self.residual.commit()
 
     def void(self) -> None:
-        """Discard the step's passes and keep the residual from before them."""
+        """Discard the step's passes, and restore the residual from before them."""
         self.residual.void()
 
     def drop(self) -> None:
-        """Drop the last pass, whose sum was not finite."""
+        """Drop the outcome of the last pass, whose sum was not finite."""
         self.residual.drop()
 
 
 class SettlingOperation(OwingOperation):
-    """Wrapper of an operation that once adds the residual left by the previous strategy."""
+    """Wrapper of an operation that adds, once, the residual that the previous strategy left."""
 
     def __init__(self, operation: BucketOperation) -> None:
         super().__init__()
@@ -188,34 +188,34 @@ class SettlingOperation(OwingOperation):
 
 
 class Compression(Protocol):
-    """Protocol of an approximate, compressed sum of vectors over all ranks."""
+    """Protocol of approximate sums of vectors over all ranks, which send less data than exact sums."""
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
-        """Start the first round and return its works; ``params`` have the shapes of the vector's parts."""
+        """Start the first round, and return its works; ``params`` have the shapes of the vector's parts."""
 
     def go_on(
         self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
-        """Start the round after ``finished`` rounds.
+        """Start the next round after ``finished`` rounds, and return its works; none once ``vector`` holds the sum.
 
-        Returns its works; none once ``vector`` holds the sum, bitwise identical on all ranks. ``left_out`` then holds
-        this rank's residual: the sum plus the residuals of all ranks is exact.
+        The sum is bitwise identical on all ranks. ``left_out`` then holds this rank's residual; adding the residuals
+        of all ranks to the sum gives the exact sum.
         """
 
     def commit(self) -> None:
-        """Commit the step."""
+        """Make the outcome of the step final."""
 
     def void(self) -> None:
-        """Discard the pass, whose collectives may have been abandoned."""
+        """Discard the current pass, whose collectives may have been abandoned."""
 
     def drop(self) -> None:
-        """Drop the last pass."""
+        """Discard the outcome of the last pass."""
 
     def factors(self) -> dict[int, torch.Tensor]:
-        """Return the factors that are equal on all ranks, keyed by the parameter's position in the bucket."""
+        """Return the low-rank factors, equal on all ranks, keyed by the parameter's position in the bucket."""
 
     def take_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Continue from the given factors."""
+        """Continue from the given low-rank factors."""
 
 
 class CompressedOperation(OwingOperation):

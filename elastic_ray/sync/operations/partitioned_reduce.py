@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class PartitionedReduceOperation:
-    """Reduction of one bucket in several concurrent parts; a stateless ``BucketOperation``.
+    """All-reduce of one bucket in several concurrent parts; a stateless ``BucketOperation``.
 
-    Along the first axis the flat buffer is divided as it is in memory. Along another axis each tensor is cut into
-    slices, and the i-th slices of all tensors are packed together; a tensor with a shorter axis is divided as far
-    as possible.
+    Along the first axis, the flat buffer is divided as it is. Along another axis, each tensor is cut into slices, and
+    the i-th slices of all tensors are packed together. If a tensor's axis is shorter than ``parts``, it is cut into
+    as many slices as possible.
 
     Args:
-        parts: Number of collectives that a bucket is divided among.
-        axis: Axis to divide; see ``Reduce``.
+        parts: Number of parts, each reduced by its own collective.
+        axis: Axis along which tensors are divided; see ``Reduce``.
         seed: Seed for the choice of the axis; see ``Reduce``.
         places: Positions of the bucket's parameters in the model.
     """
@@ -91,9 +91,9 @@ def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> in
     """Return the axis along which to divide a tensor; 0 for a tensor without dimensions.
 
     Args:
-        axis: Value of ``Reduce.axis``. A tensor with fewer dimensions uses its last one; -1 makes the seed choose
-            among the axes that can be divided (AutoDist: RandomAxisPartitionAR).
-        place: Position of the tensor in the model, so that the choice differs between tensors.
+        axis: Value of ``Reduce.axis``. A tensor with fewer dimensions uses its last one. With -1, ``seed`` determines
+            one of the axes that can be divided (AutoDist: RandomAxisPartitionAR).
+        place: Position of the tensor in the model, which makes the choice differ between tensors.
     """
     if axis >= 0:
         return max(0, min(axis, len(shape) - 1))
@@ -102,10 +102,10 @@ def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> in
 
 
 class OwnerOperation:
-    """Reduction to an owner and broadcast back; stateless, so nothing is lost with the owner.
+    """Reduction to an owner, and broadcast of the result; it has no state that could be lost with the owner.
 
     Args:
-        owner: Rank that collects the bucket.
+        owner: Rank that sums the bucket.
     """
 
     def __init__(self, owner: int, form: WireForm) -> None:
@@ -135,7 +135,7 @@ class OwnerOperation:
 
 
 class CastReduceOperation:
-    """All-reduce in a smaller dtype; a stateless ``BucketOperation``. Weights are applied before the rounding."""
+    """All-reduce in a smaller dtype; a stateless ``BucketOperation``. Weights are applied before rounding."""
 
     def __init__(self, form: WireForm) -> None:
         self._form = form
@@ -145,7 +145,7 @@ class CastReduceOperation:
         return (group.all_reduce(self._form.pack(bucket.flat_gradient())),)
 
     def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Copy the sum back in the bucket's dtype."""
+        """Copy the sum back into the bucket in the bucket's dtype."""
         self._form.unpack(bucket.flat_gradient())
         return ()
 

@@ -1,9 +1,9 @@
-"""All-reduces with a selectable topology: which rank sends which part to which rank, in rounds (torch).
+"""All-reduces with a selectable topology, which defines the rounds of transfers between ranks (torch).
 
-KungFu (OSDI 2020) makes the topology of an all-reduce a parameter that adaptation policies change. Here a
-topology is a schedule of rounds, the same on all ranks. Each round is one ``all_to_all``, which every backend
-supports; ranks with nothing to send or receive take part with empty tensors. Each sum is computed by one rank
-and then copied, so that all ranks hold the same bits.
+KungFu (OSDI 2020) makes the topology of an all-reduce a parameter that adaptation policies change. Here, a
+topology is a schedule of rounds that is equal on all ranks. Each round is one ``all_to_all``, which every backend
+supports; ranks with nothing to send or receive take part with empty tensors. Each sum is computed by one rank and
+then copied, so that all ranks have bit-identical results.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Span = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Transfers that happen at the same time.
+    """Transfers of an all-reduce that happen at the same time.
 
     Attributes:
-        transfers: Part of the vector to move, for each pair of source and destination, which are different ranks.
-        adds: Whether the destination adds received parts to its own, in the order of sources, or replaces its own.
+        transfers: Part of the vector to send, keyed by (source rank, destination rank).
+        adds: Whether the destination adds the received parts to its own (in the order of sources) or replaces its own.
     """
 
     transfers: Mapping[tuple[int, int], Span]
@@ -47,9 +47,9 @@ def cut(span: Span, parts: int) -> list[Span]:
 
 
 def ring(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return the rounds of a ring, in which each rank sends only to the next one; 2 (W - 1) rounds.
+    """Return the 2 (W - 1) rounds of a ring of W ranks, in which each rank sends only to the next one.
 
-    The ring sends the fewest bytes per link. Ranks of one node are neighbours. Source: Patarasuk and Yuan, Journal
+    A ring sends the fewest bytes per link. Ranks on the same node are neighbours. Source: Patarasuk and Yuan, Journal
     of Parallel and Distributed Computing 69(2), 2009.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
@@ -63,9 +63,9 @@ def ring(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def tree(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return the rounds up a binomial tree to the first rank and down again: 2 ceil(log2 W), for small buckets.
+    """Return the 2 ceil(log2 W) rounds up a binomial tree to the first rank and down again; for small buckets.
 
-    Ranks of the same node exchange data first.
+    Ranks on the same node exchange data first.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     up, stride = [], 1
@@ -81,7 +81,7 @@ def tree(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def star(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return two rounds: all ranks send to the first one, which returns the sum; W buckets use one link."""
+    """Return the two rounds of a star: all ranks send to the first, which returns the sum; W buckets per link."""
     others = range(1, len(nodes))
     return [
         Round(transfers={(rank, 0): (0, size) for rank in others}, adds=True),
@@ -90,11 +90,11 @@ def star(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def two_level(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return rounds within nodes, between nodes, and within nodes again; a bucket crosses the network once per node.
+    """Return rounds within nodes, between nodes, and within nodes again; each node sends a bucket only once.
 
-    The bucket is cut into as many slices as the smallest node has ranks, and on each node as many ranks carry one
-    slice each. In four rounds they sum their slice within the node, reduce-scatter it among their counterparts on
-    other nodes, gather the results, and send the slice to the ranks of their node.
+    The bucket is cut into one slice for each rank of the smallest node. On each node, equally many ranks are
+    responsible for one slice each. In four rounds, they sum their slice within the node, reduce-scatter it among
+    their counterparts on other nodes, gather the results, and send the slice to all ranks of their node.
     """
     members = [[rank for rank, node in enumerate(nodes) if node == each] for each in sorted(set(nodes))]
     slices = cut((0, size), min(map(len, members)))
@@ -130,7 +130,7 @@ class RoutedReduceOperation:
     """Sum of a flat bucket and its tail by a schedule of rounds; a stateless ``BucketOperation``.
 
     Args:
-        topology: Name in :data:`SCHEDULES`.
+        topology: Name of a topology in :data:`SCHEDULES`.
     """
 
     def __init__(self, topology: str, nodes: Sequence[int]) -> None:
@@ -147,7 +147,7 @@ class RoutedReduceOperation:
         return self._start(0, bucket, group)
 
     def go_on(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Add or copy the parts that the last round delivered, and start the next round."""
+        """Add or copy the parts received in the last round, and start the next round."""
         for (begin, end), part in self._coming:
             mine = bucket.flat[begin:end]
             mine.add_(part) if self._rounds[finished - 1].adds else mine.copy_(part)
@@ -171,5 +171,5 @@ class RoutedReduceOperation:
         """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
-        """Drop buffers that an abandoned collective may still write to; the operation keeps no other state."""
+        """Drop buffers to which an abandoned collective may still write; the operation has no other state."""
         self._coming = []

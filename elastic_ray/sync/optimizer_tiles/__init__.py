@@ -1,1 +1,1 @@
-"""Optimizer state divided into tiles, whose owners publish the parameters that they update."""
+"""Optimizer state that is divided into tiles, whose owners send updated parameters to all ranks."""

@@ -1,4 +1,4 @@
-"""Optimizer state of a model that one rank holds, and its moves when the group changes (torch)."""
+"""Part of a model's optimizer state that one rank holds, and its moves when the group changes (torch)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Owners = tuple[tuple[int, ...], ...]
 
 
 def needed_at_once(moves: Sequence[Move], target: Owners, held: Sequence[Set[int]]) -> tuple[Move, ...]:
-    """Return the moves that the next step needs: those to first owners that hold no tiles yet."""
+    """Return the moves that must be made before the next step: those to first owners that hold no tiles yet."""
     return tuple(move for move in moves if not held[move.destination] and target[move.tile][0] == move.destination)
 
 
@@ -38,11 +38,11 @@ def moved(moves: Sequence[Move], held: Sequence[Set[int]]) -> list[frozenset[int
 
 
 def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
-    """Return temporary owners: target owners that hold their tile, and other holders in place of the rest.
+    """Return temporary owners: each target owner that lacks its tile is replaced by another holder.
 
     Args:
         target: Planned owners of each tile.
-        held: Tiles of each rank; at least one rank holds each tile.
+        held: Tiles that each rank holds; each tile must be held by at least one rank.
     """
     found = []
     for tile, wanted in enumerate(target):
@@ -53,11 +53,10 @@ def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
 
 
 def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int) -> tuple[Move, ...]:
-    """Return the moves after the next step: each rank receives one tile, or several while they are small.
+    """Return the moves after the next step: each rank receives one tile, or several if they are small.
 
     Args:
-        most: Limit on the total size that a rank receives, if it receives more than one tile; in the unit of
-            ``sizes``.
+        most: Limit on the total size that a rank receives if it receives several tiles, in the unit of ``sizes``.
     """
     ranks = range(1 + max(rank for mine in (*target, *present) for rank in mine))
     received, sent = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
@@ -75,7 +74,7 @@ def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Everyone:
-    """Tiles that each rank of a group holds, and flags of the whole group."""
+    """Tiles that each rank of a group holds, with flags for the whole group."""
 
     tiles: list[frozenset[int]]
     unpublished: bool  # whether one lacks parameters of the last update
@@ -84,7 +83,7 @@ class Everyone:
 
     @property
     def senders(self) -> list[int]:
-        """Rank that holds each tile; the lowest if there are several."""
+        """Rank that sends each tile: the lowest rank that holds it."""
         count = len(frozenset().union(*self.tiles))
         return [next(rank for rank, tiles in enumerate(self.tiles) if tile in tiles) for tile in range(count)]
 
@@ -92,9 +91,9 @@ class Everyone:
 class TileHolder:
     """Holder of this rank's part of the optimizer state: some tiles, the complete state, or nothing.
 
-    If the rank holds some tiles, they are in :attr:`held`; the complete state is in the optimizer.
+    Some tiles are in :attr:`held`; the complete state is in the optimizer.
 
-    Methods that communicate raise CommunicationFailedError if the group breaks; all state held before is then kept.
+    Methods that communicate raise CommunicationFailedError if the group breaks; the rank then keeps its state.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -115,7 +114,7 @@ class TileHolder:
         self._copies = 1
 
     def adopt(self, tiling: Tiling | None) -> None:
-        """Adopt another tiling (None for none), while this rank holds the complete state or nothing."""
+        """Adopt another tiling (None: no tiles), while this rank holds the complete state or nothing."""
         known = dict(self._module.named_parameters(remove_duplicate=False))
         self.tiling = tiling
         self.params = {name: known[name] for name in tiling.names} if tiling is not None else {}
@@ -134,7 +133,7 @@ class TileHolder:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def look_around(self, communicator: Communicator, *, unpublished: bool, gathered: bool) -> Everyone:
-        """Gather what all ranks hold; called on every rank.
+        """Return the tiles that each rank holds; called on every rank.
 
         Raises StateLostError: no rank holds some of the tiles; raised on every rank.
         """
@@ -151,7 +150,7 @@ class TileHolder:
         """Place each tile on ``copies`` ranks.
 
         Args:
-            gradually: Whether to move only the tiles that the next step needs, and the rest by :meth:`restore_some`.
+            gradually: Whether to move only tiles that the next step needs; :meth:`restore_some` moves the rest.
         """
         communicator, world = group.communicator, group.world_size
         nodes = [member.node for member in group.members] or [""]
@@ -177,10 +176,10 @@ class TileHolder:
         return self.owners != self._target
 
     def restore_some(self, group: Group, most: int) -> None:
-        """Move some tiles to their planned owners; all ranks call it between the same two updates.
+        """Move some tiles to their planned owners; called on every rank between the same two updates.
 
         Args:
-            most: Maximum parameter bytes whose state a rank receives, if that is more than one tile.
+            most: Limit on the size of the tiles' parameters if a rank receives several tiles [bytes].
         """
         communicator = group.communicator
         sizes = [self._nbytes(tile) for tile in range(len(self._tiling))]
@@ -197,12 +196,12 @@ class TileHolder:
         return self._tiling.elements(tile) * self.params[self._tiling.tiles[tile][0].name].element_size()
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send the tiles that only leaving ranks own to ranks that stay; called on every rank."""
+        """Send tiles that only leaving ranks own to ranks that stay; called on every rank."""
         if given := hand_over(self.owners, stays):
             self._receive(communicator, given)
 
     def collect(self, group: Group) -> dict[str, State] | None:
-        """Collect the state of all parameters in tiles by name, on the CPU of rank 0; None elsewhere. A collective."""
+        """Collect the states of all parameters in tiles, keyed by name, on rank 0's CPU; None on other ranks."""
         tiling, held = self._tiling, self.held
         assert held is not None, "the state is divided"
         needed = [Move(tile, mine[0], 0) for tile, mine in enumerate(self.owners) if 0 not in mine]
@@ -271,12 +270,12 @@ class TileHolder:
         self.held, self._whole = None, True
 
     def take_whole(self) -> None:
-        """Hold the complete state that was loaded into the optimizer, which may still be unread."""
+        """Hold the complete state that was loaded into the optimizer, which may contain unread tensors."""
         self.held, self._whole = None, True
         self.stored.take(self.params.values())
 
     def drop(self) -> None:
-        """Release everything held; other ranks hold the valid state."""
+        """Release all state, because other ranks hold the valid one."""
         self._clear()
         self.stored.forget()
         self.held, self._whole = None, False
@@ -287,12 +286,12 @@ class TileHolder:
             self._optimizer.state.pop(param, None)
 
     def forget_stored(self) -> None:
-        """Discard the stored state, which the next update makes outdated."""
+        """Discard the stored state, which the next update will make outdated."""
         if self.held is not None:
             self.stored.forget()
 
     def reload(self) -> None:
-        """Reload this rank's tiles from the complete state that was loaded into the optimizer, on all ranks alike."""
+        """Replace this rank's tiles by their part of the complete state that all ranks have loaded."""
         held = self.held
         self.stored.forget()
         if held is None:
@@ -319,7 +318,7 @@ class TileHolder:
 
 
 def writers(tiling: Tiling, owners: Sequence[Sequence[int]]) -> list[int]:
-    """Return the owner that writes each tile, balanced by elements; the same on every rank."""
+    """Return the owner that writes each tile, balanced by number of elements; equal on every rank."""
     load: dict[int, int] = {}
     found = [0] * len(tiling)
     for tile in sorted(range(len(tiling)), key=lambda tile: (-tiling.elements(tile), tile)):
@@ -332,10 +331,11 @@ def writers(tiling: Tiling, owners: Sequence[Sequence[int]]) -> list[int]:
 def written_states(
     held: HeldTiles, params: Mapping[str, Parameter], owners: Sequence[Sequence[int]], rank: int
 ) -> dict[Parameter, State]:
-    """Return the states that this rank writes, by parameter, with `Pieces` for tensors of the parameter's shape.
+    """Return the states that this rank writes, keyed by parameter.
 
-    Other state of a parameter, such as a step count, is written with the parameter's first elements. A rank that
-    writes only later elements still includes its keys, so that keys keep their order.
+    Tensors with the parameter's shape are given as `Pieces`. Other state of a parameter, such as a step count, is
+    written with the parameter's first elements. A rank that writes only later elements still includes the keys, so
+    that they keep their order.
 
     Args:
         held: Tiles that this rank holds.

@@ -12,21 +12,21 @@ from elastic_ray.sync.sharded.placement import Move
 
 
 class StateLostError(LostGroupError):
-    """Error raised if tiles of the optimizer state are lost with all owners; the job continues from a checkpoint."""
+    """Error raised if all owners of some tiles are lost; the job then continues from a checkpoint."""
 
 
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], give: Callable[[int], list[State]]
 ) -> Iterator[tuple[int, list[State]]]:
-    """Send tiles to ranks that lack them; all ranks call it with the same moves and exhaust the iterator.
+    """Send tiles to ranks that lack them; all ranks call this with the same moves.
 
-    Pairs of ranks communicate in a fixed order, so that no two ranks wait for each other.
+    Callers must exhaust the iterator. Pairs of ranks communicate in a fixed order, which prevents deadlocks.
 
     Args:
-        give: Function that returns the states of the spans of a tile that this rank holds.
+        give: Returns the states of the spans of a tile that this rank holds.
 
     Yields:
-        The tiles that this rank receives, with the states of their spans.
+        Tiles that this rank receives, with the states of their spans.
 
     Raises CommunicationFailedError: the group broke; all tiles yielded before are complete.
     """
@@ -47,7 +47,7 @@ def carry_out(
 
 
 def peers(rank: int, world_size: int) -> Iterator[int]:
-    """Yield the peers of `rank`, round by round: each pair meets once, and both in the same round."""
+    """Yield the peers of `rank` in rounds, in which each pair of ranks meets exactly once."""
     even = world_size + world_size % 2
     for number in range(even - 1):
         places = [0, *((number + i) % (even - 1) + 1 for i in range(even - 1))]

@@ -1,4 +1,4 @@
-"""Pending update: this rank has voted for it but does not know whether it was decided (torch)."""
+"""Pending updates, for which this rank has voted without learning whether they were decided (torch)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BY_SCALER = ("grad_scale", "found_inf")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """Identity of an update that was made: its number, the group that made it, and the learning rates."""
+    """Identity of a completed update: its number, the generation that made it, and the learning rates."""
 
     number: int = 0
     generation: int = 0
@@ -29,18 +29,18 @@ class Update:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Key that distinguishes updates."""
+        """Key that is different for different updates."""
         return self.number, self.generation
 
     def next(self, generation: int, optimizer: torch.optim.Optimizer) -> Update:
-        """Return the next update of this optimizer, in the group of the given generation."""
+        """Return the identity of this optimizer's next update, in the given generation."""
         return Update(self.number + 1, generation, rates_of(optimizer))
 
 
 class PendingUpdate:
-    """Copies of everything needed to make the update once it is known to be decided.
+    """Copies of everything that is needed to make an update later, once it is known to be decided.
 
-    By that time the model may have other ranks' new parameters, and the optimizer the options of a later step.
+    By that time, the model may have received new parameters, and the optimizer may have the options of a later step.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PendingUpdate:
         self._by_scaler = {name: getattr(optimizer, name) for name in _BY_SCALER if hasattr(optimizer, name)}
 
     def make(self, apply: Callable[[], Any], rates: Sequence[float]) -> None:
-        """Make the update with ``apply`` (the optimizer's step) and the learning rates of the other ranks."""
+        """Make the update with ``apply`` (the optimizer's step) and the learning rates that other ranks have used."""
         states: dict[Parameter, State] = {}
         shown: list[tuple[str, Parameter]] = []
         made: list[tuple[Parameter, Parameter]] = []
@@ -123,11 +123,11 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def as_then(
     optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]], rates: Sequence[float]
 ) -> Iterator[None]:
-    """Give the optimizer the options of an earlier step, within the context.
+    """Set the optimizer's options to those of an earlier step, within the context.
 
     Args:
         options: Options of each group, from :func:`options_of`.
-        rates: Learning rates with which other ranks made the update.
+        rates: Learning rates that other ranks used for the update.
     """
     groups, before = optimizer.param_groups, options_of(optimizer)
     try:
@@ -146,10 +146,10 @@ def tiles_shown(
     shown: Sequence[tuple[str, Parameter]],
     states: dict[Parameter, State],
 ) -> Any:
-    """Return a context in which the optimizer holds parts of parameters in place of the parameters.
+    """Return a context in which the optimizer holds parts of parameters instead of whole parameters.
 
     Args:
-        shown: Parts of parameters, each with its parameter's name.
+        shown: Parts of parameters, each with the name of its parameter.
         states: Optimizer states of the parts; updated when the context ends.
     """
     groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -162,7 +162,7 @@ _SCALED = ("lr", "betas", "eps", "weight_decay")
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """Return the learning rates and the other numeric options that depend on the batch, of all groups."""
+    """Return the learning rates of all groups, and other numeric options that depend on the batch size."""
     return tuple(float(number) for group in optimizer.param_groups for name in _SCALED for number in _in(group, name))
 
 
@@ -185,7 +185,7 @@ def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None
 
 
 def update_digest(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Return a 32-bit digest of the learning rates and of which parameters have a gradient.
+    """Return a 32-bit digest of the learning rates and of the set of parameters that have a gradient.
 
     The digest must be equal on all ranks.
     """
@@ -199,12 +199,12 @@ def swapped(
     shown: Sequence[tuple[Parameter, int]],
     states: dict[Parameter, State],
 ) -> Iterator[None]:
-    """Replace the optimizer's parameters within the context; the option dictionaries of its groups stay the same.
+    """Replace the optimizer's parameters within the context, keeping the option dictionaries of its groups.
 
     Args:
         hidden: ``id`` of the parameters to hide.
-        shown: Parameters to show in their place, each with the position of its group.
-        states: Optimizer states of the shown parameters; updated when the context ends.
+        shown: Parameters to use in their place, each with the position of its group.
+        states: Optimizer states of these parameters; updated when the context ends.
     """
     groups, state = optimizer.param_groups, optimizer.state
     kept = [group["params"] for group in groups]

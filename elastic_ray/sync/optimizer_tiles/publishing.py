@@ -1,4 +1,4 @@
-"""All-gathers, in rounds, that make tensors complete on every rank, from tiles on different ranks (torch)."""
+"""Publishing of tensors: all-gathers, in rounds, of tiles that are valid on different ranks (torch)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class _Round:
 
 
 class Publisher:
-    """Publisher of tiles to all ranks, in rounds of all-gathers.
+    """Sender of tiles to all ranks, in rounds of all-gathers.
 
-    After a failed round, create a new publisher, because the round may still write to its buffers.
+    Create a new publisher after a failed round, which may still write to the buffers of the old one.
 
     Args:
-        senders: Rank that has the valid values, for each tile.
+        senders: For each tile, the rank with the valid values.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class Publisher:
 
     @property
     def is_outdated(self) -> bool:
-        """True if any tensor has moved to other memory."""
+        """True if any tensor has been moved to other memory."""
         return self._where() != self._addresses
 
     @torch.no_grad()
     def run(self, communicator: Communicator) -> None:
-        """Publish all tiles, so that this rank's tensors are complete; all ranks call it."""
+        """Publish all tiles, so that all tensors are complete on this rank; called on every rank."""
         before: tuple[_Round, object] | None = None
         for each in self._rounds:
             if each.packed:

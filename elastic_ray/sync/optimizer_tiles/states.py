@@ -1,4 +1,4 @@
-"""Optimizer state of tiles: cut from the state of whole parameters, and joined again (torch)."""
+"""Optimizer state of tiles, cut from the state of whole parameters and joined again (torch)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ State: TypeAlias = dict[str, Any]
 
 
 def part_of(param: Tensor, span: Span) -> Tensor:
-    """Return the span's elements, sharing memory with the parameter."""
+    """Return the elements of a span, in memory shared with the parameter."""
     whole = param.detach()
     return whole if span.whole else whole.view(-1)[span.start : span.start + span.length]
 
 
 def cut_state(state: Mapping[str, Any], param: Tensor, span: Span) -> State:
-    """Return a span's part of a parameter's state.
+    """Return the part of a parameter's optimizer state that belongs to a span.
 
-    Parts of tensors with the parameter's shape share memory with them; parts of unread tensors are read.
+    Tensors with the parameter's shape are cut, in shared memory; if they are unread tensors, their part is read.
     """
     if span.whole:
         return {key: read_all(value) for key, value in state.items()}
@@ -45,10 +45,10 @@ def cut_state(state: Mapping[str, Any], param: Tensor, span: Span) -> State:
 
 
 def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]], device: torch.device | None = None) -> State:
-    """Return a parameter's state, joined from all its spans in new memory; empty if it has none yet.
+    """Return a parameter's state, joined from all of its spans in new memory; empty if there is no state yet.
 
     Args:
-        device: Device of large tensors in the result; by default they stay on their current device.
+        device: Device of large tensors in the result; None keeps their current device.
     """
     first_span, first = parts[0]
     if first_span.whole:
@@ -72,7 +72,7 @@ def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]], device: tor
 
 
 class HeldTiles:
-    """Tiles that this rank holds: for each of their spans, a view of the parameter and the optimizer's state."""
+    """Tiles that this rank holds, with a view of the parameter and the optimizer's state for each span."""
 
     def __init__(self, tiling: Tiling, params: Mapping[str, Parameter]) -> None:
         self.tiling, self._params = tiling, params
@@ -86,20 +86,20 @@ class HeldTiles:
 
     @property
     def tiles(self) -> list[int]:
-        """Tiles that this rank holds, in order."""
+        """Numbers of the tiles that this rank holds, in order."""
         return sorted(self._views)
 
     @property
     def everything(self) -> bool:
-        """True if this rank holds every tile."""
+        """True if this rank holds all tiles."""
         return len(self._views) == len(self.tiling)
 
     def take(self, tile: int, states: Sequence[State], *, borrowed: bool = False) -> None:
-        """Hold a tile.
+        """Start to hold a tile.
 
         Args:
             states: Optimizer state of each of the tile's spans.
-            borrowed: Whether tensors in ``states`` are parts of larger tensors.
+            borrowed: Whether tensors in ``states`` share the memory of larger tensors.
         """
         views = []
         for span, state in zip(self.tiling.tiles[tile], states, strict=True):
@@ -117,7 +117,7 @@ class HeldTiles:
             del self.states[view]
 
     def own_memory(self, count: int) -> None:
-        """Copy the states of up to ``count`` spans out of larger tensors, so that these can be freed."""
+        """Copy the states of up to ``count`` spans out of larger tensors, so that the larger tensors can be freed."""
         while self._borrowed and count:
             view = self._borrowed.pop()
             if view in self.states:
@@ -125,25 +125,25 @@ class HeldTiles:
                 self.states[view] = {key: _owned(value) for key, value in self.states[view].items()}
 
     def states_of(self, tile: int) -> list[State]:
-        """Return the states of a tile's spans."""
+        """Return the states of the tile's spans."""
         return [self.states[view] for view in self._views[tile]]
 
     def spans(self) -> Iterator[tuple[Span, Parameter]]:
-        """Yield all spans with their views."""
+        """Yield each span with its view of the parameter."""
         for tile in self.tiles:
             yield from zip(self.tiling.tiles[tile], self._views[tile], strict=True)
 
     def follow_params(self) -> None:
-        """Update the views of parameters that have moved to other memory."""
+        """Update the views of parameters whose memory has changed."""
         for span, view in self.spans():
             param = self._params[span.name]
             if not span.whole and view.data_ptr() != param.data_ptr() + span.start * param.element_size():
                 view.data = part_of(param, span)
 
     def put_gradients(self) -> None:
-        """Set the views' gradients to parts of the parameters' gradients.
+        """Set the gradients of the views to parts of the parameters' gradients.
 
-        Raises RuntimeError: gradients were reduced for a previous assignment of owners.
+        Raises RuntimeError: gradients were reduced for previous owners.
         """
         for span, view in self.spans():
             grad = self._params[span.name].grad
@@ -156,7 +156,7 @@ class HeldTiles:
                 view.grad = None if grad is None else grad.reshape(-1)[span.start : span.start + span.length]
 
     def drop_gradients(self) -> None:
-        """Restore the user-visible ``.grad`` and drop the gradients of the views."""
+        """Drop the gradients of the views, and restore the ``.grad`` that user code sees."""
         for span, view in self.spans():
             if not span.whole:
                 view.grad = None
@@ -184,10 +184,10 @@ def assemble(
     states: Mapping[int, list[State]],
     device: torch.device | None = None,
 ) -> dict[str, State]:
-    """Return the states of all parameters by name, joined from all tiles; parameters without state are omitted.
+    """Return the state of each parameter that has one, keyed by name and joined from all tiles.
 
     Args:
-        device: Device of large tensors in the result; by default they stay on their current device.
+        device: Device of large tensors in the result; None keeps their current device.
     """
     parts: dict[str, list[tuple[Span, State]]] = {}
     for tile, spans in enumerate(tiling.tiles):
@@ -198,14 +198,14 @@ def assemble(
 
 
 class StoredStates:
-    """Optimizer states that were loaded and are not yet cut into tiles.
+    """Optimizer states that were loaded and have not been cut into tiles yet.
 
-    They are kept until an update makes them outdated, so that rank 0 can return all of them on request.
+    They are kept until an update makes them outdated, so that rank 0 can return complete states on request.
 
-    Errors of reading are those of `UnreadTensor`.
+    Reading raises the errors of `UnreadTensor`.
 
     Args:
-        optimizer: Optimizer that receives loaded states, in which `UnreadTensor` may stand for tensors.
+        optimizer: Optimizer into which states are loaded, with `UnreadTensor` in place of some tensors.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -216,10 +216,10 @@ class StoredStates:
         return bool(self._states)
 
     def take(self, tiled: Collection[Parameter]) -> None:
-        """Receive the states loaded into the optimizer, and leave it none that is unread or on another device.
+        """Move loaded states out of the optimizer; states that stay in it are read and moved to the right device.
 
         Args:
-            tiled: Parameters in tiles, whose states are stored in this object instead of the optimizer.
+            tiled: Parameters in tiles, whose states are moved to this object.
         """
         state, known, kept = self._optimizer.state, self.states(), {id(param) for param in tiled}
         self._states = {}
@@ -235,7 +235,7 @@ class StoredStates:
                     state[param] = read_all(placed)
 
     def follow(self, tiled: Collection[Parameter]) -> None:
-        """Adapt to another set of parameters in tiles."""
+        """Adapt to a changed set of parameters in tiles."""
         given = (self._optimizer.state.get(p, {}) for group in self._optimizer.param_groups for p in group["params"])
         if self._states or any(map(_is_unread, given)):
             self.take(tiled)
@@ -249,11 +249,11 @@ class StoredStates:
         self._states = {}
 
     def states(self) -> dict[Any, State]:
-        """Return the stored states by parameter; those that the optimizer holds take precedence."""
+        """Return the states by parameter; states that the optimizer holds take precedence over stored ones."""
         return {**self._states, **self._optimizer.state}
 
     def copies(self, params: Mapping[str, Parameter]) -> dict[str, State]:
-        """Return copies of the parameters' states on the CPU, keyed by name.
+        """Return copies of the parameters' states on the CPU, keyed by parameter name.
 
         Parameters without a state are omitted.
         """
@@ -270,12 +270,12 @@ def _is_unread(state: Mapping[str, Any]) -> bool:
 
 
 def placed_state(state: Mapping[str, Any], device: torch.device, options: Mapping[str, Any]) -> State:
-    """Return a state whose tensors are on the devices that torch uses, or will be once they are read.
+    """Return a state with its tensors on the devices where torch keeps them, or read there once needed.
 
-    Tensors of a checkpoint are on the CPU.
+    Tensors from a checkpoint are initially on the CPU.
 
     Args:
-        options: Options of the parameter's group. Torch keeps step counts on the CPU unless the group is fused or
+        options: Options of the parameter's group. Step counts stay on the CPU unless the group is fused or
             capturable.
     """
     on_cpu = () if options.get("fused") or options.get("capturable") else ("step",)

@@ -1,10 +1,10 @@
-"""Optimizer state of one model in tiles: updates, and changes of the group (torch).
+"""Tiled optimizer state of one model, during updates and changes of the group (torch).
 
-A tile has several owners, which make the same update from the same gradient; the first owner sends the new
+A tile has several owners, which make the same update from the same gradient; its first owner sends the new
 parameters to all ranks. Ranks vote before each update. If any rank knows that an update was decided, every
-surviving rank can make it: a rank that voted but did not learn the outcome keeps its tiles' gradients, and
-makes the update when another rank reports it in the next group. In that group the remaining owners resend
-parameters that did not arrive.
+surviving rank can make it: a rank that has voted without learning the outcome keeps the gradients of its tiles,
+and makes the update once another rank reports it in the next group. There, the remaining owners resend parameters
+that have not arrived.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ RESTORED_IN_A_STEP = 8 << 20
 
 
 class TiledOptimizer:
-    """Optimizer of one model whose state is kept in tiles.
+    """Optimizer of one model whose state is divided into tiles.
 
     Methods that communicate raise CommunicationFailedError if the group breaks.
 
     Args:
         number: Index of the model, in the order in which the loop wraps models.
-        groups: Range of this optimizer's parameter groups among those of all the model's optimizers; None if it is
-            the model's only optimizer.
+        groups: Range of this optimizer's parameter groups among those of all optimizers of the model; None if it is
+            the only one.
 
     Attributes:
         denominators: View of the optimizer for gradient statistics.
-        idle: Whether there are no tiles, now or planned, so that updates are entirely the optimizer's. It is reset
-            by :meth:`follow`, :meth:`enter_group`, :meth:`gather` and :meth:`restore`.
+        idle: Whether there are no tiles now or after a pending change, so that updates need only the optimizer. It is
+            updated by :meth:`follow`, :meth:`enter_group`, :meth:`gather` and :meth:`restore`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TiledOptimizer:
     # -- the strategy --------------------------------------------------------------------------------------------------
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Adopt the tiles of a new bucket layout; state moves to them later."""
+        """Adopt the tiles of a new bucket layout; the state is moved later."""
         self.idle, tiles, groups = False, plan.tiles, self._groups
         params: Sequence[int] = tiles.params if tiles is not None else ()
         if groups is not None:
@@ -101,11 +101,11 @@ class TiledOptimizer:
 
     @property
     def owners(self) -> object:
-        """Ranks that own each tile; a new object when the owners change."""
+        """Owners of each tile; a new object whenever they change."""
         return self._holder.owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return the parts of each parameter, with the ranks that own them; all parameters must be in tiles."""
+        """Return the ranges of each parameter with the ranks that own them; all parameters must be in tiles."""
         return self._holder.owned_spans(params)
 
     @property
@@ -115,7 +115,7 @@ class TiledOptimizer:
 
     @property
     def unsettled(self) -> bool:
-        """True if the state is not yet divided as the strategy requires in the current group."""
+        """True if the state is not yet divided as the strategy requires for the current group."""
         several = self._run.group.world_size > self._copies
         held, tiling = self._holder.held, self._holder.tiling
         return tiling != self._wanted or (self._wanted is not None and several != (held is not None))
@@ -137,7 +137,7 @@ class TiledOptimizer:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the user's pre-step hooks with the step's ``kwargs``; return the arguments that the hooks give."""
+        """Call the user's pre-step hooks with the step's ``kwargs``; return the arguments as the hooks changed them."""
         return kwargs if self._holder.held is None or not self._begun else self._hooks.before(kwargs)
 
     def decide(self) -> bool:
@@ -174,7 +174,7 @@ class TiledOptimizer:
         self._pending = PendingUpdate(self._optimizer, held, self._holder.params, self._last.number + 1, generation)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make an update that was decided, with ``apply`` (the optimizer's step), and publish the parameters."""
+        """Make a decided update with ``apply`` (the optimizer's step), and publish the new parameters."""
         held = self._holder.held
         if held is None or not self._begun:
             result = apply(**kwargs)
@@ -233,7 +233,7 @@ class TiledOptimizer:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def enter_group(self) -> None:
-        """Enter a group whose ranks hold parameters and tiles of the same update, or none.
+        """Enter a group in which all ranks with a state have made the same last update.
 
         Raises StateLostError: no rank holds some of the tiles; raised on every rank.
         """
@@ -280,7 +280,7 @@ class TiledOptimizer:
         self._call_hooks({})
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send the tiles that only leaving ranks own to ranks that stay; called on every rank."""
+        """Send tiles that only leaving ranks own to ranks that stay; called on every rank."""
         if self.divided:
             self._holder.hand_over(self._run.group.communicator, stays)
 
@@ -303,20 +303,21 @@ class TiledOptimizer:
         return self._gathered
 
     def gather(self) -> None:
-        """Gather the complete state on rank 0 until the next update; all ranks call it.
+        """Gather the complete state on rank 0, where it stays until the next update; called on every rank.
 
-        It is also called at the end of a pass, so that code after the loop can save a checkpoint on rank 0 alone.
+        This also happens at the end of a pass, so that code after the loop can save a checkpoint on rank 0 alone.
         """
         if self.divided and not self._open:
             self._gathered = self._holder.collect(self._run.group)
         self.idle, self._open = False, True
 
     def whole_states(self) -> dict[Tensor, State] | None:
-        """Return the complete states by parameter, empty except on rank 0; None if the state is not divided.
+        """Return the complete states by parameter; an empty dict on ranks other than 0.
 
-        Between an update and the end of a pass, all ranks must call it.
+        Returns None if the state is not divided. Between an update and the end of a pass, all ranks must call this
+        method.
 
-        Raises RanksDisagreeError: another rank does not call it.
+        Raises RanksDisagreeError: another rank does not call this method.
         """
         if not self.divided:
             self._holder.stored.read()
@@ -327,7 +328,7 @@ class TiledOptimizer:
         return {self._holder.params[name]: state for name, state in (self._at_hand() or {}).items()}
 
     def loaded(self) -> None:
-        """Keep this rank's part of the complete state that was loaded into the optimizer, on all ranks alike."""
+        """Keep this rank's part of the complete state that all ranks have loaded into the optimizer."""
         if self.divided:
             self._close()
         self._holder.reload()
@@ -336,18 +337,18 @@ class TiledOptimizer:
 
     @property
     def tiled(self) -> list[Parameter]:
-        """Parameters whose state is in tiles, or would be in a larger group."""
+        """Parameters whose state is divided into tiles, or would be in a larger group."""
         return list(self._holder.params.values())
 
     def capture(self) -> dict[str, Any] | None:
-        """Return what all ranks share, without states; None if no state is in tiles."""
+        """Return the data that all ranks share, without states; None if there are no tiles."""
         if self._holder.tiling is None:
             return None
         owes = {"owes_hooks": True} if self._owes_hooks else {}
         return {"update": [*self._last.key, list(self._last.rates)], "begun": self._begun, **owes}
 
     def gathered(self) -> dict[Parameter, State] | None:
-        """Return the complete state by parameter if this rank has it; else None."""
+        """Return the complete state by parameter, or None if this rank does not have it."""
         if self._holder.held is None:
             known = self._holder.stored.states()
             return {param: known[param] for param in self.tiled if param in known}
@@ -363,11 +364,11 @@ class TiledOptimizer:
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Adopt the result of :meth:`capture`: tiles of its last update are kept, older ones updated or dropped.
+        """Adopt the result of :meth:`capture`; tiles from before its last update are updated or dropped.
 
         Args:
             tree: Captured state; None if the capturing rank had no tiles.
-            whole: Whether the optimizer holds the complete state of that update.
+            whole: Whether the optimizer holds the complete state after that update.
         """
         self.idle, pending, before = False, self._pending, self._last
         number, generation, rates = tree["update"] if tree is not None else (0, 0, ())
@@ -393,7 +394,7 @@ _NONE = -1.0
 
 
 class Denominators:
-    """Denominators of an optimizer for statistics: from its own state, or gathered from the owners of its tiles."""
+    """Denominators of an optimizer for statistics, from its own state or gathered from the owners of its tiles."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, divided: Callable[[], bool]) -> None:
         self._optimizer, self._divided = optimizer, divided
@@ -419,20 +420,20 @@ class Denominators:
 
     @property
     def outdated(self) -> bool:
-        """True if nothing can be measured until all ranks have received the denominators; the same on all ranks."""
+        """True if nothing can be measured until the denominators have been gathered; equal on all ranks."""
         return self._outdated and is_adam_like(self._optimizer) and self._divided()
 
     def invalidate(self, *, fresh: bool) -> None:
-        """Invalidate the denominators after a change of the group or of the state's division.
+        """Invalidate the denominators after a change of the group or of the division of the state.
 
         Args:
-            fresh: Whether no update has been made yet, so that there are no denominators to receive.
+            fresh: Whether no update has been made yet, so that there are no denominators to gather.
         """
         self.idle, self._outdated = False, not fresh
         self._gathered = {}
 
     def due(self, step: int) -> bool:
-        """True if all ranks receive the denominators before this step."""
+        """True if the denominators must be gathered before this step."""
         early = step <= SETTLED_STEPS or step % REFRESHED_EVERY == 0
         return is_adam_like(self._optimizer) and (self._outdated or early)
 

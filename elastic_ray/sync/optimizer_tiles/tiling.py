@@ -1,4 +1,4 @@
-"""Division of a model's parameters into tiles, independent of the group that holds their optimizer state (pure)."""
+"""Division of a model's parameters into tiles, which does not depend on the group that holds them (pure)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Tiles of a model's parameters, each a tuple of spans.
+    """Division of a model's parameters into tiles, each of which is a tuple of spans.
 
-    All spans of a tile have the same dtype and kind of device.
+    All spans of a tile have the same dtype and type of device.
     """
 
     tiles: tuple[tuple[Span, ...], ...]
@@ -44,7 +44,7 @@ class Tiling:
 
     @functools.cached_property
     def digest(self) -> int:
-        """40-bit digest that distinguishes tilings."""
+        """40-bit digest that is different for different tilings."""
         return int.from_bytes(hashlib.blake2b(self.to_json().encode(), digest_size=5).digest(), "big")
 
     @functools.cached_property
@@ -57,20 +57,20 @@ class Tiling:
         return sum(span.length for span in self.tiles[tile])
 
     def to_json(self) -> str:
-        """Return the tiling as text that :meth:`from_json` reads."""
+        """Return the tiling as text for :meth:`from_json`."""
         return json.dumps([[[each.name, each.start, each.length, each.whole] for each in tile] for tile in self.tiles])
 
     @classmethod
     def from_json(cls, text: str) -> Tiling:
-        """Return the tiling from the text of :meth:`to_json`."""
+        """Return the tiling described by text from :meth:`to_json`."""
         return cls(tuple(tuple(Span(*each) for each in tile) for tile in json.loads(text)))
 
 
 def cut(profile: ModelProfile, params: Iterable[int], owner: Owner) -> Tiling:
-    """Cut parameters into tiles; equal on every rank that calls it with equal arguments.
+    """Divide parameters into tiles; equal arguments give equal tilings on every rank.
 
     Args:
-        profile: Profile of the model; tensors whose optimizer is not element-wise are not cut.
+        profile: Profile of the model; tensors whose optimizer is not element-wise are kept whole.
     """
     tiles: list[tuple[Span, ...]] = []
     chosen = [profile.params[i] for i in params]

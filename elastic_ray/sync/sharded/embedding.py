@@ -1,4 +1,4 @@
-"""``ShardedEmbedding``: a table too large for one worker, whose rows are divided among owners (torch)."""
+"""Module ``ShardedEmbedding``: an embedding table whose rows are divided among the workers (torch)."""
 
 from __future__ import annotations
 
@@ -26,39 +26,40 @@ _UNSERVED = {
 
 
 class ShardedEmbedding(torch.nn.Module):
-    """Variant of ``torch.nn.Embedding`` or ``EmbeddingBag`` whose rows are divided among the workers.
+    """Embedding layer for tables too large for one worker, whose rows are divided among the workers.
 
-    The forward pass fetches rows from their owners. Row gradients, averaged over the samples of the step like all
-    gradients, go to the owners, which update the rows in ``optimizer.step()``. The rows are not parameters: pass
-    ``model.parameters()`` to the optimizer as usual, and the model to ``AdaptiveDataParallel``, which finds
-    tables. In a group of one worker the module is a plain table.
+    Use it like ``torch.nn.Embedding`` or ``EmbeddingBag``. The forward pass fetches rows from their owners. Row
+    gradients are averaged over the step's samples and sent to the owners, which update the rows in
+    ``optimizer.step()``. The rows are not parameters: pass ``model.parameters()`` to the optimizer as usual;
+    ``AdaptiveDataParallel`` finds the tables in the model. In a group of one worker, the module is an ordinary table.
 
-    Every rank must call the module equally often and in the same order. ``state_dict()`` must be called on all
-    ranks of a group; it holds the complete ``weight`` on rank 0, like that of ``torch.nn.Embedding``, and a
-    ``weight`` without rows on the other ranks.
+    All ranks must call the module equally often and in the same order. ``state_dict()`` must be called on all ranks
+    of a group; it contains the complete ``weight`` on rank 0 and a ``weight`` without rows on other ranks.
 
     Args:
         num_embeddings: Number of rows.
         embedding_dim: Width of a row.
-        padding_idx: Row that gets no gradient and is initialised to zero; None for no such row.
-        mode: ``"sum"`` or ``"mean"`` of bags, as in ``EmbeddingBag``; None to return the rows themselves.
-        optimizer: Rule that updates rows: ``RowSGD``, ``RowAdagrad``, ``RowAdam``, or ``"sgd"``, ``"adagrad"``,
-            ``"adam"``. None uses the wrapped optimizer's rule; that optimizer must be SGD without momentum, Adagrad or
-            SparseAdam, without decays. The learning rate is derived from the wrapped optimizer's.
-        copies: Number of workers that own each row, 1 or 2. With 2, on different nodes if balance allows, losing one
-            worker loses no rows. With 1, the job continues from its last checkpoint if a worker is lost.
+        padding_idx: Row that is initialised to zero and gets no gradient; None for no such row.
+        mode: Reduction of bags, ``"sum"`` or ``"mean"``, as in ``EmbeddingBag``; None to return the rows themselves.
+        optimizer: Update rule for rows: ``RowSGD``, ``RowAdagrad``, ``RowAdam``, or ``"sgd"``, ``"adagrad"``,
+            ``"adam"``. None uses the rule of the wrapped optimizer, which must be SGD without momentum, Adagrad or
+            SparseAdam, without decays. The learning rate is derived from that of the wrapped optimizer.
+        copies: Number of workers that own each row, 1 or 2. With 2, no rows are lost with a single worker; the owners
+            are on different nodes if balance allows. With 1, the job restarts from its last checkpoint if a worker is
+            lost.
         std: Standard deviation of the normal distribution from which rows are initialised.
-        seed: Seed of the initial rows. None draws one from torch's generator; all ranks use rank 0's.
-        dtype: Dtype of the rows, floating-point.
-        device: Device of the rows; results are on the device of the ids.
+        seed: Seed of the initial rows. None draws a seed from torch's generator; all ranks use rank 0's seed.
+        dtype: Floating-point dtype of the rows.
+        device: Device of the rows. Results are on the device of the ids.
 
     Attributes:
-        travels_by_itself: The rows are transferred as a separate state; all ranks must request the state dict.
+        travels_by_itself: Marks that rows are transferred as a separate state, and that all ranks must call
+            ``state_dict()``.
 
     Raises:
         StrategyError: a size or ``copies`` is out of range.
         ValueError: another argument is out of range.
-        TypeError: ``optimizer`` is not a rule for rows, or an option is not supported.
+        TypeError: ``optimizer`` is not an update rule, or an option is not supported.
 
     Examples:
         >>> from elastic_ray.sync import ShardedEmbedding
@@ -116,9 +117,9 @@ class ShardedEmbedding(torch.nn.Module):
         """Create the table for training in a run; called by ``AdaptiveDataParallel``.
 
         Args:
-            rule: Rule that updates rows.
+            rule: Update rule for rows.
             name: Name of the module in its model.
-            number: Index of the model in the run, and of the table in the model.
+            number: Index of the model in the run, and index of the table in the model.
 
         Raises:
             ValueError: the table already belongs to a model of the run.
@@ -133,12 +134,12 @@ class ShardedEmbedding(torch.nn.Module):
         return table
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Return rows, or bags of rows, as ``torch.nn.Embedding`` and ``EmbeddingBag`` do.
+        """Return rows, or reduced bags of rows, like ``torch.nn.Embedding`` and ``EmbeddingBag``.
 
         Args:
-            input: Ids, of any shape; with a ``mode`` [bags, ids], or [ids] with ``offsets``.
-            offsets: Start of each bag in a flat ``input``.
-            per_sample_weights: Weights of the ids, with mode ``"sum"``.
+            input: Ids of rows, of any shape. With a ``mode``, [bags, ids], or [ids] if ``offsets`` are given.
+            offsets: Start of each bag in a flat ``input``; only with a ``mode``.
+            per_sample_weights: Weights of the ids; only with mode ``"sum"``.
 
         Raises:
             IndexError: an id is negative, or not below ``num_embeddings``.
@@ -205,11 +206,12 @@ class ShardedEmbedding(torch.nn.Module):
         return place if place < len(ids) and int(ids[place]) == self.padding_idx else None
 
     def row_state_dict(self) -> dict[str, Any]:
-        """Return the complete table with the state of its rule, and the number of updates; all ranks call it.
+        """Return the complete table with its update rule's state and number of updates; called on every rank.
 
         Returns:
-            ``weight`` and the rule's tensors with torch's names (``sum``; ``exp_avg``, ``exp_avg_sq``), each
-            [num_embeddings, embedding_dim] on rank 0 and without rows on other ranks, and ``step``.
+            ``weight`` and the rule's state under torch's names (``sum``; ``exp_avg``, ``exp_avg_sq``), each
+            [num_embeddings, embedding_dim] on rank 0 and without rows on other ranks; and ``step``, the number of
+            updates.
 
         Raises:
             RuntimeError: the model is not wrapped.
@@ -218,7 +220,7 @@ class ShardedEmbedding(torch.nn.Module):
         return {**table.whole(("weight", *table.rule.initial)), "step": table.updates}
 
     def load_row_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load rank 0's result of :meth:`row_state_dict`, from a group of any size; all ranks load the same state.
+        """Load rank 0's result of :meth:`row_state_dict`, from a group of any size; all ranks must load the same.
 
         Raises:
             RuntimeError: the model is not wrapped.
@@ -273,7 +275,7 @@ class ShardedEmbedding(torch.nn.Module):
             self._loaded, self._alone = whole, None
 
     def extra_repr(self) -> str:
-        """Return the text of ``torch.nn.Embedding`` with the mode and the number of copies."""
+        """Return the description of ``torch.nn.Embedding``, with the mode and the number of copies."""
         mode = f", mode={self.mode!r}" if self.mode is not None else ""
         padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}{mode}, copies={self._shape.copies}"

@@ -1,4 +1,4 @@
-"""Sharded tables of one wrapped model, in training and changes of the group (torch)."""
+"""Sharded tables of one wrapped model, during training and changes of the group (torch)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class ModelTables:
-    """All sharded tables of one wrapped model. A model without tables has no overhead.
+    """Sharded tables of one wrapped model; a model without tables has no overhead.
 
     Args:
-        optimizer: Optimizer of the model's parameters; tables use its learning rates.
+        optimizer: Optimizer of the model's parameters, whose learning rates the tables use.
         number: Index of the model, in the order in which the loop wraps models.
         scaler: AMP's ``GradScaler``; None without AMP.
 
-    Raises StrategyError: a table cannot be trained with this optimizer or with a scaler.
+    Raises StrategyError: a table cannot be trained with this optimizer, or not with a scaler.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class ModelTables:
         return rule
 
     def join(self, what: Announced) -> None:
-        """Participate in a table's row exchange that other ranks announced, without samples on this rank."""
+        """Participate in a table's row exchange that other ranks announced, although this rank has no samples."""
         self.tables[what.detail // 4].join()
 
     def exchange(self) -> None:
-        """Send the gradients of a finished backward pass to the row owners, then vote that all have received theirs.
+        """Send the gradients of a finished backward pass to the row owners, and vote that all have arrived.
 
-        No rank applies gradients before the vote has decided.
+        No rank applies gradients before the vote has ended.
         """
         for table in self.tables:
             table.push()
@@ -73,7 +73,7 @@ class ModelTables:
         communicator.wait(vote)
 
     def zero(self) -> None:
-        """Clear the gradients."""
+        """Clear the gradients of all tables."""
         for table in self.tables:
             table.zero()
 

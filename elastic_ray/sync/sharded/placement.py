@@ -14,7 +14,7 @@ _WORD_BITS = 32
 class RowTiling:
     """Assignment of a table's rows to tiles: row ``i`` is in tile ``i % tiles``, at position ``i // tiles``.
 
-    Neighbouring rows are in different tiles, which balances load, because the first rows are often the most used.
+    Neighbouring rows are in different tiles. This balances the load, because the first rows are often used most.
     """
 
     rows: int  # of the table; 1 or more
@@ -28,7 +28,7 @@ class RowTiling:
 
     @classmethod
     def of(cls, rows: int) -> RowTiling:
-        """Return the tiling of a table with `rows` rows; enough tiles to balance a large group within 1 or 2 percent.
+        """Return a tiling of `rows` rows with enough tiles to balance a large group within 1 or 2 percent.
 
         >>> RowTiling.of(1000)
         RowTiling(rows=1000, tiles=256)
@@ -37,16 +37,16 @@ class RowTiling:
 
     @property
     def height(self) -> int:
-        """Number of positions in a tile; the last one is unused in tiles with one row less."""
+        """Number of positions in a tile; tiles with one row less do not use the last one."""
         return -(-self.rows // self.tiles)
 
     def rows_in(self, tile: int) -> int:
-        """Return the number of rows in one tile."""
+        """Return the number of rows in a tile."""
         return -(-(self.rows - tile) // self.tiles)
 
 
 def to_words(tiles: Iterable[int], count: int) -> list[int]:
-    """Return a set of tiles out of ``count`` as integers below 2^32, one bit per tile.
+    """Encode a set of tile numbers below ``count`` as integers below 2^32, with one bit per tile.
 
     >>> to_words([0, 33], 40)
     [1, 2]
@@ -77,18 +77,18 @@ class Move:
 def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: int) -> tuple[tuple[int, ...], ...]:
     """Return the owners of each tile, preferring ranks that already hold it as far as balance allows.
 
-    Every tile has ``min(copies, ranks)`` owners, and the numbers of tiles that ranks own differ by at most one.
-    Owners of one tile are on different nodes as far as balance allows; if one node holds a tile twice, one copy
-    moves to another node. As many copies as possible stay where they are (a maximum matching), and other copies
-    fill the remaining room. A held copy is displaced only if no other copy can move.
+    Every tile has ``min(copies, ranks)`` owners, and the numbers of tiles per rank differ by at most one. As far as
+    this balance allows, owners of a tile are on different nodes; if one node holds a tile twice, one copy moves to
+    another node. As many copies as possible stay in place (a maximum matching), and other copies fill the remaining
+    space. A held copy is moved only if no other copy can move.
 
     Args:
-        tiles: Number of tiles; 1 or more.
-        held: Tiles that each rank holds, by rank.
-        copies: Number of owners per tile; 1 or more.
+        tiles: Number of tiles, at least 1.
+        held: Tiles that each rank holds, in rank order.
+        copies: Number of owners per tile, at least 1.
 
-    Returns the owners of each tile. The first owner answers ranks that do not hold the tile; each rank is the first
-    owner of about equally many tiles.
+    The first owner of a tile serves ranks that do not hold it; each rank is the first owner of about equally many
+    tiles.
     """
     world = len(held)
     copies = min(copies, world)
@@ -189,7 +189,7 @@ class _Matching:
 
 
 def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Move, ...]:
-    """Return the moves to owners that lack their tiles, balanced over the ranks that send.
+    """Return the moves of tiles to owners that lack them, balanced over the sending ranks.
 
     Raises ValueError: no rank holds a tile; see :func:`lost`.
     """
@@ -209,12 +209,12 @@ def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Mo
 
 
 def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: int = 1) -> tuple[Move, ...]:
-    """Return the moves after which staying ranks own `copies` of each tile, or one each if fewer stay.
+    """Return the moves after which staying ranks own `copies` of each tile, or one each if fewer ranks stay.
 
-    Leaving ranks are the senders if possible, and the ranks that own the fewest tiles receive.
+    If possible, leaving ranks send; the ranks that own the fewest tiles receive.
 
     Args:
-        stays: Flag per rank: whether it stays; at least one must.
+        stays: For each rank, whether it stays; at least one must.
 
     Raises ValueError: no rank stays.
     """
@@ -235,5 +235,5 @@ def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: in
 
 
 def lost(tiles: int, held: Sequence[Set[int]]) -> tuple[int, ...]:
-    """Return tiles that no rank holds."""
+    """Return the tiles that no rank holds."""
     return tuple(tile for tile in range(tiles) if not any(tile in each for each in held))

@@ -1,4 +1,4 @@
-"""Row-wise update rules of sharded tables, as values (pure)."""
+"""Update rules for the rows of sharded tables, as values (pure)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNSERVED = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
-    """Base of the row rules; the learning rate is ``lr_factor`` x that of the optimizer's parameter group ``group``."""
+    """Base class of update rules; the learning rate is ``lr_factor`` times that of parameter group ``group``."""
 
     # the table's learning rate is that of the wrapped optimizer (of its parameter group ``group``, with its schedule
     # and the step's factor) times this; more than 0
@@ -38,13 +38,13 @@ class RowRule:
 
     @property
     def initial(self) -> Mapping[str, float]:
-        """State of each element by name, with its value before the first update."""
+        """Initial value of each state tensor, keyed by name."""
         return {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowSGD(RowRule):
-    """Row rule p <- p - lr g, as ``torch.optim.SGD`` without momentum and weight decay.
+    """Update rule p <- p - lr g, like ``torch.optim.SGD`` without momentum and weight decay.
 
     Examples:
         >>> from elastic_ray.sync import RowSGD
@@ -55,11 +55,11 @@ class RowSGD(RowRule):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowAdagrad(RowRule):
-    """Row rule s <- s + g^2, p <- p - lr g / (sqrt(s) + eps), as ``torch.optim.Adagrad`` without decays.
+    """Update rule s <- s + g^2, p <- p - lr g / (sqrt(s) + eps), like ``torch.optim.Adagrad`` without decays.
 
     Attributes:
-        initial_accumulator_value: s before the first update; 0 or more.
-        eps: Constant added to the root; 0 or more.
+        initial_accumulator_value: Value of s before the first update, at least 0.
+        eps: Constant added to the root, at least 0.
 
     Examples:
         >>> from elastic_ray.sync import RowAdagrad
@@ -83,15 +83,14 @@ class RowAdagrad(RowRule):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowAdam(RowRule):
-    """Row rule that applies Adam to a step's rows, as ``SparseAdam``; moments of other rows do not change.
+    """Update rule that applies Adam only to a step's rows, like ``SparseAdam``; other rows keep their moments.
 
-    Bias correction counts the updates of the table, not those of each row, just as ``SparseAdam`` counts those of
-    the parameter. The first updates of a row that is touched late are therefore not corrected for its small
-    moments.
+    Bias correction counts the updates of the whole table and not of each row, as ``SparseAdam`` does. If a row is
+    first used late in training, its first updates are therefore not corrected for its small moments.
 
     Attributes:
-        betas: Decay rates of the first and second moments; from 0 to below 1.
-        eps: Constant added to the root; 0 or more.
+        betas: Decay rates of the first and second moments, each in [0, 1).
+        eps: Constant added to the root, at least 0.
 
     Examples:
         >>> from elastic_ray.sync import RowAdam
@@ -118,14 +117,14 @@ _BY_NAME: dict[str, type[RowRule]] = {"sgd": RowSGD, "adagrad": RowAdagrad, "ada
 
 
 def named_rule(optimizer: RowRule | str | None) -> RowRule | None:
-    """Return the rule for a table's ``optimizer`` argument; None stays None, for the wrapped optimizer's rule.
+    """Return the update rule for a table's ``optimizer`` argument; None stands for the wrapped optimizer's rule.
 
     >>> named_rule("sgd")
     RowSGD(lr_factor=1.0, group=0)
 
     Raises:
         ValueError: no rule has this name.
-        TypeError: the argument is neither a rule, nor a name, nor None.
+        TypeError: the argument is not a rule, a name, or None.
     """
     if optimizer is None or isinstance(optimizer, RowRule):
         return optimizer
@@ -140,7 +139,7 @@ def named_rule(optimizer: RowRule | str | None) -> RowRule | None:
 
 
 def rule_of(optimizer: str, group: Mapping[str, Any]) -> RowRule:
-    """Return the rule equivalent to a torch optimizer, given by class name and parameter group.
+    """Return the update rule that is equivalent to a torch optimizer, given its class name and parameter group.
 
     Raises StrategyError: no rule is equivalent.
     """

@@ -1,4 +1,4 @@
-"""One rank's shard of a table, and its moves when the group changes (torch)."""
+"""Shard of a table that one rank holds, and its moves when the group changes (torch)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _Rows = Mapping[str, Tensor]
 def update_rows(
     rule: RowRule, tensors: Mapping[str, Tensor], places: Tensor, gradient: Tensor, *, lr: float, step: int
 ) -> None:
-    """Update some rows in place.
+    """Update some rows of a table in place by an update rule.
 
     Args:
-        tensors: The table's ``weight`` and the rule's state, each [places, width].
+        tensors: Weight of the table (``weight``) and the rule's state, each [places, width].
         places: Positions of the rows in ``tensors``.
         gradient: Gradient of the rows, [len(places), width].
-        step: Number of the update, from 1.
+        step: Number of the update, starting at 1.
     """
     rows = {name: tensor.index_select(0, places) for name, tensor in tensors.items()}
     _RULES[type(rule)](rule, rows, gradient, lr, step)
@@ -60,10 +60,10 @@ _RULES: dict[type[RowRule], Callable[[Any, _Rows, Tensor, float, int], None]] = 
 
 
 def summed(pieces: list[tuple[Tensor, Tensor]], width: int) -> tuple[Tensor, Tensor]:
-    """Return row gradients with each id once, in ascending order; pieces are added in sequence.
+    """Return the sum of several row gradients, with each id once and in ascending order.
 
     Args:
-        pieces: Ids [n] and gradients [n, width], at least one piece; within a piece each id must occur only once.
+        pieces: Ids [n] and gradients [n, width] to add, in this order; at least one. Ids must be unique within each.
     """
     if len(pieces) == 1:
         return pieces[0]
@@ -78,17 +78,17 @@ _Matrix = Sequence[Sequence[int]]
 
 
 class RowsLostError(LostGroupError):
-    """Error raised if rows of a sharded table are lost with all owners; the job continues from a checkpoint."""
+    """Error raised if all owners of some rows of a sharded table are lost; the job continues from a checkpoint."""
 
 
 class TableShard:
-    """Shard of a table on one rank.
+    """Shard of a table that one rank holds.
 
-    Methods raise CommunicationFailedError if the group breaks; rows held before are kept.
+    Methods raise CommunicationFailedError if the group breaks; the rank then keeps its rows.
 
     Args:
-        copies: Number of owners of each tile, in a group of at least as many ranks.
-        like: ``weight`` and the rule's state as empty tensors, [0, width].
+        copies: Number of owners of each tile, limited by the number of ranks.
+        like: Templates of ``weight`` and the rule's state: empty tensors, [0, width].
     """
 
     def __init__(self, tiling: RowTiling, copies: int, like: Mapping[str, Tensor], name: str) -> None:
@@ -110,15 +110,15 @@ class TableShard:
         return self._like["weight"].device
 
     def begin(self, source: InitialRows) -> None:
-        """Drop all rows and use new ones from `source`."""
+        """Replace all rows by initial rows from `source`."""
         self._stores, self._source = [], source
 
     def drop(self) -> None:
-        """Drop all rows; other ranks hold the valid ones."""
+        """Drop all rows, because other ranks hold the valid ones."""
         self._stores, self._source = [], None
 
     def take(self, store: TileStore) -> None:
-        """Restore the rows that were held before a rerun."""
+        """Restore the rows that this rank held before a rerun."""
         self._stores, self._source = [store], None
 
     def make_whole(self) -> None:
@@ -127,9 +127,9 @@ class TableShard:
         self._follow(self._made(everything, self._source), tuple((0,) for _ in everything))
 
     def enter(self, communicator: Communicator, nodes: Sequence[str]) -> int:
-        """Hold the tiles that this rank owns in a new group; all ranks must hold rows of the same update, or none.
+        """Receive the tiles that this rank owns in a new group; all ranks with rows must have made the same updates.
 
-        Returns the number of tiles that were sent between ranks.
+        Returns the number of tiles sent between ranks.
 
         Raises RowsLostError: no rank holds some of the rows; raised on every rank.
         """
@@ -179,7 +179,7 @@ class TableShard:
         self._by_tile = torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send the tiles that only leaving ranks own to staying ranks; called on every rank."""
+        """Send tiles that only leaving ranks own to ranks that stay; called on every rank."""
         given = hand_over(self._owners, stays)
         if not given:
             return
@@ -194,27 +194,27 @@ class TableShard:
         return self._by_tile.shape[-1] == self._world
 
     def read(self, ids: Tensor) -> Tensor:
-        """Return rows, all of which this rank must hold."""
+        """Return rows by id, all of which this rank must hold."""
         assert self.store is not None
         return self.store.rows(ids)
 
     def fetch(self, communicator: Communicator, ids: Tensor) -> Tensor:
-        """Fetch rows from their owners, [len(ids), width]; called on every rank, even with no ids."""
+        """Fetch rows from their owners, [len(ids), width]; called on every rank, with no ids if it needs none."""
         assert self.store is not None
         return fetch(communicator, self.store, self._by_tile[:, 0], ids)
 
     def push(self, communicator: Communicator, ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum all ranks' gradients of the rows that this rank owns, in rank order; called on every rank.
+        """Return ids and summed gradients (over all ranks, in rank order) of the rows that this rank owns.
 
         Args:
-            gradient: This rank's gradients of the rows ``ids``, weighted by samples.
+            gradient: Gradients on this rank for the rows ``ids``, weighted by samples.
         """
         if communicator.world_size == 1:
             return ids, gradient
         return summed(push(communicator, self._by_tile, ids, gradient), gradient.shape[1])
 
     def whole(self, communicator: Communicator | None, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """Return the named tensors of the complete table on rank 0, None on other ranks; called on every rank.
+        """Return tensors of the complete table on rank 0, None on other ranks; called on every rank.
 
         Args:
             communicator: Communicator of the group; None before the first group.
@@ -231,7 +231,7 @@ class TableShard:
 
 
 def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Tensor) -> Tensor:
-    """Fetch rows of a table from the ranks that answer for them; called on every rank, even with no ids.
+    """Fetch rows of a table from other ranks; called on every rank, with no ids if it needs none.
 
     Args:
         readers: For each tile, the rank from which to fetch.
@@ -255,14 +255,14 @@ def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Te
 
 
 def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Send row gradients to all owners of each row; called on every rank, even with no ids.
+    """Send row gradients to all owners of each row; called on every rank, with no ids if it has none.
 
     Args:
         owners: Owners of each tile, [tiles, copies].
-        ids: Ids of the rows, each once, [n].
+        ids: Unique ids of the rows, [n].
         gradient: Gradients of the rows, [n, width].
 
-    Returns each rank's ids and gradients for the rows that this rank owns, in the order of that rank's ids.
+    Returns, for each rank, the ids and gradients that it has sent for rows that this rank owns, in its order of ids.
     """
     to = owners[ids % len(owners)]
     order = torch.argsort(to.reshape(-1), stable=True)
@@ -294,9 +294,9 @@ def carry_out(
 def collect(
     communicator: Communicator, owners: Sequence[Sequence[int]], store: TileStore, height: int, names: Sequence[str]
 ) -> TileStore | None:
-    """Collect the named tensors of all tiles that rank 0 lacks from their first owners; None on other ranks.
+    """Collect tiles that rank 0 lacks from their first owners, for the named tensors; called on every rank.
 
-    Called on every rank.
+    Returns None on ranks other than 0.
     """
     tiles = [tile for tile, mine in enumerate(owners) if 0 not in mine]
     moves = [Move(tile, owners[tile][0], 0) for tile in tiles]

@@ -1,4 +1,4 @@
-"""Rows that one rank holds, by tile, and the source of the initial rows (torch)."""
+"""Rows of a table that one rank holds, tile by tile, and the source of initial rows (torch)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TileStore:
     """Rows of some tiles of a table, with the state of their update rule.
 
     Args:
-        tensors: ``weight`` and the rule's state, each [len(tiles) * tiling.height, width], tile after tile.
+        tensors: Weight (``weight``) and the rule's state, each [len(tiles) * tiling.height, width], tile after tile.
     """
 
     def __init__(self, tiling: RowTiling, tiles: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
@@ -28,50 +28,50 @@ class TileStore:
 
     @classmethod
     def empty(cls, tiling: RowTiling, tiles: Sequence[int], like: Mapping[str, Tensor]) -> TileStore:
-        """Return a store with uninitialised memory for some tiles, with the dtypes and widths of ``like``."""
+        """Return a store with uninitialised memory for the tiles, with dtypes and widths as in ``like``."""
         places = len(tiles) * tiling.height
         return cls(tiling, tiles, {name: each.new_empty(places, each.shape[1]) for name, each in like.items()})
 
     def holds(self, ids: Tensor) -> Tensor:
-        """Return a mask of the `ids` whose rows are in this store."""
+        """Return a mask that is True for each of the `ids` whose row is in this store."""
         return self._slots[ids % self.tiling.tiles] >= 0
 
     def places(self, ids: Tensor) -> Tensor:
-        """Return the positions of rows in this store, which must hold them."""
+        """Return the positions of rows in this store's tensors; the store must hold these rows."""
         tiles = self.tiling.tiles
         return self._slots[ids % tiles] * self.tiling.height + torch.div(ids, tiles, rounding_mode="floor")
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return a copy of rows that this store holds."""
+        """Return a copy of some rows, which this store must hold."""
         return self.tensors["weight"].index_select(0, self.places(ids))
 
     def tile(self, name: str, tile: int) -> Tensor:
         """Return a tile's part of one tensor, [height, width], as a writable view.
 
-        If the tile has one row less than ``height``, the last position is unused.
+        If the tile has one row less than ``height``, its last position is not used.
         """
         begin = int(self._slots[tile]) * self.tiling.height
         return self.tensors[name][begin : begin + self.tiling.height]
 
 
 class InitialRows(Protocol):
-    """Source of a table's rows before any rank holds them."""
+    """Protocol of a source of a table's rows, used before any rank holds them."""
 
     @property
     def trained(self) -> bool:
-        """True if the rows were loaded, and not initialised."""
+        """True if the rows were loaded; False if they are newly initialised."""
 
     def fill(self, name: str, tile: int, into: Tensor) -> None:
-        """Write a tile's part of one tensor, [height, width], to ``into``."""
+        """Write a tile's part of one tensor into ``into``, [height, width]."""
 
 
 class SeededRows:
-    """Random initial rows, drawn tile by tile, so that each rank can make the tiles it owns and all ranks agree.
+    """Random initial rows that are drawn tile by tile, so that all owners of a tile draw the same values.
 
     Args:
-        seed: Seed of the random numbers; the same on all ranks.
+        seed: Seed of the random numbers; equal on all ranks.
         std: Standard deviation of the normal distribution.
-        padding: Row that is zero; None for none.
+        padding: Row that is set to zero; None for no such row.
         initial: Initial value of each tensor other than ``weight``.
     """
 
@@ -81,7 +81,7 @@ class SeededRows:
         self._tiling, self._seed, self._std, self._padding, self._initial = tiling, seed, std, padding, initial
 
     def fill(self, name: str, tile: int, into: Tensor) -> None:
-        """Fill `into` with a tile's initial values: drawn weights, or the rule's initial state."""
+        """Write a tile's initial values into ``into``: random weights, or initial values of the rule's state."""
         if name != "weight":
             into.fill_(self._initial[name])
             return
@@ -92,10 +92,10 @@ class SeededRows:
 
 
 class LoadedRows:
-    """Complete table that was loaded, kept until this rank has copied the tiles that it owns.
+    """Loaded complete table, which is kept until this rank has copied the tiles that it owns.
 
     Args:
-        whole: ``weight`` and the loaded tensors of the rule's state, each [rows, width].
+        whole: Weight (``weight``) and the loaded tensors of the rule's state, each [rows, width].
         initial: Initial value of each state tensor that was not loaded.
     """
 
@@ -105,7 +105,7 @@ class LoadedRows:
         self._tiling, self._whole, self._initial = tiling, whole, initial
 
     def fill(self, name: str, tile: int, into: Tensor) -> None:
-        """Fill `into` with a tile of the loaded table; the rule's state gets its initial value if none was loaded."""
+        """Write a tile of the loaded table into ``into``; state that was not loaded gets its initial value."""
         if name in self._whole:
             part = self._whole[name][tile :: self._tiling.tiles]
             into[: len(part)].copy_(part)
@@ -115,7 +115,7 @@ class LoadedRows:
 
 
 def whole_of(tiling: RowTiling, name: str, stores: Sequence[Any]) -> Tensor:
-    """Return one tensor of a table, [rows, width], assembled from stores that together hold all of its tiles."""
+    """Return one tensor of a table, [rows, width], assembled from stores that together hold all tiles."""
     first: Tensor = stores[0].tensors[name]
     whole = first.new_empty(tiling.rows, first.shape[1])
     for store in stores:

@@ -1,4 +1,4 @@
-"""Sharded table in training: its rows, their gradients, and its state through changes of the group (torch)."""
+"""Sharded table during training: its rows, their gradients, and its state through changes of the group (torch)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Piece = tuple[Tensor, Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableShape:
-    """Shape and initialisation of a table."""
+    """Size and initialisation of a table."""
 
     rows: int
     width: int
@@ -55,12 +55,12 @@ class _PendingRows:
 
 
 class ShardedTable:
-    """Sharded table in training: fetches rows, exchanges their gradients, and updates the rows it owns.
+    """Sharded table during training, which fetches rows, exchanges their gradients, and updates owned rows.
 
-    An update is decided once all ranks have received their gradients and a subsequent vote has ended. From then on
+    An update is decided once all ranks have received their gradients and a subsequent vote has ended. From then on,
     every surviving rank can make it: a rank that voted but did not update receives the other ranks' state, which
-    includes the only value that its own update lacks, the learning rate. So after a loss no rank needs rows from
-    another rank, except rows that must get a new second owner.
+    includes the only value that it lacks, the learning rate. After a loss, rows must therefore be sent only if they
+    need a new second owner.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class ShardedTable:
         self.begin(SeededRows(self._tiling, seed, shape.std, shape.padding, rule.initial))
 
     def begin(self, source: InitialRows) -> None:
-        """Start with rows from `source`, unless other ranks already hold the rows."""
+        """Start with initial rows from `source`, unless other ranks already hold the rows."""
         self._shard.begin(source)
         self._loaded, self._begun = source.trained, False
 
     def left_for(self, run: Run) -> dict[str, Tensor] | None:
-        """Return the complete weight for another run in this process; None if it does not exist yet."""
+        """Return the complete weight for another run in this process; None if it is not available yet."""
         if run is self._run:
             raise ValueError("a ShardedEmbedding must belong to one model, but another wrapped model already has it")
         if self._shard.store is not None and not self._shard.everywhere:
@@ -102,11 +102,11 @@ class ShardedTable:
         return self._last.number
 
     def load(self, whole: Mapping[str, Tensor], updates: int = 0) -> None:
-        """Load a complete table and its number of updates; all ranks load the same.
+        """Load a complete table and its number of updates; all ranks must load the same.
 
         Raises:
             RuntimeError: a loader's step is in progress, which might be lost and drawn again.
-            RanksDisagreeError: another rank does not load. CommunicationFailedError: the group broke.
+            RanksDisagreeError: another rank does not load a table. CommunicationFailedError: the group broke.
         """
         group = self._run.group
         if self._run.ledger.step is not None:
@@ -121,9 +121,9 @@ class ShardedTable:
     # -- rows in forward passes ----------------------------------------------------------------------------------------
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return current rows, [len(ids), width]; all ranks call it at the same point, even with no ids.
+        """Return current rows, [len(ids), width]; all ranks call this at the same point, with no ids if they need none.
 
-        In a lost step, and while user code is being replayed on a joiner, the rows are zeros.
+        The rows are zeros in a lost step, and while user code is replayed on a joiner.
 
         Raises:
             RanksDisagreeError: other ranks do something else at this point.
@@ -150,7 +150,7 @@ class ShardedTable:
         return Announced(Intent.ROWS, self._number[0], self._number[1] * 4 + what)
 
     def join(self) -> None:
-        """Participate in a fetch of rows without fetching any."""
+        """Participate in a fetch of rows by other ranks."""
         self._shard.fetch(self._run.group.communicator, self._nothing[0])
 
     def _check_place(self) -> None:
@@ -175,7 +175,7 @@ class ShardedTable:
     # -- gradients and updates -----------------------------------------------------------------------------------------
 
     def add_gradient(self, ids: Tensor, gradient: Tensor) -> None:
-        """Add a backward pass's gradient of rows that were fetched.
+        """Add the gradient that a backward pass has computed for rows that were fetched.
 
         Raises RuntimeError: gradients of an earlier step have not been applied.
         """
@@ -206,7 +206,7 @@ class ShardedTable:
             )
 
     def push(self) -> None:
-        """Send this rank's gradients to the row owners, and receive those of other ranks; all ranks call it."""
+        """Send this rank's gradients to the row owners, and receive those for its own rows; called on every rank."""
         ids, gradient = self._shard.push(self._run.group.communicator, *self._local.take())
         update = _Update(self._last.number + 1, self._run.group.generation)
         before = self._pending
@@ -215,7 +215,7 @@ class ShardedTable:
         self._pending = _PendingRows(update, ids, gradient)
 
     def close(self) -> None:
-        """Close the accumulation, because the optimizer was asked to step."""
+        """Close the accumulation of gradients, because the optimizer steps."""
         self._local.close()
         self._unused = False
 
@@ -226,9 +226,9 @@ class ShardedTable:
             self._pending, self._unused = None, False
 
     def update(self, lr: float) -> None:
-        """Apply the received gradients, or the local ones if this rank is alone.
+        """Apply the received gradients, or the local gradients if this rank is alone.
 
-        Raises RuntimeError: row gradients were not sent, because no parameter had a gradient.
+        Raises RuntimeError: row gradients were not sent, because no parameter of the model had a gradient.
         """
         if self._local.waits and self._run.group.world_size > 1:
             raise RuntimeError(
@@ -240,7 +240,7 @@ class ShardedTable:
         self._apply(_Update(self._last.number + 1, self._run.group.generation, lr * self.rule.lr_factor))
 
     def leave_out(self) -> None:
-        """Skip the update, on all ranks."""
+        """Skip the update; called on every rank."""
         self._pending = None
 
     def _apply(self, update: _Update) -> None:
@@ -253,7 +253,7 @@ class ShardedTable:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def enter_group(self) -> None:
-        """Enter the current group and hold the rows that this rank owns in it.
+        """Enter the current group, and receive the rows that this rank owns in it.
 
         Raises CommunicationFailedError: the group broke again. RowsLostError: rows were lost; raised on every rank.
         """
@@ -262,12 +262,12 @@ class ShardedTable:
         self._begun, self._unused, self._pending, self._gathered = True, False, None, None
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Hand over rows before ranks leave; see ``TableShard.hand_over``."""
+        """Send rows that only leaving ranks own to ranks that stay; called on every rank."""
         self._gathered = None
         self._shard.hand_over(self._run.group.communicator, stays)
 
     def gather(self) -> None:
-        """Gather the complete table on rank 0 until the next update; all ranks call it."""
+        """Gather the complete table on rank 0, where it stays until the next update; called on every rank."""
         self._gathered = self._shard.whole(self._run.group.communicator, self._names)
 
     @property
@@ -276,12 +276,12 @@ class ShardedTable:
         return self._gathered is not None or self._run.group.world_size == 1
 
     def whole(self, names: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
-        """Return the complete table on rank 0, and tensors without rows on other ranks; all ranks call it.
+        """Return the complete table on rank 0, and tensors without rows on other ranks; called on every rank.
 
-        In a lost step rank 0 gets no rows either, and an event reports it.
+        In a lost step, rank 0 gets no rows either, which an event reports.
 
         Raises:
-            RanksDisagreeError: another rank does not call it.
+            RanksDisagreeError: another rank does not make this call.
             CommunicationFailedError: the group broke, outside of steps.
         """
         ledger, found = self._run.ledger, None
@@ -320,7 +320,7 @@ class ShardedTable:
         }
 
     def capture_to_save(self) -> Any:
-        """Return the shared state with the complete table, if this rank can save it."""
+        """Return the shared state, with the complete table if this rank can save it."""
         if not self._begun or not self.settled:
             return self.capture()
         whole = self._gathered or self._shard.whole(self._run.group.communicator, self._names)
@@ -333,9 +333,9 @@ class ShardedTable:
         return {**self.capture(), "kept": kept}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state: rows of its last update are kept, older ones updated or dropped.
+        """Restore a captured state; rows from before its last update are updated or dropped.
 
-        Raises RuntimeError: the state is of a different table.
+        Raises RuntimeError: the state belongs to a different table.
         """
         self._check_same(tree)
         number, generation, lr = tree["update"]
@@ -371,8 +371,8 @@ class ShardedTable:
 class LocalGradients:
     """Gradients of table rows on this rank, with the semantics of a parameter's ``.grad``.
 
-    Each micro-step adds the gradients of its backward passes until ``optimizer.step()``, except those that
-    ``zero_grad()`` clears; gradients after ``optimizer.step()`` belong to another loss.
+    Each micro-step adds the gradients of its backward passes before ``optimizer.step()``, except those that
+    ``zero_grad()`` clears. Later gradients belong to another loss.
 
     Args:
         nothing: Empty ids and gradients, [0] and [0, width].
@@ -387,7 +387,7 @@ class LocalGradients:
         self.waits = False  # some of the present step that were not taken
 
     def begin(self, step: Any, micro: int) -> bool:
-        """Prepare to add a gradient; return True if it is the first of its step."""
+        """Prepare to add a gradient; return True if it is the first one of its step."""
         before, self._at = self._at, (step, micro)
         first = before[0] is not step or (step is None and self._closed)
         if first:
@@ -399,13 +399,13 @@ class LocalGradients:
         return first
 
     def add(self, ids: Tensor, gradient: Tensor) -> None:
-        """Add a gradient weighted by samples; each id must occur only once."""
+        """Add gradients that are weighted by samples; ids must be unique."""
         if not self._closed:
             self._present.append((ids, gradient))
             self.waits = True
 
     def close(self) -> None:
-        """Close the accumulation, because the optimizer was asked to step."""
+        """Close the accumulation of gradients, because the optimizer steps."""
         if not self._closed:
             self._carried += self._present
             self._present = []
@@ -417,7 +417,7 @@ class LocalGradients:
         self._carried_sent = self.waits = False
 
     def take(self) -> _Piece:
-        """Return the gradients not sent yet, each id once, and mark them as sent."""
+        """Return the gradients that have not been sent yet, with unique ids, and mark them as sent."""
         pieces = self._present if self._carried_sent else [*self._carried, *self._present]
         self._carried_sent, self.waits = True, False
         self._present = []

@@ -1,7 +1,8 @@
 """Deferred initialisation of a model that was built on the meta device, one module at a time (torch).
 
-Only one module's own parameters are materialised in full at a time. Torch's recipe, ``to_empty`` on the whole model and
-then ``reset_parameters`` on sharded parameters, would hold all of them, and draw other numbers for each group size.
+Only the parameters that one module holds directly are in memory as a whole at a time. Torch's recipe
+(``to_empty`` on the whole model, then ``reset_parameters`` on sharded parameters) would materialise all of them,
+and draw different numbers for each group size.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Initialisation] = weakref.WeakKeyD
 
 
 def prepare(module: nn.Module, function: Callable[[nn.Module], None] | None, device: torch.device) -> None:
-    """Find the initialiser of each module on the meta device in a sharded module, and allocate its buffers.
+    """Find the initialiser of each submodule on the meta device, and allocate the submodule's buffers.
 
     Args:
-        function: Initialises the tensors that one module itself holds; None for the modules' own ``reset_parameters``.
+        function: Initialises the tensors that a module holds directly; None uses the modules' ``reset_parameters``.
 
     Raises ValueError: A module has no ``reset_parameters``, and there is no function.
     """
@@ -70,14 +71,14 @@ def prepare(module: nn.Module, function: Callable[[nn.Module], None] | None, dev
 def initialise(
     module: nn.Module, params: Sequence[ShardedParam], seed: int, keep: Callable[[int, Tensor], None]
 ) -> None:
-    """Initialise a model's parameters and buffers, like building it in memory after ``torch.manual_seed(seed)``.
+    """Initialise a model's parameters and buffers as if it had been built after ``torch.manual_seed(seed)``.
 
-    The values are the same if its constructor creates modules in the order of ``modules()`` and draws random numbers
-    only in ``reset_parameters``.
+    The values are equal if the model's constructor creates modules in the order of ``modules()``, and random numbers
+    are drawn only in ``reset_parameters``.
 
     Args:
         seed: Seed of torch's generators, whose states are restored afterwards.
-        keep: Called with the position and the whole value of each parameter, which is freed after the call.
+        keep: Called with the position and the whole value of each parameter; the value is freed afterwards.
 
     Raises ValueError: A module's initialisation does not fill its tensors, or changes their shapes.
     """

@@ -1,8 +1,8 @@
-"""Access to private fields of torch's ``fully_shard``; no other module uses them (torch).
+"""Access to private fields of torch's ``fully_shard``, which no other module uses (torch).
 
-Torch has no way to move a sharded module to another group. This module swaps its mesh and its shards in place, between
-two steps; modules, parameters and hooks stay the same objects. Written for torch 2.11 to 2.15; :func:`check_torch`
-checks that the installed torch has all the fields.
+Torch cannot move a sharded module to another group. This module therefore replaces its mesh and its shards
+between two steps; modules, parameters and hooks stay the same objects. It is written for torch 2.11 to 2.15;
+:func:`check_torch` checks that the installed torch has all required fields.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ NO_MEMORY_YET = (
 
 
 class UnknownTorchError(RuntimeError):
-    """Error raised if the installed torch lacks the expected private fields."""
+    """Error raised if the installed version of torch lacks some of the expected private fields."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardedParam:
-    """Parameter of a sharded module, with torch's private object for it."""
+    """Parameter of a sharded module, with the private object that torch keeps for it."""
 
     name: str  # the first of its names in the model
     param: nn.Parameter  # the user's object, a ``DTensor``
@@ -92,20 +92,20 @@ class ShardedParam:
 
     @property
     def local(self) -> Tensor:
-        """Local rows of this rank, in their own memory."""
+        """Rows of the parameter on this rank, in their own memory."""
         return self.param._local_tensor  # type: ignore[attr-defined,no-any-return]
 
     @property
     def local_grad(self) -> Tensor | None:
-        """Gradient of the local rows."""
+        """Gradient of the rows on this rank; None if there is none."""
         grad: Any = self.param.grad
         return None if grad is None else grad._local_tensor
 
 
 def check_torch() -> None:
-    """Check that torch has the fields that this module swaps.
+    """Check that torch has the private fields that this module replaces.
 
-    Raises UnknownTorchError: A field is missing; the message names the fields and torch's version.
+    Raises UnknownTorchError: A field is missing; the message names missing fields and torch's version.
     """
     if missing := _missing_fields():
         raise UnknownTorchError(
@@ -127,7 +127,7 @@ def _missing_fields() -> tuple[str, ...]:
 
 
 def missing_fields(module: nn.Module) -> tuple[str, ...]:
-    """Return the fields used here that are missing in a sharded module's parts, as ``Class.field``."""
+    """Return the required private fields that a sharded module lacks, as ``Class.field``."""
     found = list(_lacking(module, ("_get_fsdp_state",)))
     if found:
         return tuple(found)
@@ -159,7 +159,7 @@ def _param_groups(state: Any) -> list[Any]:
 
 
 def states_of(module: nn.Module) -> list[Any]:
-    """Return torch's states of the sharded modules in a model, each once, outermost first."""
+    """Return torch's state objects of all sharded modules in a model, without duplicates, outermost first."""
     found: dict[int, Any] = {}
     for each in module.modules():
         if isinstance(each, FSDPModule):
@@ -169,17 +169,17 @@ def states_of(module: nn.Module) -> list[Any]:
 
 
 def units_of(module: nn.Module) -> list[FSDPModule]:
-    """Return the sharded modules in a model."""
+    """Return all sharded modules in a model."""
     return [each for each in module.modules() if isinstance(each, FSDPModule)]
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """Return torch's groups of parameters that are gathered together."""
+    """Return torch's groups of parameters, each of which is gathered together."""
     return [group for state in states_of(module) for group in _param_groups(state)]
 
 
 def params_of(module: nn.Module) -> list[ShardedParam]:
-    """Return the sharded parameters of a model, in model order."""
+    """Return all sharded parameters of a model, in model order."""
     fields = {id(field.sharded_param): field for group in groups_of(module) for field in group.fsdp_params}
     return [
         ShardedParam(name, param, tuple(fields[id(param)]._orig_size), fields[id(param)])
@@ -189,9 +189,9 @@ def params_of(module: nn.Module) -> list[ShardedParam]:
 
 
 def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
-    """Return the parameters whose gradients torch scatters together in a sharded module, in memory order.
+    """Return the parameters of a sharded module whose gradients torch scatters together, in memory order.
 
-    Each comes with the number of elements in this rank's rows, and that number including zero padding.
+    Each parameter comes with the number of elements in this rank's rows, without and with zero padding.
     """
     return [
         (field.sharded_param, field.sharded_size.numel(), field.padded_sharded_param_size.numel())
@@ -202,7 +202,7 @@ def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
 
 
 def check_places(module: nn.Module) -> None:
-    """Check that no parameter sharded by torch has been replaced in the model.
+    """Check that no sharded parameter of the model has been replaced.
 
     Raises StrategyError: A parameter was replaced.
     """
@@ -220,9 +220,9 @@ def check_places(module: nn.Module) -> None:
 
 
 def take_over(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce_hook: Any) -> None:
-    """Set the communication functions of a sharded module, and prevent user code from changing them.
+    """Set the communication hooks of a sharded module, and prevent user code from changing them.
 
-    Raises StrategyError: User code has already changed one.
+    Raises StrategyError: User code has already set a hook.
     """
     for group in _param_groups(unit._get_fsdp_state()):
         for field, setter in _SETTINGS.items():
@@ -240,13 +240,13 @@ def take_over(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce
 
 
 def watch_use(unit: FSDPModule, used: Callable[[nn.Parameter], None]) -> None:
-    """Report each parameter of a sharded module that has its own gradient when torch scatters gradients.
+    """Report which parameters of a sharded module have a gradient when torch scatters gradients.
 
-    Torch scatters zeros for the other parameters, because ranks may use different ones, and these zeros cannot be
-    distinguished from gradients later.
+    For all other parameters, torch scatters zeros, which cannot be distinguished from gradients later, because ranks
+    may use different parameters.
 
     Args:
-        used: Called with the user's parameter, once or more per backward pass.
+        used: Called with each such parameter, at least once per backward pass.
     """
     for group in _param_groups(unit._get_fsdp_state()):
         _put(group, post_backward=functools.partial(_post_backward, group, used))
@@ -273,13 +273,13 @@ def _refuse_setting(setter: str, *arguments: Any, **options: Any) -> None:
 
 
 def hollow_out(module: nn.Module, device: torch.device) -> None:
-    """Replace a sharded module's parameters on the meta device by stand-ins.
+    """Replace the parameters of a sharded module on the meta device by stand-ins.
 
-    A stand-in is on the device and has the parameter's shape, but memory for one element only. It reads as NaN, and
-    torch refuses to write more than one number into it.
+    A stand-in is on the given device and has the parameter's shape, but memory for one element only. All elements
+    read as NaN, and torch refuses to write more than one number into it.
 
     Args:
-        module: The module, which torch has sharded on a mesh of one.
+        module: Module that torch has sharded on a mesh of one rank.
     """
     for group in groups_of(module):
         for field in group.fsdp_params:
@@ -296,7 +296,7 @@ def hollow_out(module: nn.Module, device: torch.device) -> None:
 
 
 def stands_in(param: Tensor) -> bool:
-    """True if a parameter of a sharded module has no memory yet."""
+    """True if a parameter of a sharded module is a stand-in without memory."""
     return bool(getattr(param, "elastic_ray_stands_in", False))
 
 
@@ -306,7 +306,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def to_sharded(module: nn.Module) -> None:
-    """Return the model to its sharded state, whatever was in progress: a lost step, or a pass without gradients."""
+    """Return the model to its sharded state, even from within a lost step or a pass without gradients."""
     for state in states_of(module):
         if state._is_root:
             _reset(state)
@@ -340,18 +340,18 @@ def _reset(root: Any) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free gathered parameters, as torch does after a call of each sharded module."""
+    """Free gathered parameters, as torch does after each call of a sharded module."""
     for unit in units_of(module):
         unit.reshard()
 
 
 def is_backward_over(module: nn.Module) -> bool:
-    """True if torch has ended the backward pass, including its last reductions."""
+    """True if torch has finished the backward pass, including its last reductions."""
     return not any(state._state_ctx.post_backward_final_callback_queued for state in states_of(module))
 
 
 def reduce_rest(module: nn.Module) -> None:
-    """Reduce gradients that torch leaves behind at the end of a backward pass.
+    """Reduce gradients that torch has left unreduced at the end of a backward pass.
 
     If a module is used several times under reentrant checkpointing, torch considers its part of the pass finished after
     the first nested backward pass, and would add later gradients to those of the next step.
@@ -366,11 +366,11 @@ def reduce_rest(module: nn.Module) -> None:
 
 
 def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
-    """Return a shard's memory for torch.
+    """Return memory for a shard in the form that torch expects.
 
     Args:
-        rows: Rows of the shard; None if it has none. They stay in place if there are ``chunk`` of them and nothing else
-            shares their memory.
+        rows: Rows of the shard; None if it has none. They are not copied if there are ``chunk`` of them and nothing
+            else shares their memory.
         chunk: Number of rows in the largest shard, to which torch pads all shards.
 
     Returns the whole memory, zero beyond the rows, and the rows in it.
@@ -386,7 +386,7 @@ def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Te
 
 
 def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedParam, Tensor, Tensor]]) -> None:
-    """Move a model to another group with different shards; its parameters stay the same objects.
+    """Move a model to another group, with other shards; its parameters stay the same objects.
 
     Args:
         shards: For each parameter, the memory and the rows in it, from :func:`memory_for`.
@@ -429,7 +429,7 @@ def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
 
 
 def shard_like(param: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of this rank as a tensor that can replace the parameter."""
+    """Return this rank's rows as a tensor that can replace the parameter."""
     shard: Any = DTensor
     return shard(rows, param._spec, requires_grad=False)  # type: ignore[attr-defined,no-any-return]
 

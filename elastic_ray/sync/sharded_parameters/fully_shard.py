@@ -1,4 +1,4 @@
-"""Public ``elastic_ray.fully_shard``: torch's function for a group of workers that may change (torch)."""
+"""Public function ``elastic_ray.fully_shard``, torch's function for groups of workers that may change (torch)."""
 
 from __future__ import annotations
 
@@ -37,37 +37,38 @@ def fully_shard(
     shard_size: int | None = None,
     **options: Any,
 ) -> Module:
-    """Shard a module's parameters, gradients and optimizer state over the workers, whatever their number.
+    """Shard a module's parameters, gradients and optimizer state over any number of workers.
 
-    It is based on ``torch.distributed.fsdp.fully_shard`` and used in the same way: on every worker, call it on blocks
-    first and on the model last, then make the optimizer, then wrap both in ``AdaptiveDataParallel``. Parameters become
-    ``DTensor`` objects, which stay the same objects when the group changes; only their rows move. At least two workers
-    hold each row, so that the loss of any one worker loses nothing. The model trains like a replicated one, up to
-    rounding.
+    Use this function like ``torch.distributed.fsdp.fully_shard``, on which it is based. On every worker, call it on
+    the model's blocks and finally on the model itself, then create the optimizer and wrap both in
+    ``AdaptiveDataParallel``. Parameters become ``DTensor`` objects, which remain the same objects when the group
+    changes; only their rows move. At least two workers hold each row, so that no state is lost with a single worker.
+    The results equal those of a replicated model up to rounding.
 
     Args:
         module: Module with a ``forward``, on its device. Its parameters must have a first dimension and be contiguous,
             and trained parameters must share one dtype.
         reshard_after_forward: Whether to free gathered parameters between forward and backward. By default, all are
-            freed except those of the outermost module.
+            freed except the parameters of the outermost module.
         mp_policy: Dtypes of computation and of reductions.
-        param_init_fn: For a module that was built on the meta device: fills the parameters and buffers that one of its
-            submodules itself holds. By default, each submodule's ``reset_parameters()`` is called.
-        device: For a module that was built on the meta device: the device of its shards. The default is the current
-            CUDA device, or the CPU without CUDA.
-        shard_size: Number of workers in a shard group (HSDP), at least 2, equal for all modules of a model. Each group
-            divides the whole model among its workers, and groups average gradients. By default, or if the job's workers
-            do not form two or more such groups, rows are divided among all workers.
-        options: Further options of torch's function, none of which is supported.
+        param_init_fn: For a module that was built on the meta device: called with each submodule to fill the
+            parameters and buffers that it holds directly. By default, each submodule's ``reset_parameters()`` is
+            called.
+        device: For a module that was built on the meta device: the device of its shards. Defaults to the current CUDA
+            device, or to the CPU if CUDA is not available.
+        shard_size: Number of workers in a shard group (HSDP), at least 2, equal for all modules of a model. Each
+            group divides the whole model among its workers, and groups average gradients. By default, or if the
+            workers cannot be divided into two or more such groups, rows are divided among all workers.
+        options: Other options of torch's function. They are not supported and raise a TypeError.
 
     Returns:
         The module, changed in place.
 
     Raises:
         TypeError: An option is unknown or not supported, or an argument has the wrong type.
-        ValueError: The module cannot be sharded, is already sharded, or belongs to a model that is already wrapped; an
-            argument for modules on the meta device is given for one in memory; or ``shard_size`` is below 2, or differs
-            from that of modules inside.
+        ValueError: The module cannot be sharded, is already sharded, or belongs to a model that is already wrapped.
+            An argument for modules on the meta device is given for a module in memory. ``shard_size`` is below 2, or
+            differs from the value for submodules.
         UnknownTorchError: The installed torch lacks the expected private fields.
     """
     for name in options:

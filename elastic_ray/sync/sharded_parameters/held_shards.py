@@ -1,4 +1,4 @@
-"""Shards that a rank holds: rows of parameters, and their optimizer state (torch)."""
+"""Shards that a rank holds, which consist of parameter rows and their optimizer state (torch)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Written = dict[int, tuple[Pieces, State]]
 
 
 class Shard:
-    """Shard of the model: views of parameter rows, with their optimizer state."""
+    """Shard of a model: views of parameter rows, with their optimizer state."""
 
     def __init__(self) -> None:
         # the rows of each parameter of which it has any, by the parameter's position
@@ -42,11 +42,11 @@ class Shard:
         self.states: dict[Parameter, State] = {}  # what the optimizer keeps of each view
 
     def put(self, param: int, view: Parameter, state: State) -> None:
-        """Store rows of a parameter."""
+        """Add rows of a parameter, with their optimizer state, to the shard."""
         self.views[param], self.states[view] = view, state
 
     def rows(self, param: int) -> Rows:
-        """Return all rows of a parameter in this shard: values and optimizer state."""
+        """Return the values and the optimizer state of a parameter's rows in this shard."""
         view = self.views[param]
         return {VALUE: view.detach(), **self.states[view]}
 
@@ -55,8 +55,8 @@ class HeldShards:
     """Shards that this rank holds.
 
     Attributes:
-        unread: All rows of each parameter in the checkpoint from which this rank continues. They are read when they are
-            sent or used; empty without a checkpoint.
+        unread: All rows of each parameter in the checkpoint from which this rank continues, which are read when they
+            are sent or used; empty without a checkpoint.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -66,7 +66,7 @@ class HeldShards:
         self.unread: dict[int, Rows] = {}
 
     def keep(self, shards: Mapping[ShardId, Shard], unread: Mapping[int, Rows] | None = None) -> None:
-        """Hold these shards, and no others."""
+        """Replace all held shards by these."""
         self.shards, self.unread = dict(shards), dict(unread or {})
 
     @property
@@ -80,11 +80,11 @@ class HeldShards:
         shard: ShardId,
         place: Callable[[Piece, Tensor], Tensor] = lambda _, value: value,
     ) -> Shard:
-        """Return a shard assembled from held and received rows, with which it may share memory (:func:`apart`).
+        """Return a shard assembled from held and received rows; it may share their memory (see :func:`apart`).
 
         Args:
-            move: Received rows.
-            place: Puts rows of a parameter into their final memory; by default they stay in place.
+            move: Received rows, each with its piece.
+            place: Moves rows of a parameter to their final memory; by default, they stay where they are.
         """
         made = Shard()
         for piece in pieces_of(self.counts, shard):
@@ -116,11 +116,11 @@ class HeldShards:
                 yield piece, held.rows(param)
 
     def give(self, piece: Piece) -> Rows:
-        """Return held rows, joined."""
+        """Return the rows of a piece, joined from held shards."""
         return joined(self._parts(piece, ()))
 
     def whole(self, param: int, received: Sequence[tuple[Piece, Rows]] = ()) -> tuple[Tensor, State]:
-        """Return a whole parameter and its optimizer state, in separate memory on the CPU."""
+        """Return a whole parameter and its optimizer state, in new memory on the CPU."""
         mine = [each for each in received if each[0].param == param]
         parts = self._parts(Piece(param, 0, self.counts[param]), mine)
         rows = joined([(piece, _on_cpu(each)) for piece, each in parts], copies=True)
@@ -128,7 +128,7 @@ class HeldShards:
 
 
 def cut(rows: Rows, source: Piece, piece: Piece) -> Rows:
-    """Return a part of some rows, which shares memory with them or is read from the checkpoint."""
+    """Return the part of ``rows`` that belongs to a piece, in shared memory or read from the checkpoint."""
     first, count = piece.start - source.start, piece.stop - piece.start
     like = rows[VALUE].shape
     return {
@@ -144,7 +144,7 @@ def _narrowed(value: Tensor | UnreadTensor, first: int, count: int) -> Tensor:
 
 
 def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows:
-    """Return consecutive rows, joined; a single part is returned unchanged, unless ``copies``."""
+    """Return consecutive rows joined into one; a single part is returned as it is, unless ``copies``."""
     (_, first), *_ = parts
     like = first[VALUE].shape
     found: Rows = {}
@@ -160,10 +160,10 @@ def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows
 
 
 def apart(shard: Shard, *, values: bool) -> Shard:
-    """Return the shard with memory that it shares with no larger tensor.
+    """Return a copy of the shard that does not share memory with larger tensors.
 
     Args:
-        values: Whether to copy rows of parameters out of larger tensors, in addition to the optimizer state.
+        values: Whether to copy parameter rows as well, and not only the optimizer state.
     """
     made = Shard()
     for place, view in shard.views.items():
@@ -173,7 +173,7 @@ def apart(shard: Shard, *, values: bool) -> Shard:
 
 
 def owned(value: Any) -> Any:
-    """Return the tensor, copied if it would keep a larger one in memory; any other value unchanged."""
+    """Return a copy of a tensor that shares the memory of a larger one; any other value is returned unchanged."""
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         return value.clone()
     return value
@@ -188,7 +188,7 @@ def carry_out(
 ) -> list[tuple[Piece, Rows]]:
     """Send rows to ranks that lack them, in one message per pair of ranks; called on every rank with the same moves.
 
-    Returns the rows that this rank has received.
+    Returns the rows that this rank has received, each with its piece.
 
     Raises CommunicationFailedError: The group broke, or a peer sent something else. Held rows are unchanged.
     """
@@ -223,13 +223,13 @@ def _checked(
 
 
 def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, share: ShardId) -> Written:
-    """Return the rows of a shard, or a share of them, as pieces of the whole tensors.
+    """Return the rows of a shard, or one owner's share of them, as pieces of the whole tensors.
 
-    Other optimizer state of a parameter, such as a step count, is written with the parameter's first rows. A rank that
-    writes other rows also lists its name, so that the names keep their order.
+    Other optimizer state of a parameter, such as a step count, is written with the parameter's first rows. A rank
+    that writes later rows still includes the name of such state, so that names keep their order.
 
     Args:
-        share: Index of this rank among the shard's owners, and their number.
+        share: Index of this rank among the shard's owners, and number of owners.
     """
     found: Written = {}
     for place, view in own.views.items():
@@ -255,9 +255,9 @@ def _piece(value: Any, rows: Tensor, shape: tuple[int, ...], start: int) -> Any:
 
 
 def placed(state: State, param: ShardedParam, options: Mapping[str, Any]) -> State:
-    """Return a parameter's whole state, from a checkpoint say, with its non-row values on torch's device for them.
+    """Return a parameter's whole state, for example from a checkpoint, with step counts on the right device.
 
-    Rows that are not in memory yet are read, or copied to the device, when they are used.
+    Rows are read, or copied to the device, only when they are used.
     """
     return {
         key: value.whole() if isinstance(value, UnreadTensor) and tuple(value.shape) != param.shape else value
@@ -266,7 +266,7 @@ def placed(state: State, param: ShardedParam, options: Mapping[str, Any]) -> Sta
 
 
 def rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:
-    """Return a parameter's state cut to some of its rows, in separate memory."""
+    """Return the part of a parameter's state for the rows from ``start`` to ``stop``, in new memory."""
     found: State = {}
     for key, value in state.items():
         if isinstance(value, UnreadTensor):

@@ -1,6 +1,6 @@
-"""Checks of sharded models: which cannot be sharded or trained, and the alternative (torch).
+"""Checks whether a model can be sharded and trained; error messages suggest an alternative (torch).
 
-These checks run for every model. They do not load torch's sharding modules, which takes a second.
+These checks run for every model. They do not import torch's sharding modules, which would take a second.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _HOOKS = (
 
 
 def key_of(shard_size: int | None) -> str:
-    """Return a key of layouts whose step times may be pooled.
+    """Return a key for layouts whose step times may be pooled.
 
-    The key of one group of all workers has no size, as in records of earlier versions, which therefore stay valid.
+    The key for one group of all workers contains no size, so that records of earlier versions stay valid.
     """
     return SHARDED.name if shard_size is None else f"{SHARDED.name}({shard_size})"
 
@@ -82,7 +82,7 @@ def set_shard_size(module: nn.Module, shard_size: int | None) -> None:
 
 
 def shard_size_of(model: nn.Module) -> int | None:
-    """Return the common shard size of all sharded modules of a model.
+    """Return the shard size that all sharded modules of a model share.
 
     Raises ValueError: Modules were sharded with different values.
     """
@@ -115,7 +115,7 @@ def _check_shard_size(module: nn.Module, shard_size: int | None) -> None:
 
 
 def refuse_gradient_hooks(params: Iterable[ShardedParam]) -> None:
-    """Raise ValueError if a sharded parameter has a gradient hook, because torch never calls it."""
+    """Raise ValueError if a sharded parameter has a gradient hook, because torch would never call it."""
     for each in params:
         if each.param._backward_hooks:
             raise ValueError(
@@ -125,7 +125,7 @@ def refuse_gradient_hooks(params: Iterable[ShardedParam]) -> None:
 
 
 def check_module(module: nn.Module, shard_size: int | None = None) -> str:
-    """Check a module before torch shards it; return the device type of its parameters.
+    """Check that torch can shard a module, and return the device type of its parameters.
 
     Raises:
         TypeError: ``shard_size`` is not a number.
@@ -177,8 +177,8 @@ def check_model(module: nn.Module, optimizer: Any, *, strategy: object, scaler: 
     """Check that a model with sharded modules can be trained.
 
     Raises:
-        StrategyError: The model cannot be trained; the message says why, and how to fix it.
-        ValueError: The optimizer was made before the model was sharded.
+        StrategyError: The model cannot be trained; the message says why and how to fix this.
+        ValueError: The optimizer was created before the model was sharded.
     """
     outside = [name for name, param in module.named_parameters() if not hasattr(param, "to_local")]
     stale = sum(1 for group in optimizer.param_groups for p in group["params"] if not hasattr(p, "to_local"))

@@ -1,4 +1,4 @@
-"""Parameters and buffers of a sharded model, in the form in which they are sent and saved (torch)."""
+"""Parameters and buffers of a sharded model, as they are sent and saved (torch)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimiz
 
 
 class ShardedModelState:
-    """State of a sharded model. Joiners receive only buffers through it; rows are sent as shards.
+    """State of a sharded model, which contains only buffers for joiners and whole parameters for checkpoints.
 
-    A checkpoint contains whole parameters.
+    Joiners receive rows separately, as shards.
 
     Attributes:
-        takes_unread: Parameters of a checkpoint are read row by row, as ranks need them.
+        takes_unread: Whether ranks read only the rows of a checkpoint's parameters that they need.
     """
 
     in_place, takes_unread = False, True
@@ -32,14 +32,14 @@ class ShardedModelState:
         return {"buffers": dict(self._module.named_buffers())}
 
     def capture_to_save(self) -> Any:
-        """Return the buffers, and whole parameters if this rank has them."""
+        """Return the buffers, and the whole parameters if this rank has them."""
         whole = self._optimizer.gathered_whole()
         names = [each.name for each in self._optimizer.params]
         found = {} if whole is None else {"parameters": {names[place]: value for place, (value, _) in whole.items()}}
         return {**self.capture(), **found}
 
     def capture_part(self, rank: int, world_size: int) -> Any:
-        """Return the rows that this rank owns, and the first rank's buffers; see ``WrittenInParts``."""
+        """Return the rows that this rank owns and, on rank 0, the buffers; see ``WrittenInParts``."""
         if self._optimizer.divided:
             rows = {"parameters": self._optimizer.written_params()}
         else:
@@ -48,12 +48,12 @@ class ShardedModelState:
         return {**self.capture(), **rows} if rank == 0 else rows
 
     def capture_to_keep(self) -> Any:
-        """Return the state that all ranks hold; this rank's rows are kept with the optimizer's state."""
+        """Return the state that all ranks hold; this rank's rows are kept with the optimizer state."""
         return self.capture()
 
     @torch.no_grad()
     def restore(self, tree: Any) -> None:
-        """Restore a captured state. Raises RuntimeError: It belongs to another model."""
+        """Restore a captured state. Raises RuntimeError: The state belongs to another model."""
         buffers = dict(self._module.named_buffers())
         if "buffers" not in tree or buffers.keys() != tree["buffers"].keys():
             raise RuntimeError(
@@ -72,7 +72,7 @@ def _key(prefix: str, name: str) -> str:
 
 
 def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-    """Replace whole parameters in a state dict by this rank's rows, before a sharded module loads it (torch hook)."""
+    """Replace whole parameters in a state dict by this rank's rows, before torch loads it into a sharded module."""
     for name, param in module.named_parameters():
         key = _key(prefix, name)
         value = state_dict.get(key)
@@ -88,7 +88,7 @@ def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 class StateDicts:
-    """Hooks by which a sharded model's ``state_dict()`` returns, and ``load_state_dict()`` takes, whole parameters."""
+    """Hooks for whole parameters in ``state_dict()`` and ``load_state_dict()`` of a sharded model."""
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer

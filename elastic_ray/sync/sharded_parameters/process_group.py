@@ -1,8 +1,8 @@
-"""Process group of a sharded model's tensors: its ranks, with elastic-ray's collectives (torch).
+"""Process group for a sharded model's tensors, based on elastic-ray's collectives (torch).
 
-Torch's own ``ProcessGroup`` would block in a collective whose peer is lost, and raise inside user code. This one has no
-connections: collectives that user code triggers on sharded tensors (``clip_grad_norm_``, ``full_tensor()``) run in the
-current generation, or not at all in a lost step.
+Torch's own ``ProcessGroup`` would block in a collective whose peer is lost, and raise inside user code. The
+process group in this module has no connections of its own. Collectives that user code triggers on sharded tensors
+(``clip_grad_norm_``, ``full_tensor()``) run in the current generation, or are skipped in a lost step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAKING = threading.Lock()
 
 
 class ShardProcessGroup(dist.ProcessGroup):
-    """Process group of a sharded model's tensors, which executes their collectives in the current generation.
+    """Process group that runs the collectives of a sharded model's tensors in the current generation.
 
     Args:
         collectives: Collectives of the model; None for a group of one.
@@ -68,7 +68,7 @@ class ShardProcessGroup(dist.ProcessGroup):
         return BACKEND
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
-        """Reduce tensors in place."""
+        """Reduce tensors over the group in place."""
         collectives = self._collectives
         if collectives is None:
             return EndedWork()
@@ -77,7 +77,7 @@ class ShardProcessGroup(dist.ProcessGroup):
         return EndedWork()
 
     def all_gather_single(self, output: Any, tensor: Any, options: Any = None) -> Any:
-        """Gather tensors, as for ``full_tensor()`` of a sharded tensor."""
+        """Gather one tensor from all ranks, as ``full_tensor()`` of a sharded tensor requires."""
         collectives = self._collectives
         if collectives is None:
             output.copy_(tensor.reshape(output.shape))
@@ -86,7 +86,7 @@ class ShardProcessGroup(dist.ProcessGroup):
         return EndedWork()
 
     def allgather_into_tensor_coalesced(self, outputs: Any, tensors: Any, options: Any = None) -> Any:
-        """Gather several tensors."""
+        """Gather several tensors from all ranks."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.all_gather_single(output, tensor)
         return EndedWork()
@@ -99,7 +99,7 @@ class ShardProcessGroup(dist.ProcessGroup):
 def make_mesh(
     device_type: str, rank: int, world_size: int, collectives: ShardCollectives | None, *, name: str = ""
 ) -> DeviceMesh:
-    """Return a new mesh that equals no other, because torch caches results per mesh and reuses them for equal ones.
+    """Return a new mesh that is unequal to all others, because torch reuses cached results for equal meshes.
 
     Args:
         collectives: Collectives of the mesh's ranks; None for a group of one.
@@ -162,7 +162,7 @@ def _norms(call: Any, arguments: Any, options: Any) -> Any:
 
 
 def explain_mixtures() -> None:
-    """Patch torch's error for mixing a sharded model's tensors with others, so that it says what to do."""
+    """Patch torch's error for mixing a sharded model's tensors with others, so that it suggests a solution."""
     dispatcher: Any = DTensor._op_dispatcher
     propagate = getattr(dispatcher, _PROPAGATE)
     if hasattr(propagate, "__wrapped__"):
@@ -183,10 +183,10 @@ def explain_mixtures() -> None:
 
 
 def make_numbers_whole() -> None:
-    """Patch torch so that ``item()``, ``float()`` and ``bool()`` of a sharded tensor return its global value.
+    """Patch torch so that ``item()``, ``float()`` and ``bool()`` of a sharded tensor return the global value.
 
-    Torch returns this rank's part: for ``p.grad.norm()``, the norm of the rank's own rows, which differs by rank. Norms
-    of any order are also patched to support ranks without rows.
+    Without the patch, torch returns this rank's part, such as the norm of the rank's own rows for ``p.grad.norm()``.
+    Norms of any order are also patched to support ranks without rows.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _number)
@@ -195,7 +195,7 @@ def make_numbers_whole() -> None:
 
 
 def mesh_of_one(device_type: str) -> DeviceMesh:
-    """Return the mesh on which modules are sharded before their model joins a run: this process alone."""
+    """Return a mesh of this process alone, on which modules are sharded before their model joins a run."""
     with _MAKING:
         if device_type not in _ALONE:
             _ALONE[device_type] = make_mesh(device_type, 0, 1, None, name=ALONE[0])

@@ -1,10 +1,10 @@
-"""Layout of parameter rows over ranks, and the moves when the group changes (pure).
+"""Layout of parameter rows over ranks, and the moves between layouts when the group changes (pure).
 
-Torch divides each parameter along its first dimension as ``torch.chunk`` does: among ``W`` ranks, rank ``r`` owns rows
-``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, up to the number of rows. A shard is thus identified by two
-numbers: the number of parts and its index among them. At least two ranks hold each shard. With several shard groups,
-these are its owners, one in each group. In one group of all ranks, they are its owner and a follower: the next rank or,
-for the first step after a change, a rank that already has the rows.
+Torch divides each parameter along its first dimension as ``torch.chunk`` does: among ``W`` ranks, rank ``r`` owns
+rows ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, limited by the number of rows. Two numbers thus
+identify a shard: the number of parts, and its index among them. At least two ranks hold each shard. With several
+shard groups, these are its owners, one in each group. In a single group of all ranks, they are its owner and a
+follower: the next rank or, for the first step after a change, a rank that already has the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COPIES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class ShardId:
-    """Identifier of a shard of the whole model: number of parts and index."""
+    """Identifier of a shard of the whole model: the number of parts, and its index among them."""
 
     world: int  # ranks that it was cut for, those of a shard group; 1 or more
     index: int  # its place, from 0 to ``world - 1``
@@ -37,7 +37,7 @@ class Piece:
 
     Attributes:
         param: Position of the parameter in the model.
-        start, stop: First row, and the one after the last; ``start < stop``.
+        start, stop: Half-open range of rows; ``start < stop``.
     """
 
     param: int
@@ -47,7 +47,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class RowMove:
-    """Rows that one rank sends to another."""
+    """Transfer of rows from one rank to another."""
 
     source: int
     destination: int
@@ -61,19 +61,19 @@ def rows_of(rows: int, shard: ShardId) -> tuple[int, int]:
 
 
 def pieces_of(rows: Sequence[int], shard: ShardId) -> tuple[Piece, ...]:
-    """Return the pieces of a shard, without parameters that have no rows in it."""
+    """Return the pieces of a shard, one for each parameter that has rows in it."""
     ranges = [(param, *rows_of(count, shard)) for param, count in enumerate(rows)]
     return tuple(Piece(param, start, stop) for param, start, stop in ranges if start < stop)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """Assignment of shards to ranks: groups of ranks that divide the rows, and followers that hold copies.
+    """Assignment of shards to ranks: shard groups that divide the rows, and followers that hold copies.
 
     Attributes:
-        groups: Ranks of each shard group, ascending, which is the order of their shards. Either one group of all ranks,
-            whose shards also have followers, or several groups of one size, each with all rows.
-        followers: In a group of all ranks, the rank that follows the owner of each shard; by default the next rank.
+        groups: Ranks of each shard group in ascending order, which is the order of their shards. Either one group of
+            all ranks, whose shards also have followers, or several groups of equal size, each with all rows.
+        followers: In a single group, the follower of each shard; by default, the rank after the shard's owner.
 
     Raises ValueError: The groups differ in size or do not contain each rank once, or a shard has no follower other than
     its owner.
@@ -110,11 +110,11 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
-        """True if each shard has owners in several groups, and no follower."""
+        """True if each shard has owners in several groups, and therefore no follower."""
         return len(self.groups) > 1
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the shard group to which a rank belongs."""
+        """Return the ranks of a rank's shard group."""
         return next(group for group in self.groups if rank in group)
 
     def owned_by(self, rank: int) -> ShardId:
@@ -128,32 +128,32 @@ class Layout:
         return own, *(ShardId(self.parts, index) for index in before if self.follower_of(index) == rank)
 
     def follower_of(self, index: int) -> int | None:
-        """Return the rank that follows the owner of shard `index`.
+        """Return the follower of shard `index`; None if there is none.
 
-        Return None if the shard has other owners, or if there are no other ranks.
+        Shards with several owners, and shards in a group of one rank, have no follower.
         """
         if self.is_replicated or self.parts == 1:
             return None
         return self.followers[index] if self.followers else (index + 1) % self.parts
 
     def owners(self, index: int) -> tuple[int, ...]:
-        """Return the ranks that own shard `index`, one in each group, ascending."""
+        """Return the ranks that own shard `index` in ascending order, one in each group."""
         return tuple(sorted(group[index] for group in self.groups))
 
     def holders(self, index: int) -> tuple[int, ...]:
-        """Return the ranks that hold shard `index`: its owners, ascending, then the follower."""
+        """Return the ranks that hold shard `index`: its owners in ascending order, then its follower."""
         follower = self.follower_of(index)
         return self.owners(index) if follower is None else (*self.owners(index), follower)
 
 
 def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = ()) -> Layout:
-    """Return the layout of the rows in a group of `world` ranks.
+    """Return the layout of rows for a group of `world` ranks.
 
     Args:
-        shard_size: Number of ranks in a shard group; None for one group of all ranks. If the ranks do not form a whole
-            number of such groups, two at least, there is also one group of all.
-        nodes: Node of each rank; by default, all are on one node. Groups are formed within a node as long as it has
-            enough ungrouped ranks. The remaining ranks are grouped in the order of their nodes.
+        shard_size: Number of ranks in a shard group; None for one group of all ranks. There is also one group if
+            `world` is not a multiple of this number, or too small for two groups.
+        nodes: Node of each rank; by default, all ranks are on one node. Groups are formed within a node as long as it
+            has enough ranks left. The remaining ranks are grouped in the order of their nodes.
     """
     if shard_size is None or world < 2 * shard_size or world % shard_size:
         return Layout((tuple(range(world)),))
@@ -172,12 +172,12 @@ def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = 
 
 
 def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout) -> Layout:
-    """Return an interim layout before the target, in which the followers are ranks that already have the rows.
+    """Return an interim layout, which differs from the target in that followers already have their rows.
 
-    A new group can thus train before second copies are sent. Two ranks hold each shard in the interim layout as well.
+    A new group can thus train before second copies are sent. In the interim layout, too, two ranks hold each shard.
 
-    Returns the target, in which each follower that lacks rows is replaced by a rank that lacks none, if there is one.
-    Of several, the rank that follows the fewest shards is chosen.
+    Each follower that lacks rows is replaced by a rank that has them all, if there is one. Among several such ranks,
+    the one that follows the fewest shards is chosen.
     """
     if target.follower_of(0) is None:
         return target
@@ -206,7 +206,7 @@ def _followers(layout: Layout) -> tuple[int, ...]:
 
 
 def check_shard_sizes(sizes: Sequence[int]) -> None:
-    """Raise ValueError if ranks have sharded the model with different ``shard_size`` (0 stands for None)."""
+    """Raise ValueError if ranks have sharded the model with different values of ``shard_size`` (0: None)."""
     other = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
     if other is not None:
         raise ValueError(
@@ -216,7 +216,7 @@ def check_shard_sizes(sizes: Sequence[int]) -> None:
 
 
 def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[int, int]]]:
-    """Return, for each parameter, the ranges of rows that the shards hold together, ordered and disjoint."""
+    """Return for each parameter the ranges of rows that the shards cover together, ordered and disjoint."""
     found: list[list[tuple[int, int]]] = []
     shards = sorted(shards)
     for count in rows:
@@ -233,10 +233,10 @@ def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[i
 
 
 def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]:
-    """Return rows that no rank holds.
+    """Return the rows that no rank holds.
 
     Args:
-        held: Shards of each rank, possibly from several layouts.
+        held: Shards that each rank holds, possibly from several layouts.
     """
     have = covered(rows, {shard for mine in held for shard in mine})
     return tuple(
@@ -249,13 +249,13 @@ def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]
 def moves(
     rows: Sequence[int], held: Sequence[Set[ShardId]], layout: Layout, widths: Sequence[int] | None = None
 ) -> tuple[RowMove, ...]:
-    """Return the moves after which each rank holds its shards of the layout, without rows that it already has.
+    """Return the moves of rows that ranks lack for their shards in the layout.
 
-    If several ranks hold a row, the one that has sent the least so far sends it, to balance the load.
+    If several ranks hold a row, the rank that has to send the least so far sends it.
 
     Args:
-        held: Shards of each rank of the current group.
-        widths: Number of elements in a row of each parameter; 1 by default.
+        held: Shards that each rank of the current group holds.
+        widths: Number of elements per row of each parameter; 1 by default.
 
     Raises ValueError: No rank holds some rows; see :func:`lost`.
     """
@@ -276,12 +276,12 @@ def moves(
 
 
 def to_code(shard: ShardId) -> int:
-    """Return a shard as a number above 0, for :func:`from_code`."""
+    """Return a shard's identifier as a positive integer, for :func:`from_code`."""
     return shard.world << 20 | shard.index
 
 
 def from_code(code: int) -> ShardId:
-    """Return the shard encoded by :func:`to_code`; raises ValueError for an invalid code."""
+    """Return the shard identifier that :func:`to_code` has encoded; raises ValueError for an invalid code."""
     return ShardId(code >> 20, code & ((1 << 20) - 1))
 
 
@@ -325,7 +325,7 @@ def _from_holders(
 
 
 def by_pair(moved: Sequence[RowMove]) -> Mapping[tuple[int, int], tuple[Piece, ...]]:
-    """Return the pieces to send, keyed by pair of ranks (source, destination), in order."""
+    """Return the pieces to send in order, keyed by (source rank, destination rank)."""
     found: dict[tuple[int, int], list[Piece]] = {}
     for move in moved:
         found.setdefault((move.source, move.destination), []).append(move.piece)

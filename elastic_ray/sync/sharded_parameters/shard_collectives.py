@@ -1,8 +1,8 @@
 """Collectives of a sharded model in the current generation (torch).
 
-They wait like all collectives of a step: until the generation is called off, or its timeout. After that the step is
-lost, and further requests of torch and user code in it get numbers of the right size: no exception leaves ``model(x)``
-or ``backward()``, and the step is drawn again.
+Like all collectives of a step, they wait until the generation is cancelled or a timeout has passed. After that
+the step is lost and will be drawn again. For the rest of the step, collectives return arbitrary numbers of the
+right size, so that no exception leaves ``model(x)`` or ``backward()``.
 """
 
 from __future__ import annotations
@@ -51,23 +51,22 @@ class _Sequence:
 class ShardCollectives:
     """Collectives of one sharded model among the ranks of the current group.
 
-    Ranks whose models do different things, because of a branch that depends on a rank's own samples, say, must not meet
-    in one collective. A collective that has not always come after the previous one is therefore announced first. A
-    collective that has is not announced: a rank that waits in it reports that, and a rank that has gone elsewhere
-    notices.
+    Ranks whose models do different things, for example in a branch that depends on a rank's samples, must not meet in
+    one collective. A collective is therefore announced first, unless it has always come after the previous one. If it
+    is not announced, a rank that waits in it reports this, so that a rank that does something else notices.
 
     Parameters are gathered and gradients scattered within this rank's shard group. All ranks take part in each
-    collective, with empty data for ranks of other groups: a single set of connections serves all groups, and is called
-    off at once.
+    collective, with empty data for ranks of other groups, so that all groups can use one set of connections and be
+    cancelled together.
 
     Args:
         number: Number of the model, in order of wrapping.
         shard_size: Number of ranks in a shard group; None for one group of all ranks.
 
     Attributes:
-        layout: Layout of the current group; before its first update, some followers may be interim ones.
+        layout: Layout of the current group. Before the group's first update, some followers may be temporary.
         weight: Weight of this rank's gradients in the step's mean.
-        finiteness: Finiteness of this rank's own gradients in the latest backward pass.
+        finiteness: Check of whether this rank's own gradients in the latest backward pass are finite.
     """
 
     def __init__(self, run: Run, number: int, shard_size: int | None = None) -> None:
@@ -82,18 +81,18 @@ class ShardCollectives:
         self.weight = 1.0
 
     def follow(self, entered: Callable[[], None]) -> None:
-        """Set a function to be called before each collective that torch requests."""
+        """Set a function that is called before each collective that torch requests."""
         self._entered = entered
 
     def watch(self, scattered: Callable[[int, Tensor], None] | None) -> None:
-        """Set a function that receives the shard group's weighted gradients of this rank's rows, [ranks, elements].
+        """Set a function that receives the weighted gradients of this rank's rows from its shard group.
 
-        None removes the function.
+        Their shape is [ranks, elements]. None removes the function.
         """
         self._scattered = scattered
 
     def enter_group(self) -> None:
-        """Enter a group, in which the order of collectives is not known yet."""
+        """Enter a group, and discard the order of collectives in the previous one."""
         self._sequence = _Sequence()
         group = self._run.group
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
@@ -114,11 +113,11 @@ class ShardCollectives:
         return step is not None and step.leaves_ranks_idle
 
     def join(self, units: Sequence[FSDPModule], what: Announced) -> None:
-        """Join another rank's gather on a rank without samples: let torch gather the unit, then reshard it.
+        """Participate, on a rank without samples, in a gather that other ranks need, and discard the parameters.
 
         Args:
             units: Sharded modules of the model.
-            what: Announcement of the other ranks: a call of the model, or the gathering of one unit.
+            what: Announcement of the other ranks: a call of the model, or a gather for one sharded module.
         """
         if what.intent is not Intent.GATHER:
             for each in units:  # as the others do after the call; one with gradients may have left them gathered
@@ -132,7 +131,7 @@ class ShardCollectives:
             unit.reshard()
 
     def comes_next(self, what: str) -> None:
-        """Agree with all ranks that `what` is the next collective; ``Announcer.done`` ends the agreement.
+        """Agree with all ranks that `what` is the next collective, until ``Announcer.done`` is called.
 
         Raises CommunicationFailedError: The group broke. RanksDisagreeError: Other ranks do something else.
         """
@@ -160,7 +159,7 @@ class ShardCollectives:
             tensor.mul_(self.weight)
 
     def gather(self, output: Tensor, tensor: Tensor, unit: int = -1) -> None:
-        """Gather ``tensor`` from each rank in the shard group into ``output``; on failure, repeat this rank's tensor.
+        """Gather ``tensor`` from the shard group's ranks into ``output``; after a failure, repeat this rank's tensor.
 
         Args:
             unit: Number of the sharded module to which the parameters belong; -1 for none.
@@ -176,11 +175,10 @@ class ShardCollectives:
             output.view(-1, tensor.numel()).copy_(tensor.clone().view(1, -1).expand(len(self.peers), -1))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, unit: int) -> None:
-        """Write this rank's part of the weighted sum of all ranks' ``tensor`` into `output`; zeros on failure.
+        """Write this rank's part of all ranks' weighted sum of ``tensor`` to ``output``; zeros after a failure.
 
-        Parts are summed in rank order, in float32 or the tensor's dtype, whichever is more precise. Those of the shard
-        group are summed first, then those of the owners of the same rows in all groups, which get bit-identical
-        results.
+        Parts are summed in rank order, in float32 or the tensor's dtype, whichever is more precise. The shard group
+        sums first, and then the owners of the same rows in all groups, which get bit-identical results.
         """
         self._entered()
         tensor.mul_(self.weight)
@@ -192,7 +190,7 @@ class ShardCollectives:
             self._scattered(unit, parts)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of numbers over all ranks."""
+        """Return the sums of several numbers over all ranks."""
         if self._run.group.world_size == 1:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -218,7 +216,7 @@ class ShardCollectives:
         return True
 
     def sum_up(self, tensor: Tensor, op: Any) -> None:
-        """Reduce a tensor over the shard group, in place; on failure, it keeps this rank's numbers.
+        """Reduce a tensor over the shard group, in place; after a failure, it keeps this rank's numbers.
 
         Raises NotImplementedError: The operation is not a sum, mean, maximum or minimum.
         """
@@ -244,11 +242,11 @@ class ShardCollectives:
     def to_follower(
         self, tensors: Sequence[Tensor], received: Mapping[int, Sequence[Tensor]], device: torch.device
     ) -> None:
-        """Send tensors to this rank's follower; receive in place the tensors of ranks that this rank follows.
+        """Send tensors to this rank's follower, and receive those of ranks for which this rank is the follower.
 
         Args:
-            received: Buffers of matching size, for each rank that this rank follows.
-            device: Device of all tensors, which a rank without tensors also needs.
+            received: Buffers of matching size, keyed by the rank from which to receive.
+            device: Device of all tensors; also needed on a rank without tensors.
         """
         group = self._run.group
         follower = self.layout.follower_of(self.layout.owned_by(group.rank).index)
@@ -270,7 +268,7 @@ class ShardCollectives:
 
     @property
     def is_first_owner(self) -> bool:
-        """True if this rank is the first of the owners of its rows, and so counts them in sums over all ranks."""
+        """True if this rank is the first owner of its rows, and so the one that counts them in sums over all ranks."""
         rank = self._run.group.rank
         return self.layout.owners(self.layout.owned_by(rank).index)[0] == rank
 
@@ -340,7 +338,7 @@ class _ShardHook:
 
 
 class GatherShards(_ShardHook):
-    """Torch hook for the all-gathers of one sharded module."""
+    """Hook that carries out torch's all-gathers for one sharded module."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         """Gather one module's shards into the output tensor."""
@@ -348,12 +346,12 @@ class GatherShards(_ShardHook):
 
 
 class ScatterGradients(_ShardHook):
-    """Torch hook for reduce-scatters, which computes weighted sums instead of means."""
+    """Hook that carries out torch's reduce-scatters as weighted sums instead of means."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Write the weighted sum of one module's gradients into the output tensor."""
+        """Write this rank's part of the weighted sum of one module's gradients into the output tensor."""
         self._collectives.reduce_scatter(output_tensor, input_tensor, self._unit)
 
 

@@ -1,4 +1,4 @@
-"""Holder of one model's shards on a rank, and moves of shards when the group changes (torch)."""
+"""Holder of the shards of one model on a rank, which moves shards when the group changes (torch)."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ _LOW = (1 << 32) - 1
 
 
 class ShardHolder:
-    """Holds this rank's shards and moves shards between ranks when the group changes.
+    """Holder of this rank's shards, which moves shards between ranks when the group changes.
 
     Methods that communicate raise CommunicationFailedError if the group breaks.
 
     Args:
-        module: The model, sharded on a mesh of one.
+        module: Model that torch has sharded on a mesh of one rank.
         number: Number of the model, in order of wrapping.
 
     Attributes:
-        built_on_meta: Whether the model was built without memory, by this rank or, after a group was entered, by any of
-            its ranks.
+        built_on_meta: Whether this rank (after a group was entered: any of its ranks) has built the model on the meta
+            device.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class ShardHolder:
 
     @property
     def mine(self) -> tuple[Shard, ...]:
-        """Shards of this rank in the current layout: its own first, then those for which it is the follower."""
+        """Shards that this rank holds in the current layout: its own first, then those for which it is the follower."""
         return tuple(self._held.shards[each] for each in self._layout.held_by(self._rank))
 
     def written(self) -> Written:
-        """Return this rank's part of a joint checkpoint: its share of the rows that it owns."""
+        """Return this rank's part of a checkpoint that all ranks write: its share of the rows that it owns."""
         own = self._layout.owned_by(self._rank)
         owners = self._layout.owners(own.index)
         share = ShardId(len(owners), owners.index(self._rank))
@@ -134,7 +134,7 @@ class ShardHolder:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def check_memory(self) -> None:
-        """Raise RuntimeError if the model was built on the meta device and no group has been entered yet."""
+        """Raise RuntimeError if the model is still on the meta device, because no group has been entered yet."""
         if self._first is not None:
             raise RuntimeError(NO_MEMORY_YET)
 
@@ -155,15 +155,15 @@ class ShardHolder:
     def look_around(self, group: Group, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
         """Return the shards that each rank holds, and whether any rank is ``opened``; called on every rank.
 
-        A model without memory is initialised.
+        A model that is still on the meta device is initialised.
 
         Args:
-            opened: Whether, to this rank's knowledge, rank 0 has gathered the whole model.
+            opened: Whether rank 0 has gathered the whole model, as far as this rank knows.
             begun: Whether this rank, or a rank whose state it has received, has entered a group before.
 
         Raises:
             StateLostError: No rank holds some rows; raised on every rank.
-            ValueError: Ranks have sharded the model with different ``shard_size``; raised on every rank.
+            ValueError: Ranks use different values of ``shard_size``; raised on every rank.
         """
         communicator, shard_size = group.communicator, self._collectives.shard_size or 0
         own = sorted(to_code(shard) for shard in self._held.ids)
@@ -193,7 +193,7 @@ class ShardHolder:
         return everyone, opened and not self.built_on_meta
 
     def arrange(self, group: Group, everyone: Sequence[set[ShardId]]) -> None:
-        """Receive the rows that this rank needs for the next step in a group; :meth:`settle` completes the layout."""
+        """Receive the rows that this rank needs for the next step; :meth:`settle` completes the layout later."""
         held, target = self._held, self._collectives.layout
         layout = meanwhile(held.counts, everyone, target)
         received = self._received(group, everyone, layout)
@@ -237,7 +237,7 @@ class ShardHolder:
         return memory_for(self.params[place], value, rows_of(self._held.counts[place], ShardId(own.world, 0))[1])
 
     def settle(self, group: Group) -> None:
-        """Send the remaining copies and free unused memory; called on every rank."""
+        """Send the remaining copies of shards, and free memory that is no longer used; called on every rank."""
         held, target = self._held, self._target
         mine = target.held_by(group.rank)
         if self._layout != target:
@@ -281,7 +281,7 @@ class ShardHolder:
     # -- the whole -----------------------------------------------------------------------------------------------------
 
     def compare(self, communicator: Communicator) -> None:
-        """Check that all holders of each shard have bit-identical copies; called on every rank.
+        """Check that the copies of each shard are bit-identical on all holders; called on every rank.
 
         Raises ReplicasDifferError: Copies differ; raised on every rank.
         """
@@ -320,13 +320,13 @@ class ShardHolder:
         return self.whole(received) if group.rank == 0 else None
 
     def whole(self, received: Sequence[tuple[Piece, Rows]] = ()) -> Whole:
-        """Return the whole model and optimizer state, assembled from held and received rows."""
+        """Return the whole model and optimizer state, assembled from rows that are held and rows in ``received``."""
         self.check_memory()
         return {place: self._held.whole(place, received) for place in range(len(self.params))}
 
     @torch.no_grad()
     def take_param(self, place: int, value: Tensor) -> None:
-        """Copy this rank's rows from a newly loaded whole parameter."""
+        """Copy this rank's rows from a whole parameter that was loaded."""
         self.check_memory()
         for shard, held in self._held.shards.items():
             if place in held.views:
@@ -334,7 +334,7 @@ class ShardHolder:
                 held.views[place].copy_(value[start:stop])
 
     def take_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy this rank's rows from whole states that were loaded into one of the optimizers, or into all."""
+        """Copy this rank's rows from whole states that were loaded into an optimizer, single or joint."""
         self.check_memory()
         options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for place, each in enumerate(self.params):
@@ -349,9 +349,10 @@ class ShardHolder:
                     held.put(place, held.views[place], rows_of_state(state, each.shape, start, stop))
 
     def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
-        """Hold the whole model, with these parameters; call :meth:`take_states` for the states.
+        """Hold the whole model with these parameters; call :meth:`take_states` for the optimizer state.
 
-        If some parameters are unread, no rows are held until this rank knows which ones it needs, and reads them.
+        If some parameters are unread tensors, no rows are held until this rank knows which ones it needs and reads
+        them.
 
         Raises RuntimeError: A parameter has a different shape.
         """
@@ -371,14 +372,14 @@ class ShardHolder:
         self._first = None
 
     def to_keep(self) -> dict[str, Any]:
-        """Return the shards that this rank holds, for a rerun in this process."""
+        """Return the shards that this rank holds, to be reused by another run in this process."""
         return {
             str(to_code(shard)): {str(place): held.rows(place) for place in held.views}
             for shard, held in self._held.shards.items()
         }
 
     def take_kept(self, kept: Mapping[str, Any]) -> None:
-        """Hold the shards that :meth:`to_keep` returned in an earlier run."""
+        """Hold shards that :meth:`to_keep` returned in an earlier run."""
         shards: dict[ShardId, Shard] = {}
         for code, pieces in kept.items():
             shard = Shard()

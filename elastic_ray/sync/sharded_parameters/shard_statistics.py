@@ -1,8 +1,8 @@
-"""Statistics of a sharded model's gradients, measured while they are scattered (torch).
+"""Statistics of a sharded model's gradients, measured while the gradients are scattered (torch).
 
-A rank that owns rows receives their gradients from each rank of its shard group, and sums them. It therefore knows
-their squared norms, and that of the mean over all groups, in units of its own optimizer state. Sums over the owners are
-sent with the ranks' agreement at the end of a backward pass.
+A rank that owns rows receives their gradients from each rank of its shard group, and sums them. It therefore
+knows the squared norms of these gradients and of their mean over all groups, in units of its own optimizer state.
+Sums over the owners are sent with the agreement of the ranks at the end of a backward pass.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 
 class RowDenominators:
-    """Denominators of an Adam-like optimizer, as a ``StatesSource`` for gradient statistics.
+    """Denominators by which an Adam-like optimizer divides gradients; a ``StatesSource`` for statistics.
 
-    Each rank measures the rows that it owns, in units of its optimizer state. Only one number per parameter is sent,
-    from which the floor of the parameter's denominators is computed.
+    Each rank measures the rows that it owns, in units of its optimizer state. Only one number per parameter is
+    exchanged, from which the lower bound of the parameter's denominators is computed.
     """
 
     idle = False
@@ -67,11 +67,11 @@ class RowDenominators:
 
     @property
     def outdated(self) -> bool:
-        """False, because denominators are computed before they are needed."""
+        """Always False, because denominators are computed before they are needed."""
         return False
 
     def invalidate(self) -> None:
-        """Discard the denominators, because the rank owns different rows in a new group."""
+        """Discard the denominators, because this rank owns different rows in a new group."""
         self.state, self._round = {}, None
 
     def due(self, step: int) -> bool:
@@ -85,7 +85,7 @@ class RowDenominators:
 
         Args:
             add_up: Sums numbers over all ranks.
-            counts: Whether this rank's rows are included in the sums, so that only one of several owners counts them.
+            counts: Whether this rank's rows are included in the sums; True on only one of several owners.
         """
         own, groups, params = self._shards.own, self._shards.groups, self._shards.params
         sizes: dict[int, Tensor] = {}
@@ -107,41 +107,39 @@ class RowDenominators:
 
 
 class MovedRows:
-    """Norms of the update, measured on the rows that each rank owns and summed over ranks.
+    """Norms of optimizer updates, measured by each rank on the rows that it owns and then summed over ranks.
 
     Args:
-        meter: Decides which updates are measured, equally on all ranks, and receives the norms.
+        meter: Meter that decides, equally on all ranks, which updates are measured, and receives the norms.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer, meter: GradientMeter) -> None:
         self._optimizer, self._shards, self._meter = optimizer, shards, meter
-        self._norms: dict[int, tuple[float, ...]] = {}  # of this step's updates so far, by optimizer
         self._waiting: tuple[GradientNorms, list[float]] | None = None  # with squares of this rank's rows, by group
 
     def size(self, groups: int) -> int:
-        """Return how many numbers are sent for `groups` parameter groups, measured or not; equal on all ranks."""
+        """Return the number of values to send for ``groups`` parameter groups; equal on all ranks."""
         return 0 if self._meter.monitor.norms_every is None else 1 + groups
 
     def forget(self) -> None:
-        """Discard the measured update in a new group, in which row owners differ and some ranks have no result."""
+        """Discard the measured update, because rows have other owners in a new group."""
         self._waiting = None
-        self._norms.clear()
 
     def measure(self, number: int, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
-        """Run an update whose gradient was measured, and measure its norms; return the update's result.
+        """Run an update, measure its norms if its gradient was measured, and return the update's result.
 
         Args:
-            number: Number of the optimizer that makes the update.
-            alone: Whether the group has a single rank, so that no numbers are exchanged.
-            counts: Whether this rank's rows are included, so that only one of several owners counts them.
+            number: Index of the optimizer that makes the update.
+            alone: Whether the group has a single rank, so that no values are exchanged.
+            counts: Whether this rank's rows are included in the sums; True on only one of several owners.
         """
-        optimizers = optimizers_of(self._optimizer)
+        optimizers, moved = optimizers_of(self._optimizer), self._meter.moved
         rows = self._rows(counts=counts)[group_ranges(optimizers)[number]]
-        result, self._norms[number] = with_update_norms(optimizers[number], rows, update, whole=False)
-        if len(self._norms) < len(optimizers):
+        result, moved[number] = with_update_norms(optimizers[number], rows, update, whole=False)
+        if len(moved) < len(optimizers):
             return result  # the others step after it
-        norms = tuple(norm for each in sorted(self._norms) for norm in self._norms[each])
-        self._norms.clear()
+        norms = tuple(norm for each in sorted(moved) for norm in moved[each])
+        moved.clear()
         found = self._meter.take_unmoved()
         if found is None:
             return result
@@ -161,7 +159,7 @@ class MovedRows:
         return rows
 
     def values(self, groups: int) -> list[float]:
-        """Return the numbers to send: a flag for a measured update, and its squared norms; see :meth:`size`."""
+        """Return the values to send: whether an update was measured, and its squared norms; see :meth:`size`."""
         if self._waiting is not None and len(self._waiting[1]) != groups:
             self._waiting = None  # the optimizer was given another group since
         if not self.size(groups) or self._waiting is None:
@@ -169,7 +167,7 @@ class MovedRows:
         return [1.0, *self._waiting[1]]
 
     def take(self, sums: Sequence[float], *, ranks: int) -> None:
-        """Store the numbers of :meth:`values`, summed over `ranks` ranks."""
+        """Store the results of :meth:`values`, summed over `ranks` ranks."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and round(sums[0]) == ranks:
             norms, _ = waiting
@@ -180,8 +178,8 @@ class ShardStatistics:
     """Gradient statistics of one sharded model, measured while torch scatters its gradients.
 
     Args:
-        optimizer: Holds the model's shards, and the state of the user's optimizer.
-        moved: Measures how far the optimizer moves rows.
+        optimizer: Optimizer that holds the model's shards and their state.
+        moved: Meter for the norms of updates.
     """
 
     def __init__(
@@ -209,7 +207,7 @@ class ShardStatistics:
         self.rebuilt()
 
     def rebuilt(self) -> None:
-        """Reset the statistics for changed trainable parameters or requests."""
+        """Reset the statistics, because trainable parameters or requested measurements have changed."""
         self._statistics.rebuilt(len(self._trainable.groups))
 
     def enter_group(self) -> None:
@@ -222,17 +220,17 @@ class ShardStatistics:
         self.forget()
 
     def forget(self) -> None:
-        """Discard measurements of the current step, which is lost."""
+        """Discard the measurements of the current step, which is lost."""
         self._step, self._measures = None, False
         self._collectives.watch(None)
 
     def close(self) -> None:
-        """Exclude later backward passes (a GAN's other loss, say) from the statistics of an optimizer step."""
+        """Exclude later backward passes of the step (such as a GAN's other loss) from the statistics."""
         self._open = False
 
     @property
     def layout(self) -> tuple[int, bool]:
-        """Layout that ranks must share: how many numbers are sent, and whether denominators are computed first."""
+        """Values that must be equal on all ranks: how many numbers are sent, and if denominators are computed first."""
         return self._size, self._refreshes
 
     @property
@@ -278,7 +276,7 @@ class ShardStatistics:
         self._micro, self._passes, self._open = micro, 0, True
 
     def find_denominators(self) -> None:
-        """Compute the denominators of gradients at the start of a pass that refreshes them, on all ranks."""
+        """Compute the denominators at the start of a pass in which they are due; called on every rank."""
         if self._refreshes:
             first = self._collectives.is_first_owner
             self._denominators.refresh(self._run.states.progress.steps, self._collectives.add_up, counts=first)
@@ -318,13 +316,13 @@ class ShardStatistics:
         return [MeanRows(place, groups[place], grad) for place, grad in grads if grad is not None]
 
     def end_pass(self, step: LoaderStep) -> None:
-        """End a backward pass of a step, before gradients of earlier micro-steps are added to ``.grad``."""
+        """End a backward pass, before gradients of earlier micro-steps are added to ``.grad``."""
         if self._measures and self._run.group.world_size == 1 and step.micro_steps > 1:
             for rows in self._mean_rows():
                 self._statistics.add(rows, step.weight(0))
 
     def conclude_alone(self, step: LoaderStep) -> None:
-        """Conclude the statistics in a group of one.
+        """Conclude the statistics of a pass in a group of one rank.
 
         In the last micro-step, ``.grad`` holds the sum over all micro-steps.
         """
@@ -341,7 +339,7 @@ class ShardStatistics:
         return self._measures and self._step is not None and self._step.is_last_micro
 
     def values(self) -> list[float]:
-        """Return the numbers that are sent at the end of the pass."""
+        """Return the values to send at the end of the pass."""
         statistics = self._statistics
         own = [0.0] * (statistics.norms_size + statistics.mean_size)
         if self._concludes:
@@ -352,7 +350,7 @@ class ShardStatistics:
         return [*own, *(statistics.shared_values() if first else [0.0] * statistics.shared_size), *moved]
 
     def take(self, sums: Sequence[float], *, counts: bool) -> None:
-        """Store the numbers of :meth:`values`, summed over all ranks.
+        """Store the results of :meth:`values`, summed over all ranks.
 
         Args:
             counts: Whether the step's gradients are complete.
@@ -372,7 +370,7 @@ class ShardStatistics:
         self._statistics.collect(step, norms, grad_scale=1.0, goes_on=self._goes_on and step.micro_steps == 1)
 
     def measured(self, number: int, update: Callable[[], Any]) -> Any:
-        """Run an update of optimizer `number`, measuring how far it moves the parameters; return its result."""
+        """Run an update of the optimizer with this index, measuring the norms of the update; return its result."""
         alone, counts = self._run.group.world_size == 1, self._collectives.is_first_owner
         return self._moved.measure(number, update, alone=alone, counts=counts)
 
@@ -392,7 +390,7 @@ class _Rows:
 
 
 class MeanRows(_Rows):
-    """Rows of the step's mean gradient."""
+    """Rows of a step's mean gradient."""
 
     def __init__(self, place: int, group: int, grad: Tensor) -> None:
         super().__init__(place, group)
@@ -400,21 +398,21 @@ class MeanRows(_Rows):
 
     @property
     def is_used(self) -> bool:
-        """True if any element of the gradient is not zero."""
+        """True if any element of these rows is not zero."""
         return bool(self._grad.any())
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
-        """Return the squared norm of the rows, a scalar tensor."""
+        """Return the squared norm of the rows after multiplication by the preconditioner, as a scalar tensor."""
         return squared_norm(self._grad, preconditioner)
 
 
 class ScatteredRows(_Rows):
-    """Rows of all ranks' gradients, before they are summed.
+    """Gradients of some rows from all ranks, before they are summed.
 
     Args:
-        parts: [ranks, elements], each rank's gradient times its share in the mean.
-        shares: The shares, [ranks, 1], at least in float32.
-        before: Result of an earlier backward pass of the step in ``.grad``, [elements]; None if there was none.
+        parts: Gradient of each rank times its share in the mean, [ranks, elements].
+        shares: Share of each rank, [ranks, 1], in float32 or wider.
+        before: Content of ``.grad`` from an earlier backward pass of the step, [elements]; None if there was none.
     """
 
     def __init__(self, place: int, group: int, parts: Tensor, shares: Tensor, before: Tensor | None) -> None:
@@ -423,7 +421,7 @@ class ScatteredRows(_Rows):
         self._before = None if before is None else as_real(before).reshape(-1)
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
-        """Return the sum over ranks of ``share * ||gradient||^2``, a scalar tensor, leaving out shares of 0."""
+        """Return the sum over ranks of ``share * ||gradient||^2``, a scalar tensor; shares of 0 are left out."""
         gradients = self._parts * self._roots.reciprocal().nan_to_num(posinf=0.0)
         if self._before is not None:
             gradients += self._before * self._roots

@@ -1,8 +1,8 @@
-"""Gradients of one sharded model, around torch's own gathers, computation and scatters (torch).
+"""Gradient synchronisation of one sharded model, around torch's own gathers and scatters (torch).
 
-When ``backward()`` returns, ``.grad`` of each rank's rows holds the mean over the step's samples. As with replicated
-models, ranks announce their actions before collectives, agree on the step while they reduce, and leave a lost step
-without an exception in user code.
+When ``backward()`` returns, ``.grad`` of each rank's rows holds the mean over the step's samples. As with
+replicated models, ranks announce their actions before collectives and agree on the step while they reduce, and a
+lost step ends without an exception in user code.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 
 class ShardedGradients(Participant):
-    """Gradient synchronisation of one sharded model, around torch's own gathers and scatters; a ``GradientSync``.
+    """Gradient synchronisation of one sharded model; implements ``GradientSync``.
 
     Args:
-        optimizer: Holds the model's parameters, and the state of the user's optimizer.
+        optimizer: Optimizer that holds the model's shards and their state.
         number: Number of the model, in order of wrapping.
     """
 
@@ -82,12 +82,12 @@ class ShardedGradients(Participant):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Prepare a forward pass, which all ranks run at the same point.
+        """Prepare a forward pass, which all ranks must run at the same point.
 
         Raises:
             RanksDisagreeError: Other ranks do something else at this point.
             RuntimeError: The model cannot be called at this point; the message says why.
-            ValueError: An unfrozen parameter is not in the optimizer, or a parameter has a hook that torch ignores.
+            ValueError: The optimizer lacks an unfrozen parameter, or a parameter has a hook that torch ignores.
             CommunicationFailedError: The group broke outside of steps.
         """
         run, step = self._run, self._run.ledger.step
@@ -140,7 +140,7 @@ class ShardedGradients(Participant):
                 each.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def join(self, what: Announced) -> None:
-        """Gather parameters with the ranks that call the model, because this rank has no samples."""
+        """Participate in the gathers of ranks that call the model, because this rank has no samples."""
         self._collectives.join(units_of(self._module), what)
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class ShardedGradients(Participant):
         self.entered()
 
     def entered(self) -> None:
-        """Enter a backward pass at its first collective, or when it reaches the model, unless already entered."""
+        """Start a backward pass when it reaches the model or its first collective, unless it has already started."""
         task = torch._C._current_graph_task_id()
         if task != -1 and self._task == -1:
             self._task = task
@@ -298,16 +298,16 @@ class ShardedGradients(Participant):
 
     @property
     def is_open(self) -> bool:
-        """True if gradients wait for the optimizer."""
+        """True if there are gradients that have not been applied yet."""
         return self._waits
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Reshard the model after a failed pass, which torch considers to be in progress."""
+        """Reshard the model after a failed pass, which torch still considers to be in progress."""
         self._task = -1
         to_sharded(self._module)
 
     def before_update(self) -> None:
-        """Prepare for an optimizer step; raises RuntimeError if no pass has averaged its gradients."""
+        """Prepare an optimizer step; raises RuntimeError if no backward pass has averaged its gradients."""
         step = self._run.ledger.step
         if step is not None and step.is_last_micro and self._meets and not self._waits and step is not self._step:
             refuse_own(self._gradients())
@@ -316,7 +316,7 @@ class ShardedGradients(Participant):
             self._waits = False
 
     def rebuild(self) -> None:
-        """Reset the statistics for other trainable parameters; torch itself adapts at each backward pass."""
+        """Reset the statistics after a change of trainable parameters, to which torch itself adapts."""
         self._statistics.rebuilt()
 
     def require_statistics(self, user: str) -> None:
@@ -337,21 +337,21 @@ class ShardedGradients(Participant):
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy to show to users."""
+        """Strategy that is shown to users."""
         return checks.SHARDED
 
     @property
     def strategy_name(self) -> str:
-        """Name of the strategy, to show to users."""
+        """Name of the strategy that is shown to users."""
         return checks.SHARDED.name
 
     @property
     def strategy_key(self) -> str:
-        """Key under which step times may be pooled, by layout."""
+        """Key of layouts whose step times may be pooled."""
         return checks.key_of(self._collectives.shard_size)
 
     def set_strategy(self, strategy: object) -> None:
-        """Raise StrategyError, because sharded models support no other strategy."""
+        """Raise StrategyError, because the strategy of a sharded model cannot be changed."""
         raise StrategyError(checks.NO_STRATEGY)
 
     def explain_strategy(self) -> Any:
@@ -364,7 +364,7 @@ class ShardedGradients(Participant):
 
     @property
     def settled(self) -> bool:
-        """True if this rank holds everything that must be saved."""
+        """True if this rank can save the whole model."""
         return self._optimizer.settled
 
     @property
@@ -373,20 +373,20 @@ class ShardedGradients(Participant):
         return self._optimizer.divided
 
     def collapse(self, *, gather: bool = True) -> None:
-        """Compare shards and, if ``gather``, collect the model on rank 0 unless it was built on the meta device."""
+        """Compare shards and, with ``gather``, gather the model on rank 0 unless it was built on the meta device."""
         if gather:
             self._optimizer.end_pass()
 
     def prepare_to_save(self) -> None:
-        """Gather the whole model and optimizer state on rank 0, which keeps them until the next update."""
+        """Gather the whole model and optimizer state on rank 0, where they stay until the next update."""
         self._optimizer.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Hand over shards that only leaving ranks hold."""
+        """Send shards that only leaving ranks hold to ranks that stay."""
         self._optimizer.hand_over(stays)
 
     def enter_group(self) -> None:
-        """Enter a group, moving shards and mesh to it."""
+        """Enter a group, and adapt shards and mesh to it."""
         self._waits, self._task = False, -1
         self._collectives.enter_group()
         self._micro_steps.forget()
@@ -397,10 +397,10 @@ class ShardedGradients(Participant):
 # User code zeroes gradients in each micro-step as it always does: a micro-step contributes what `.grad` holds after
 # its last backward pass, and in the last one `.grad` holds the sum.
 class MicroSteps:
-    """Sums of gradients over the micro-steps of one step.
+    """Sums of gradients over the micro-steps of a step.
 
     Args:
-        gradients: Returns the gradients of this rank's rows; None for parameters without a gradient.
+        gradients: Returns the gradients of this rank's rows; None for a parameter without a gradient.
     """
 
     def __init__(self, gradients: Callable[[], Sequence[Tensor | None]]) -> None:
@@ -411,7 +411,7 @@ class MicroSteps:
         self._added = False  # that sum is in .grad
 
     def forget(self) -> None:
-        """Clear the sums, because another step starts or the current step is lost."""
+        """Clear the sums, because another step starts or the current one is lost."""
         self._micro, self._before, self._so_far, self._added = 0, None, None, False
 
     def begin_pass(self, step: LoaderStep) -> None:
@@ -423,7 +423,7 @@ class MicroSteps:
 
     @torch.no_grad()
     def end_pass(self, step: LoaderStep) -> None:
-        """End a pass: save the sum so far, and add it to ``.grad`` in the last micro-step."""
+        """End a pass: save the sum so far or, in the last micro-step, add it to ``.grad``."""
         if step.micro_steps == 1:
             return
         own = self._gradients()
@@ -437,11 +437,11 @@ class MicroSteps:
                     each.add_(other)
 
     def has(self, place: int) -> bool:
-        """True if an earlier micro-step has left a gradient for the parameter at ``place``."""
+        """True if an earlier micro-step has left a gradient for the parameter at this position."""
         return self._before is not None and self._before[place] is not None
 
     def leave_out(self, place: int) -> None:
-        """Discard the zeros of the latest pass for a parameter that no rank has used."""
+        """Discard the latest pass's zero gradient of a parameter that no rank has used."""
         if self._so_far is not None:
             self._so_far[place] = None
 

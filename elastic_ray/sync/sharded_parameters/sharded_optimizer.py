@@ -1,12 +1,12 @@
-"""Parameters and optimizer state of one sharded model: updates, and changes of the group (torch).
+"""Parameters and optimizer state of one sharded model, during updates and changes of the group (torch).
 
-Two ranks hold each shard: its owner, whose model contains it, and a follower. Before an update, each rank sends the
-gradients of its rows, as user code has left them, to its follower, and then all vote. Right after a change of group,
-the followers may be interim ones that already have the rows; the final followers receive them after the first update.
-If shards have owners in several shard groups, there are no followers, and all owners already have the gradients.
-An update that one rank knows to be decided can be made on every surviving rank: all holders of a shard have everything
-that the update needs, and make the same one. The loss of any one rank therefore loses nothing, and before training
-continues only rows for the new layout must be sent.
+Two ranks hold each shard: its owner, whose model contains it, and a follower. Before an update, each rank sends
+the gradients of its rows, as user code has left them, to its follower, and then all ranks vote. Right after a
+change of group, followers may be temporary ones that already have the rows; the final followers receive them
+after the first update. If shards have owners in several shard groups, there are no followers, and all owners
+already have the gradients. If any rank knows that an update was decided, every surviving rank can make it: all
+holders of a shard have everything that the update needs, and make the same one. No state is therefore lost with a
+single rank, and only rows for the new layout must be sent before training continues.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _ONE_GROUP = (
 
 
 class ShardedOptimizer:
-    """Optimizers of one sharded model. Methods that communicate raise CommunicationFailedError if the group breaks.
+    """Optimizers of one sharded model; methods that communicate raise CommunicationFailedError if the group breaks.
 
-    Each update is of one optimizer's parameters. Updates are numbered together, so that a rank that has voted for one
-    finds out whether others have made it.
+    Each update changes the parameters of one optimizer. Updates of all optimizers are numbered in one sequence, so
+    that a rank that has voted for an update can find out whether other ranks have made it.
 
     Args:
-        module: The model, sharded on a mesh of one.
+        module: Model that torch has sharded on a mesh of one rank.
         optimizer: Optimizer of the model; a ``JointOptimizer`` if there are several.
         number: Number of the model, in order of wrapping.
     """
@@ -79,16 +79,16 @@ class ShardedOptimizer:
 
     @property
     def params(self) -> Sequence[ShardedParam]:
-        """Parameters of the model, in model order."""
+        """All sharded parameters, in model order."""
         return self._holder.params
 
     @property
     def groups(self) -> dict[int, int]:
-        """Number of each parameter's group in the optimizer, keyed by the parameter's position in the model."""
+        """Index of the optimizer's parameter group for each parameter, keyed by the parameter's position."""
         return self.groups_of(self._optimizer)
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-        """Return the number of each parameter's group in one of the optimizers; see :attr:`groups`."""
+        """Return the index of an optimizer's parameter group for each parameter, keyed by position in the model."""
         numbers = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         return {place: numbers[id(each.param)] for place, each in enumerate(self.params) if id(each.param) in numbers}
 
@@ -105,7 +105,7 @@ class ShardedOptimizer:
         return self._begun and self._run.group.world_size > 1
 
     def decide(self, part: OptimizerPart) -> bool:
-        """Vote on the coming update of one optimizer; False if the step is lost."""
+        """Vote on the next update of one optimizer; return False if the step is lost."""
         self._close()
         if not self.divided:
             return True
@@ -183,7 +183,7 @@ class ShardedOptimizer:
         return ShardUpdate(part.optimizer, hidden, groups, self._by_hand)
 
     def update(self, part: OptimizerPart, apply: Callable[[], Any]) -> Any:
-        """Make an update of one optimizer that has been decided; return the result of ``apply``."""
+        """Make a decided update of one optimizer, and return the result of ``apply``."""
         followed, self._followed = self._followed, []
         result = self._update(part).make(self._with_grads(self.groups_of(part.optimizer), followed), apply)
         self._last = self._last.next(self._run.group.generation, part.optimizer)
@@ -203,13 +203,13 @@ class ShardedOptimizer:
             run.ledger.fail(str(error))
 
     def check_memory(self) -> None:
-        """Raise RuntimeError if the model was built on the meta device and the first loop has not started."""
+        """Raise RuntimeError if the model is still on the meta device, because the first loop has not started."""
         self._holder.check_memory()
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def enter_group(self) -> None:
-        """Receive the shards for the current group; all ranks that hold any shard hold the same update.
+        """Receive the shards for the current group; all ranks with shards must have made the same updates.
 
         Raises StateLostError: No rank holds some rows; raised on every rank.
         """
@@ -246,10 +246,10 @@ class ShardedOptimizer:
         return not self.divided or self._gathered is not None
 
     def end_pass(self) -> None:
-        """End a pass on all ranks: compare the holders of each shard, and gather the whole model on rank 0.
+        """End a pass on all ranks: compare the copies of each shard, and gather the whole model on rank 0.
 
-        Code after the loop may then save a checkpoint on rank 0 alone. A model that was built on the meta device may
-        exceed rank 0's memory: it is compared, but gathered only when all ranks request it.
+        Code after the loop can then save a checkpoint on rank 0 alone. A model that was built on the meta device
+        might not fit into rank 0's memory, so it is gathered only if all ranks request this.
 
         Raises ReplicasDifferError: Holders of a shard differ; raised on every rank.
         """
@@ -285,32 +285,32 @@ class ShardedOptimizer:
         return self._gathered
 
     def whole_states(self) -> dict[Tensor, State]:
-        """Return the optimizer's whole states keyed by parameter on rank 0, and an empty dict on other ranks.
+        """Return the optimizer's whole states, keyed by parameter, on rank 0, and an empty dict on other ranks.
 
-        Raises RanksDisagreeError: Another rank does not make this call, which is required between an update and the end
-        of a pass, and always for a model that was built on the meta device.
+        Raises RanksDisagreeError: Another rank does not make this call. All ranks must make it between an update and
+        the end of a pass and, for a model that was built on the meta device, at any time.
         """
         return {self.params[place].param: state for place, (_, state) in (self._whole() or {}).items() if state}
 
     def whole_params(self) -> dict[str, Tensor]:
-        """Return whole parameters keyed by name, empty if this rank does not have them."""
+        """Return the whole parameters, keyed by name; empty if this rank does not have them."""
         return {self.params[place].name: value for place, (value, _) in (self._whole() or {}).items()}
 
     def loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep this rank's rows of whole states that were loaded into an optimizer, identically on all ranks."""
+        """Keep this rank's rows of whole states that all ranks have loaded into an optimizer."""
         self._holder.take_states(optimizer)
         if self.divided:
             self._close()
 
     def load_param(self, name: str, value: Tensor) -> None:
-        """Keep this rank's rows of a newly loaded whole parameter, identical on all ranks."""
+        """Keep this rank's rows of a whole parameter that all ranks load."""
         self._holder.take_param(next(place for place, each in enumerate(self.params) if each.name == name), value)
         self._by_hand.suspect()
         if self.divided:
             self._close()
 
     def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
-        """Replace the held shards by the whole model, with these parameters; call :meth:`restore` for the states.
+        """Replace held shards by the whole model with these parameters; call :meth:`restore` for the states.
 
         Raises RuntimeError: A parameter has a different shape.
         """
@@ -344,24 +344,24 @@ class ShardedOptimizer:
         return self._holder.whole() if self._holder.holds else None
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes into a joint checkpoint; None if it holds all of them."""
+        """Return the states that this rank writes to a joint checkpoint; None if it holds all of them."""
         if not self.divided:
             return None
         return {self.params[place].param: state for place, (_, state) in self._holder.written().items()}
 
     def written_params(self) -> dict[str, Pieces]:
-        """Return this rank's parameter rows for a joint checkpoint, keyed by name. Only call it on a divided model."""
+        """Return this rank's parameter rows for a joint checkpoint, keyed by name; requires a divided model."""
         return {self.params[place].name: value for place, (value, _) in self._holder.written().items()}
 
     def kept(self) -> dict[str, Any]:
-        """Return the shards that this rank holds, for a rerun in this process."""
+        """Return the shards that this rank holds, to be reused by another run in this process."""
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Adopt the state from :meth:`capture`; shards that are one update behind are updated.
+        """Adopt the result of :meth:`capture`; shards that lack its last update are updated.
 
         Args:
-            whole: Whether the optimizer holds the whole state of that update, and the model all parameters.
+            whole: Whether optimizer and model hold the whole state and all parameters after that update.
 
         Raises RuntimeError: The state belongs to a different model, or to one that is not sharded.
         """
@@ -391,7 +391,7 @@ class ShardedOptimizer:
 
 
 class OptimizerPart:
-    """One of the optimizers of a sharded model, most often the only one: votes on its updates and makes them."""
+    """One of a sharded model's optimizers (usually the only one), which votes on its updates and makes them."""
 
     idle = False  # its updates are never the user's optimizer's alone
 
@@ -405,34 +405,34 @@ class OptimizerPart:
         return self.shards.divided
 
     def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the user's step pre-hooks with ``kwargs``; return the arguments as the hooks have changed them."""
+        """Call the user's pre-step hooks with ``kwargs``, and return the arguments as changed by the hooks."""
         return StepHooks(self.optimizer).before(kwargs)
 
     def decide(self) -> bool:
-        """Vote on the coming update; False if the step is lost."""
+        """Vote on the next update; return False if the step is lost."""
         return self.shards.decide(self)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make an update that has been decided; return the result of ``apply``."""
+        """Make a decided update, and return the result of ``apply``."""
         return self.shards.update(self, lambda: apply(**kwargs))
 
     def whole_states(self) -> dict[Tensor, State]:
-        """Return the optimizer's whole states; see ``ShardedOptimizer.whole_states``."""
+        """Return the optimizer's whole states, keyed by parameter, on rank 0; see ``ShardedOptimizer.whole_states``."""
         own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         return {param: state for param, state in self.shards.whole_states().items() if id(param) in own}
 
     def loaded(self) -> None:
-        """Keep this rank's rows of whole states that were loaded into the optimizer, identically on all ranks."""
+        """Keep this rank's rows of whole states that all ranks have loaded into the optimizer."""
         self.shards.loaded(self.optimizer)
 
 
 class ShardUpdate:
-    """Update of shards with their gradients.
+    """Update of some shards with given gradients.
 
     Args:
-        hidden: ``id`` of each of the user's parameters, which are replaced by rows of shards while the optimizer steps.
-        groups: Number of each parameter's group in the optimizer.
-        by_hand: Tracks changes of parameters outside updates.
+        hidden: ``id`` of each user parameter that is replaced by rows of shards while the optimizer steps.
+        groups: Index of the optimizer's parameter group, keyed by parameter position.
+        by_hand: Detector of changes to parameters outside of updates.
     """
 
     def __init__(
@@ -441,7 +441,7 @@ class ShardUpdate:
         self._optimizer, self._hidden, self._groups, self._by_hand = optimizer, hidden, groups, by_hand
 
     def make(self, shards: Sequence[tuple[Shard, Mapping[int, Tensor]]], apply: Callable[[], Any]) -> Any:
-        """Make the update; return the result of ``apply``.
+        """Make the update, and return the result of ``apply``.
 
         Args:
             shards: Each shard with the gradients of its rows, keyed by the parameter's position; parameters without a
@@ -470,12 +470,12 @@ class ShardUpdate:
 
 
 class PendingShards:
-    """Copies of everything needed to make an update once it is known to be decided.
+    """Copies of everything that is needed to make an update later, once it is known to be decided.
 
-    By then, the optimizer may have the options of a later step, and the gradients no longer exist.
+    By that time, the optimizer may have the options of a later step, and the gradients may no longer exist.
 
     Args:
-        shards: As in ``ShardUpdate.make``; gradients are copied.
+        shards: Shards and gradients, as in ``ShardUpdate.make``; the gradients are copied.
     """
 
     def __init__(
@@ -491,6 +491,6 @@ class PendingShards:
         self._options = options_of(part.optimizer)
 
     def make(self, rates: Sequence[float]) -> None:
-        """Make the update, as other ranks have done."""
+        """Make the update with the learning rates that other ranks have used."""
         with as_then(self._part.optimizer, self._options, rates):
             self._update.make(self._shards, self._part.apply)

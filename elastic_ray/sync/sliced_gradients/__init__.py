@@ -1,1 +1,1 @@
-"""Gradients whose mean each rank receives only for the parts whose optimizer state it owns (ZeRO-2)."""
+"""Gradients of which each rank receives only the mean of the parts whose optimizer state it owns (ZeRO-2)."""

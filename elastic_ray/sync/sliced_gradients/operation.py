@@ -25,13 +25,13 @@ NUMBERS = 3
 
 
 class SlicedBucket(Bucket):
-    """Bucket whose sums go only to the ranks that own their optimizer state.
+    """Bucket whose sums are sent only to the ranks that own their optimizer state.
 
-    Until it is launched it is an ordinary bucket. From then on ``.grad`` is a ``SlicedGradient``, and the bucket
-    holds the sums of the parts that this rank owns.
+    Before its reduction is launched, it is an ordinary bucket. From then on, ``.grad`` is a ``SlicedGradient``, and
+    the bucket holds the sums of the parts that this rank owns.
 
     Args:
-        index: Position in the order of reduction.
+        index: Position of the bucket in the order of reduction.
     """
 
     sliced = True
@@ -50,7 +50,7 @@ class SlicedBucket(Bucket):
 
     @property
     def pieces(self) -> tuple[BucketPiece, ...]:
-        """Pieces for the current owners; a new tuple whenever the owners change."""
+        """Pieces of the bucket for the current owners; a new tuple whenever the owners change."""
         owners = self._owners.owners
         if self._pieces is None or self._pieces[0] is not owners:
             spans = self._owners.owned_spans(self.params)
@@ -58,16 +58,16 @@ class SlicedBucket(Bucket):
         return self._pieces[1]
 
     def begin_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
-        """Start a backward pass; gradients that were zeroed in place become ordinary tensors."""
+        """Start a backward pass; sliced gradients that were zeroed in place become ordinary tensors."""
         for param in self.params:
             if isinstance(param.grad, SlicedGradient):
                 param.grad = plain_or_sliced(param.grad)
         return super().begin_pass(first=first, reduces=reduces, accumulates=accumulates)
 
     def put(self, weight: float, *, sums: bool = False) -> Tensor | None:
-        """Copy the weighted gradients into the bucket; see ``Bucket.put``.
+        """Copy the weighted gradients into the bucket, like ``Bucket.put``.
 
-        Raises RuntimeError: as there; or a sliced gradient of an earlier pass was not zeroed.
+        Raises RuntimeError: a gradient is sparse or was removed, or a sliced one was not zeroed.
         """
         if any(isinstance(param.grad, SlicedGradient) for param in self.params):
             raise RuntimeError(ADDS_UP)
@@ -75,7 +75,7 @@ class SlicedBucket(Bucket):
         return super().put(weight, sums=sums)
 
     def give(self, own: Tensor) -> None:
-        """Keep the sent gradients ``own``, and free the bucket's memory and gradients for the data that arrives."""
+        """Keep the sent gradients ``own``, and free the bucket's memory and gradients for received data."""
         self._own = own
         self.grads = []
         self._contents = {}
@@ -88,11 +88,11 @@ class SlicedBucket(Bucket):
         param.grad = SlicedGradient(param, content)
 
     def take(self, kept: Sequence[tuple[BucketPiece, Tensor]], received: Sequence[tuple[BucketPiece, Tensor]]) -> None:
-        """Store the pieces that this rank has summed (``kept``), and those whose sum it received as another owner."""
+        """Store the pieces that this rank has summed (``kept``), and those that it received as a further owner."""
         self._kept, self._received = list(kept), list(received)
 
     def numbers(self) -> Tensor:
-        """Return this rank's part of the shared numbers, [parameters, :data:`NUMBERS`] in float64 on the CPU."""
+        """Return this rank's part of the shared statistics, [parameters, :data:`NUMBERS`] in float64 on the CPU."""
         found = torch.zeros(len(self.params), NUMBERS, dtype=torch.float64)
         kept = self._kept or []
         if not kept:
@@ -107,12 +107,12 @@ class SlicedBucket(Bucket):
         return found
 
     def know(self, numbers: Tensor) -> None:
-        """Store the numbers after they were summed over all ranks."""
+        """Store the shared statistics after they were summed over all ranks."""
         self._numbers = numbers.tolist()
 
     @property
     def finite(self) -> bool:
-        """True if the complete mean is finite, according to the numbers that all ranks share."""
+        """True if the complete mean is finite, according to the statistics that all ranks share."""
         return not any(nans or infinities for _, nans, infinities in self._numbers)
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
@@ -128,7 +128,7 @@ class SlicedBucket(Bucket):
         self._contents = {}
 
     def squared_norm(self, preconditioner: FlatPreconditioner | None) -> Tensor:
-        """Return the squared norm of the bucket or, once it is reduced, of the part that this rank sums."""
+        """Return the squared norm of the bucket or, after the reduction, of the part that this rank has summed."""
         if self._kept is None:
             return super().squared_norm(preconditioner)
         found = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.params[0].device)
@@ -146,7 +146,7 @@ class SlicedBucket(Bucket):
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def replace_buffer(self) -> None:
-        """Drop all memory that an abandoned reduction may still write to; its gradients become zero."""
+        """Drop all memory to which an abandoned reduction may still write; the bucket's gradients become zero."""
         super().replace_buffer()
         for index in self._contents:
             grad = self.params[index].grad
@@ -172,13 +172,14 @@ class _Buffers:
 class SlicedOperation:
     """Reduction of gradients to the owners of their optimizer state; a stateless ``BucketOperation``.
 
-    A rank sends its gradients once, and receives the sums of the tiles that it owns. With W ranks and two owners
-    per tile, this sends (W - 1) / W and 1 / W of the bucket, against 2 (W - 1) / W for an all-reduce. Both owners
-    of a piece have the same bits: the first one sums, in rank order, and sends the sum to the others.
+    Each rank sends its gradients once, and receives the sums of the tiles that it owns. With W ranks and two owners
+    per tile, the two exchanges send (W - 1) / W and 1 / W of the bucket, compared with 2 (W - 1) / W for an
+    all-reduce. All owners of a piece have bit-identical results: the first owner sums in rank order, and sends the
+    sum to the others.
 
     Args:
         copies: Number of owners per tile.
-        form: Form in which gradients are sent to the first owner.
+        form: Dtype conversion for gradients that are sent to the first owner.
     """
 
     def __init__(self, copies: int, form: WireForm) -> None:
@@ -202,7 +203,7 @@ class SlicedOperation:
         return (group.all_to_all(self._arrived, buffers.sent, [share] * world, made.sent_splits),)
 
     def go_on(self, bucket: SlicedBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Sum the pieces and send the sums to the other owners; in the last call, hand the sums to the bucket."""
+        """Sum the pieces, and send the sums to the other owners; in the last call, hand all sums to the bucket."""
         made, buffers = self._known
         if finished == 1:
             assert self._arrived is not None, "it was launched"

@@ -28,10 +28,10 @@ class BucketPiece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Routes:
-    """Pieces that one rank sends and receives, in order.
+    """Pieces of a bucket that one rank sends and receives, in order.
 
-    In the first round every rank sends each piece to its first owner, which sums them. In the second round that
-    owner sends the sum to the other owners.
+    In the first round, every rank sends each piece to the piece's first owner, which sums what it receives. In the
+    second round, the first owner sends the sum to the other owners.
     """
 
     sent: tuple[BucketPiece, ...]  # all pieces, by first owner
@@ -44,12 +44,12 @@ class Routes:
 
     @property
     def passes_all(self) -> bool:
-        """True if the pieces passed on are exactly those kept, in the same order."""
+        """True if this rank passes on exactly the pieces that it sums, in the same order."""
         return self.passed == tuple(range(len(self.kept)))
 
 
 def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tuple[BucketPiece, ...]:
-    """Return the pieces of a bucket.
+    """Return the pieces into which a bucket is divided by the owners of its parameters.
 
     Args:
         sizes: Number of elements of each parameter, in the bucket's order.
@@ -67,7 +67,7 @@ def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tup
 
 
 def routes(pieces: Sequence[BucketPiece], rank: int, world_size: int) -> Routes:
-    """Return the pieces of a bucket that `rank` sends and receives; all ranks pass the same pieces."""
+    """Return the pieces of a bucket that `rank` sends and receives; all ranks must pass the same pieces."""
     # Pieces of one pair of owners lie together, so that with two owners the sums are passed on as they lie.
     ordered = sorted(pieces, key=lambda piece: piece.owners)
     kept = [piece for piece in ordered if piece.owners[0] == rank]

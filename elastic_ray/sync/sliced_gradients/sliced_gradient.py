@@ -1,8 +1,8 @@
-"""Value of ``.grad`` for a parameter whose mean gradient is sliced over several ranks (torch).
+"""Tensor type of ``.grad`` for a parameter whose mean gradient is sliced over several ranks (torch).
 
-A sliced gradient is a tensor without elements. An operation that needs the elements raises an error, and none
-returns the result for a slice as that for the whole gradient. All ranks know the gradient's 2-norm and whether
-it is finite, so clipping and AMP's ``GradScaler`` work unchanged and do the same on every rank.
+A sliced gradient is a tensor without elements. Operations that need elements raise an error, so that the result
+for a slice is never mistaken for the result for the whole gradient. All ranks know the gradient's 2-norm and
+whether it is finite, so clipping and AMP's ``GradScaler`` work as usual, with the same result on every rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _number(factor: Any) -> float:
 
 @dataclasses.dataclass(slots=True)
 class Content:
-    """Content of a sliced gradient: local slices, and what all ranks know of the whole gradient."""
+    """Content of a sliced gradient: local slices, and the properties of the whole gradient that all ranks know."""
 
     # the slices that this rank owns, by first element
     parts: dict[int, Tensor] = dataclasses.field(default_factory=dict)
@@ -55,15 +55,15 @@ class Content:
     plain: Tensor | None = None  # an ordinary tensor that it has become, with zeros at first; nothing else counts then
 
     def know(self, squared_norm: float, nans: float, infinities: float) -> None:
-        """Store what all ranks know of the reduced gradient."""
+        """Store the squared norm, and the numbers of NaNs and infinities, of the whole reduced gradient."""
         self.norm, self.nonfinite, self.waits = squared_norm**0.5, (int(nans), int(infinities)), False
 
     def become(self, plain: Tensor) -> None:
-        """Become an ordinary tensor."""
+        """Turn the gradient into an ordinary tensor."""
         self.waits, self.plain = False, plain
 
     def fill(self, number: float, count: int) -> None:
-        """Fill the gradient of `count` elements with a number."""
+        """Set all ``count`` elements of the gradient to a number."""
         for part in self.parts.values():
             part.fill_(number)
         self.norm = abs(number) * count**0.5
@@ -80,7 +80,7 @@ class Content:
             self.nonfinite = (1, 0)
 
     def clamp(self, low: float | None, high: float | None) -> None:
-        """Clamp every element; the norm becomes unknown, and infinities remain possible if a bound is missing."""
+        """Clamp every element; the norm becomes unknown, and infinities remain possible if a bound is None."""
         for part in self.parts.values():
             part.clamp_(low, high)
         nans, infinities = self.nonfinite
@@ -88,7 +88,7 @@ class Content:
 
 
 class SlicedGradient(Tensor):
-    """Tensor that represents ``.grad`` while slices of the mean gradient are on several ranks."""
+    """Tensor without elements that represents ``.grad`` while the mean gradient is sliced over several ranks."""
 
     content: Content
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -119,19 +119,19 @@ class SlicedGradient(Tensor):
 
     @property
     def is_plain(self) -> bool:
-        """True if it has become an ordinary tensor, by ``zero_grad(set_to_none=False)`` or a lost step."""
+        """True if the gradient has become an ordinary tensor, by ``zero_grad(set_to_none=False)`` or a lost step."""
         return self.content.plain is not None
 
     @property
     def finite(self) -> bool:
-        """True if all elements are finite, on all ranks."""
+        """True if all elements of the whole gradient, on all ranks, are finite."""
         content = self.content
         return bool(content.plain.isfinite().all()) if content.plain is not None else not any(content.nonfinite)
 
     def part(self, start: int, length: int) -> Tensor:
-        """Return a slice that this rank owns.
+        """Return a slice of the gradient that this rank owns.
 
-        Raises RuntimeError: this rank does not own the slice, because the owners have changed since the reduction.
+        Raises RuntimeError: this rank does not own the slice, because owners have changed since the reduction.
         """
         content = self.content
         if content.plain is not None:
@@ -145,14 +145,14 @@ class SlicedGradient(Tensor):
         return found
 
     def clear(self) -> None:
-        """Become an ordinary tensor of zeros, because it was zeroed or its step was lost during the reduction."""
+        """Turn the gradient into an ordinary tensor of zeros, because it was zeroed or its step was lost."""
         self.content.become(torch.zeros(self.shape, dtype=self.dtype, device=self.device))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Handle a torch operation on the gradient, or raise an error that says what to do instead."""
+        """Handle a torch operation on the gradient, or raise an error that suggests an alternative."""
         taken = tree_map_only(cls, plain_or_sliced, (args, dict(kwargs or {})))
         left = [each for each in tree_leaves(taken) if isinstance(each, cls)]
         if not left:
@@ -169,7 +169,7 @@ class SlicedGradient(Tensor):
 
 
 def plain_or_sliced(grad: Tensor) -> Tensor:
-    """Return the ordinary tensor that a sliced gradient has become; any other tensor is returned unchanged."""
+    """Return the ordinary tensor that a sliced gradient has become; any other tensor unchanged."""
     if isinstance(grad, SlicedGradient) and grad.content.plain is not None:
         return grad.content.plain
     return grad

@@ -1,1 +1,1 @@
-"""Statistics of one model's gradients, measured within existing reductions."""
+"""Statistics of one model's gradients, measured during reductions that take place anyway."""

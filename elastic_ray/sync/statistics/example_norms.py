@@ -366,15 +366,15 @@ def _see_nothing(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 class ExampleNorms:
-    """Meter of the squared norms of single samples' gradients in the layers of one model.
+    """Meter for the squared norms of single samples' gradients, measured in the layers of one model.
 
-    Hooks are registered on the layers only from :meth:`begin` to :meth:`end`. Steps are measured as often as possible
-    at one percent of the training time, and at least one step in 16.
+    Hooks are registered on the layers only from :meth:`begin` to :meth:`end`. Steps are measured as often as one
+    percent of the training time allows, but at least every 32 steps.
 
     Args:
-        params: The trainable parameters.
-        every: Steps from one measurement to the next; None for the meter's own choice.
-        clock: Returns the time [s]; only differences matter.
+        params: Trainable parameters of the model.
+        every: Number of steps from one measurement to the next; None lets the meter choose.
+        clock: Returns the time [s]; only differences are used.
     """
 
     def __init__(
@@ -410,16 +410,16 @@ class ExampleNorms:
 
     @property
     def on(self) -> bool:
-        """True from :meth:`begin` to :meth:`end`."""
+        """True while a backward pass is measured, from :meth:`begin` to :meth:`end`."""
         return self._samples > 0
 
     @property
     def preconditioned(self) -> bool:
-        """True if norms are in the optimizer's units."""
+        """True if norms are in the optimizer's units (multiplied by its preconditioner)."""
         return bool(self._factors)
 
     def due(self, step: int, scale: float) -> bool:
-        """True if the step after ``step`` committed ones is measured; ``scale`` is the batch's scale."""
+        """True if the step after ``step`` committed steps is measured; ``scale`` is batch size / initial batch size."""
         if self.every is not None:
             return step % self.every == 0
         now_s, before = self._clock(), self._seen_at
@@ -435,11 +435,11 @@ class ExampleNorms:
     def begin(
         self, step: int, samples: int, buckets: Sequence[Bucket], preconditioner: Callable[[Bucket], Any]
     ) -> None:
-        """Start to measure the next backward pass, over ``samples`` samples.
+        """Start to measure the next backward pass, which is over ``samples`` samples.
 
         Args:
             step: Number of committed steps.
-            buckets: The trainable parameters, with their groups.
+            buckets: Buckets with all trainable parameters.
             preconditioner: Returns the optimizer's factors for a bucket; None for 1.
         """
         self.stop()
@@ -462,7 +462,7 @@ class ExampleNorms:
         return min(MOST_SPACING, max(1, math.ceil(self._cost_s / (SHARE_OF_TIME * self._step_s))))
 
     def stop(self) -> None:
-        """Stop measuring, and drop the results."""
+        """Stop measuring and drop the results."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._samples, self._buckets = [], 0, []
@@ -470,7 +470,7 @@ class ExampleNorms:
 
     @torch.no_grad()
     def end(self) -> list[LayerNorms] | None:
-        """End the measurement after the backward pass; None if layers cover less than half of the parameters."""
+        """End the measurement and return the norms; None if the layers hold less than half of the parameters."""
         since_s, found, buckets = self._clock(), self._found, self._buckets
         self.stop()
         numbers, kinds = list[Tensor](), list[tuple[int, bool]]()

@@ -1,4 +1,4 @@
-"""Gradient variance, gradient norms and update norms of one model, measured on request (torch)."""
+"""Gradient variance, gradient norms and update norms of one model, which are measured on request (torch)."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ _DIGIT = 2.0**20  # numbers of steps travel in two digits, exact in float32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Known:
-    """Latest measurements; each is None before the first."""
+    """Latest measurements; each is None until there is one."""
 
     variance: GradientVariance | None = None
     norms: GradientNorms | None = None
 
 
 class GradientMeter:
-    """Meter of one model's gradient variance, gradient norms and update norms, when they are requested.
+    """Meter of one model's gradient variance, gradient norms and update norms.
 
-    Rank 0 measures. Its results are sent with the next gradient reduction, so that after each committed training step
-    all ranks know exactly the same numbers, whatever their hardware's rounding. Gradients that the optimizer does not
-    apply do not count.
+    Rank 0 measures what is requested, and its results are sent with the next gradient reduction. After each committed
+    step, all ranks therefore know exactly the same numbers, regardless of rounding on their hardware. Gradients that
+    the optimizer does not apply do not count.
 
     Attributes:
         monitor: The request in effect since buckets were last laid out.
         known: The measurements that all ranks know.
+        moved: Norms of the step's updates so far, by number of the optimizer.
     """
 
     def __init__(self, request: Callable[[], Monitor]) -> None:
         self._request = request
         self.monitor, self.on = Monitor(), False
         self.known = self.own = Known()
+        self.moved: dict[int, tuple[float, ...]] = {}
         self._alone = True
         self._groups = 0
         self._step = 0
@@ -51,11 +53,11 @@ class GradientMeter:
 
     @property
     def outdated(self) -> bool:
-        """True if the requested measurements differ from the current ones."""
+        """True if other measurements are requested now than when buckets were laid out."""
         return self._request() != self.monitor
 
     def rebuilt(self, groups: int) -> None:
-        """Reset the meter for buckets of `groups` parameter groups."""
+        """Reset the meter for new buckets with ``groups`` parameter groups."""
         self.monitor = self._request()
         self.on = self.monitor.variance_every is not None or self.monitor.norms_every is not None
         if groups != self._groups:
@@ -65,33 +67,34 @@ class GradientMeter:
         self.invalidate()
 
     def enter_group(self) -> None:
-        """Enter a group, in which rank 0's results are sent to all ranks with the first step."""
+        """Enter a group, in which rank 0 sends its results to all ranks with the first step."""
         self.known, self._received = Known(), []
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Discard the latest pass's measurements, because the batch changes or an update is skipped."""
+        """Discard the measurements of the latest pass, because the batch changes or an update is skipped."""
         self._variance = self._gradients = None
+        self.moved.clear()
 
     def begin_step(self, step: int) -> None:
-        """Start a step, after `step` committed ones."""
+        """Start a step after ``step`` committed steps."""
         self._step = step
-        self._variance = self._gradients = None
+        self.invalidate()
 
     def wants_variance(self, gradients: int, spacing: int, *, halved: bool, again: bool = False) -> bool:
-        """True if the step's variance is measured.
+        """True if the variance is measured in this step.
 
         Args:
             gradients: Number of gradients in the step; a single one has no variance.
-            spacing: Only one step in ``spacing`` can be measured at all.
-            halved: Whether the step was divided in two so that it can be measured.
-            again: Whether the previous step's measurement was of no use.
+            spacing: Number of steps between two steps that can be measured.
+            halved: Whether the step was split in half for the measurement.
+            again: Whether the measurement of the previous step was invalid.
         """
         every = self.monitor.variance_every
         return every is not None and gradients > 1 and (halved or again or self._step % every < spacing)
 
     def wants_norms(self, spacing: int, *, again: bool = False) -> bool:
-        """True if norms are measured in this step; see :meth:`wants_variance`."""
+        """True if norms are measured in this step; arguments as in :meth:`wants_variance`."""
         every = self.monitor.norms_every
         return every is not None and (again or self._step % every < spacing)
 
@@ -104,9 +107,10 @@ class GradientMeter:
         gradients: int,
         goes_on: bool = False,
     ) -> None:
-        """Store the variance of several gradients; arguments as in ``NoiseTracker.collect``, without preconditioning.
+        """Store the variance of several gradients.
 
-        The noises of two losses are assumed independent, so that the variance of their sum is the sum of the variances.
+        The arguments are those of ``NoiseTracker.collect``, without a preconditioner. The noises of two losses are
+        assumed to be independent, so the variances are added.
         """
         before, self._variance = self._variance, None
         if gradients < 2 or (goes_on and before is None):
@@ -122,7 +126,7 @@ class GradientMeter:
         self._variance = GradientVariance(step=self._step, batch_size=step.count, groups=tuple(found))
 
     def take_norms(self, sq_norms_of_mean: Sequence[float]) -> None:
-        """Store the squared norms of the step's gradient, by parameter group."""
+        """Store the norm of the step's gradient in each parameter group, given the squared norms."""
         self._gradients = tuple(max(0.0, norm) ** 0.5 for norm in sq_norms_of_mean)
 
     def part(self) -> list[float]:
@@ -132,7 +136,7 @@ class GradientMeter:
         return [float(self._variance is not None), float(self._gradients is not None), *variance, *norms]
 
     def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Replace the latest measurements by those of the whole model; discard them if a part is missing."""
+        """Replace the latest measurements by those of the whole model; drop them if a part is missing."""
         groups = self._groups
         if self._variance is not None:
             sums = tuple(math.fsum(part[2 + group] for part in parts) for group in range(groups))
@@ -143,11 +147,11 @@ class GradientMeter:
 
     @property
     def wants_update(self) -> bool:
-        """True if the next update is measured, because its gradient was."""
+        """True if the next update is measured, because its gradient was measured."""
         return self._gradients is not None
 
     def applied(self, replicas: int) -> None:
-        """Commit the variance of the latest pass, whose gradients are about to be applied."""
+        """Commit the variance of the latest pass, because the optimizer is about to apply its gradients."""
         self._alone = replicas == 1
         variance, self._variance = self._variance, None
         if variance is not None:
@@ -155,18 +159,18 @@ class GradientMeter:
             self._found(dataclasses.replace(self.own, variance=dataclasses.replace(variance, groups=groups)))
 
     def take_unmoved(self) -> GradientNorms | None:
-        """Return the norms of the applied gradient, without those of the update; None if it was not measured."""
+        """Return the norms of the applied gradient, without norms of the update; None if they were not measured."""
         gradients, self._gradients = self._gradients, None
         return None if gradients is None else GradientNorms(step=self._step, gradients=gradients, updates=())
 
     def updated(self, norms: tuple[float, ...]) -> None:
-        """Store the norms of the update, by parameter group."""
+        """Store the norm of the update in each parameter group."""
         found = self.take_unmoved()
         if found is not None:
             self._found(dataclasses.replace(self.own, norms=dataclasses.replace(found, updates=norms)))
 
     def found_by_all(self, norms: GradientNorms) -> None:
-        """Store norms that all ranks have measured together, and therefore know at once."""
+        """Store norms that all ranks have measured together, so that all ranks know them at once."""
         self.own = dataclasses.replace(self.own, norms=norms)
         self.known = dataclasses.replace(self.known, norms=norms)
 
@@ -176,12 +180,12 @@ class GradientMeter:
             self.known = own  # nobody to agree with
 
     def shared_size(self, groups: int) -> int:
-        """Return how many values are sent for `groups` parameter groups."""
+        """Return the number of values that are sent for ``groups`` parameter groups."""
         variance = 3 + groups if self.monitor.variance_every is not None else 0
         return variance + (2 + 2 * groups if self.monitor.norms_every is not None else 0)
 
     def shared_values(self) -> list[float]:
-        """Return rank 0's measurements for the reduction; zeros while there are none."""
+        """Return rank 0's measurements to send with the reduction; zeros if there are none yet."""
         if self._sent is None or self._sent[0] is not self.own:
             self._sent = self.own, self._packed()
         return self._sent[1]
@@ -198,7 +202,7 @@ class GradientMeter:
         return values
 
     def take_shared(self, values: list[float]) -> None:
-        """Store rank 0's measurements, as all ranks received them."""
+        """Store rank 0's measurements, which all ranks have received."""
         if values == self._received:
             return
         self._received, groups = values, self._groups

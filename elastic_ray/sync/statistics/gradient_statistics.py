@@ -1,4 +1,4 @@
-"""Statistics of one model's backward passes, collected for the noise tracker and the meter (torch)."""
+"""Statistics of one model's backward passes, for the noise tracker and the gradient meter (torch)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ _AddUp = Callable[[Sequence[float]], list[float]]
 
 
 class GradientStatistics:
-    """Collector of one model's backward pass statistics, for the noise tracker and the meter.
+    """Collector of statistics in one model's backward passes, for the noise tracker and the gradient meter.
 
-    A gradient's squared norm is weighted by the gradient's share of the step's samples, so that sums over ranks and
-    micro-steps are weighted means for any shares. Norms for the noise scale are in the optimizer's units; norms for the
-    variance are not. Without preconditioning, both are the same numbers and are computed once.
+    The squared norm of a gradient is weighted by its share of the step's samples, so that sums over ranks and
+    micro-steps are weighted means. Norms for the noise scale are in the optimizer's units (multiplied by its
+    preconditioner); norms for the variance are not. Without a preconditioner the two are equal, and are computed only
+    once.
 
     Attributes:
-        noise, meter: The tracker and the meter that receive the statistics.
-        norms_size: Number of local norms sent with reductions.
+        noise, meter: Tracker and meter that receive the statistics.
+        norms_size: Number of local norms that are sent with reductions.
         due: Whether anything is measured in this step.
+        added_up: Whether the unit's workers have added up what was measured in this step.
         examples: Measures single samples' gradients on a rank alone with one gradient per step; None if not used.
     """
 
@@ -40,7 +42,7 @@ class GradientStatistics:
         self._groups = self.norms_size = 0
         self._replicas = 1
         self._initial_batch_size = 0
-        self.due = self.in_units = self._variance_due = self.wants_norms = False
+        self.due = self.added_up = self.in_units = self._variance_due = self.wants_norms = False
         self._carried: list[Number] = []  # of the micro-steps before
         self._local: list[list[Number]] = []  # of the pass, by bucket
         self._first = self._preconditioned = False
@@ -48,14 +50,14 @@ class GradientStatistics:
         self._plain_mean: list[float] | None = None  # without preconditioning
 
     def rebuilt(self, groups: int) -> None:
-        """Reset the statistics for buckets of `groups` parameter groups."""
+        """Reset the statistics for new buckets with ``groups`` parameter groups."""
         self._groups = groups
         self.meter.rebuilt(groups)
         self.norms_size = groups * (1 if self.meter.monitor.variance_every is None else 2)
         self.noise.rebuilt(groups, self.meter.monitor.noise_every)
 
     def enter_group(self) -> None:
-        """Enter a group, discarding the meter's results from the previous one."""
+        """Enter a group, and discard the meter's results from the previous one."""
         self.meter.enter_group()
 
     def invalidate(self) -> None:
@@ -64,7 +66,7 @@ class GradientStatistics:
         self.meter.invalidate()
 
     def measures(self, workers: Sequence[WorkerMeasures]) -> StepMeasures:
-        """Return all known statistics, with the workers' measurements."""
+        """Return all known statistics together with the workers' measurements."""
         known = self.meter.known
         return StepMeasures(
             noise=self.noise.value,
@@ -78,7 +80,7 @@ class GradientStatistics:
 
     @property
     def mean_size(self) -> int:
-        """Number of norms of the mean gradient that are sent if each rank has a part of it."""
+        """Number of norms of the mean gradient that are sent if the ranks hold different parts of it."""
         monitor = self.meter.monitor
         return self._groups * (1 if monitor.variance_every is None and monitor.norms_every is None else 2)
 
@@ -88,12 +90,12 @@ class GradientStatistics:
         return self.noise.shared_size + self.meter.shared_size(self._groups)
 
     def shared_values(self) -> list[float]:
-        """Return rank 0's values for the reduction."""
+        """Return rank 0's values to send with the reduction."""
         values = self.noise.shared_values()
         return [*values, *self.meter.shared_values()] if self.meter.on else values
 
     def take_shared(self, values: list[float], *, first: bool) -> None:
-        """Store rank 0's values, as all ranks received them; ``first`` on rank 0."""
+        """Store rank 0's values, which all ranks have received; ``first`` is True on rank 0."""
         noise = self.noise.shared_size
         self.noise.take_shared(values[:noise])
         if len(values) > noise:
@@ -108,13 +110,13 @@ class GradientStatistics:
 
         Args:
             replicas: Number of ranks whose gradients are summed.
-            exact: Whether gradients are sent in a form from which statistics can be computed.
-            spacing: One step in ``spacing`` has that form.
+            exact: Whether gradients are sent in a format from which statistics can be computed.
+            spacing: Number of steps between two steps with that format.
         """
         self._replicas, self._initial_batch_size = replicas, step.init_batch_size
         gradients = replicas * step.micro_steps
         self.in_units = self.noise.measures(steps, gradients, halved=step.halved) and exact
-        self._variance_due = self.wants_norms = False
+        self.added_up = self._variance_due = self.wants_norms = False
         if self.meter.on:
             self.meter.begin_step(steps)
             again = self.noise.again
@@ -127,22 +129,22 @@ class GradientStatistics:
 
     @property
     def in_layers(self) -> bool:
-        """True if layers measure this step's single gradient."""
+        """True if this step's gradient is measured in the layers."""
         return self.examples is not None and self.examples.on
 
     def part(self) -> list[float]:
-        """Return what was measured of this worker's part of the model, for :meth:`take_parts`."""
+        """Return the measurements of this worker's part of the model, for :meth:`take_parts`."""
         return [*self.noise.part(), *(self.meter.part() if self.meter.on else ())]
 
     def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Replace the latest measurements by those of the whole model, which the unit's workers hold in parts."""
+        """Replace the latest measurements of a part of the model by those of the whole model."""
         size = self.noise.shared_size
         self.noise.take_parts([part[:size] for part in parts])
         if self.meter.on:
             self.meter.take_parts([part[size:] for part in parts])
 
     def drop_parts(self) -> None:
-        """Drop the latest measurements, because parts of the model were not measured alike."""
+        """Drop the latest measurements, because the unit's workers have not all measured the same."""
         self.noise.drop()
         self.meter.invalidate()
 
@@ -151,15 +153,15 @@ class GradientStatistics:
         self._local = [[] for _ in range(self.norms_size)]
 
     def carry(self) -> None:
-        """Keep the norms of this micro-step for the next one."""
+        """Keep the norms of this micro-step, so that later micro-steps add to them."""
         self._carried = self.local_norms()
 
     def scale_carried(self, factor: float) -> None:
-        """Multiply the norms of earlier micro-steps by ``factor``, to correct the shares assumed for them."""
+        """Multiply the norms of earlier micro-steps by ``factor``, to correct the weights assumed for them."""
         self._carried = [norm * factor for norm in self._carried]
 
     def add(self, bucket: MeasuredGradient, weight: float) -> None:
-        """Add a bucket that holds this rank's gradient times ``weight``, its share of the step's samples."""
+        """Add the norms of a bucket, which holds this rank's gradient times ``weight``, its share of the samples."""
         if not weight:
             return
         norm = None
@@ -173,7 +175,7 @@ class GradientStatistics:
             self._local[self._groups + bucket.group].append(norm)
 
     def local_norms(self) -> list[Number]:
-        """Return the squared norms of this rank's gradients, summed over the micro-steps so far."""
+        """Return the squared norms of this rank's gradients, summed over all micro-steps so far."""
         return [added([carried, *local]) for carried, local in zip(self._carried, self._local, strict=True)]
 
     def mean_norms(self, buckets: Sequence[MeasuredGradient], *, first: bool, everywhere: bool) -> list[Number]:
@@ -181,8 +183,8 @@ class GradientStatistics:
 
         Args:
             buckets: Buckets that hold the mean gradient.
-            first: Whether this is rank 0, which alone measures for all.
-            everywhere: Whether some buckets hold only a part of the mean, so that all ranks measure.
+            first: Whether this is rank 0, which normally measures for all ranks.
+            everywhere: Whether some buckets hold only a part of the mean, so that all ranks must measure.
         """
         self._first = first
         self._preconditioned = self.in_units and self.noise.preconditions(buckets)
@@ -193,10 +195,10 @@ class GradientStatistics:
         return found
 
     def take_mean_norms(self, numbers: Sequence[Number], add_up: _AddUp | None = None) -> None:
-        """Store the numbers returned by :meth:`mean_norms`.
+        """Store the results of :meth:`mean_norms`.
 
         Args:
-            add_up: Sums numbers over all ranks, if each measures its own part.
+            add_up: Sums numbers over all ranks; only needed if each rank measures its own part.
         """
         known, size = read(numbers), 2 * self._groups
         self._mean = self._whole(known[:size], add_up) if self.in_units else None
@@ -208,9 +210,9 @@ class GradientStatistics:
             self._plain_mean = self._whole(known[-size:], add_up)
 
     def own_part_of_mean(self, buckets: Sequence[MeasuredGradient]) -> list[float]:
-        """Return the norms of this rank's part of the mean gradient, which ranks sum for :meth:`take_mean`.
+        """Return the norms of this rank's part of the mean gradient, to be summed for :meth:`take_mean`.
 
-        Returns :attr:`mean_size` numbers; zeros for anything not measured.
+        Returns :attr:`mean_size` numbers, which are zero where nothing is measured.
         """
         self._preconditioned = self.in_units and self.noise.preconditions(buckets)
         found = [0.0] * self._groups
@@ -223,7 +225,7 @@ class GradientStatistics:
         return found + found
 
     def take_mean(self, sums: Sequence[float], *, first: bool) -> None:
-        """Store the norms of the mean gradient, summed over all ranks; ``first`` on rank 0."""
+        """Store the norms of the mean gradient, summed over all ranks; ``first`` is True on rank 0."""
         self._first, groups = first, self._groups
         self._mean = list(sums[:groups]) if self.in_units else None
         self._plain_mean = list(sums[-groups:]) if self._variance_due or self.wants_norms else None
@@ -234,9 +236,10 @@ class GradientStatistics:
         """Record the results of a pass, after :meth:`take_mean_norms`.
 
         Args:
-            norms: The result of :meth:`local_norms`, summed over all ranks.
-            grad_scale: AMP's loss scale that is still in the gradients.
-            goes_on: Whether this pass added its loss's gradient to the gradient that the previous pass had reduced.
+            norms: Results of :meth:`local_norms`, summed over all ranks.
+            grad_scale: AMP's loss scale, by which gradients are still multiplied.
+            goes_on: Whether this pass added the gradient of another loss to the reduced gradient of the previous
+                pass.
         """
         groups, squared = self._groups, grad_scale * grad_scale
         gradients = sum(1 for row in step.sizes for size in row if size)
@@ -260,21 +263,21 @@ class GradientStatistics:
             self.meter.take_norms(plain)
 
     def collect_alone(self, buckets: Sequence[MeasuredGradient], grad_scale: float) -> None:
-        """Measure the gradient norms of a single replica without accumulation, from its buckets."""
+        """Record the gradient norms of a single replica without accumulation, measured in its buckets."""
         if self.wants_norms:
             squared = grad_scale * grad_scale
             self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
 
     def measure_in(self, examples: ExampleNorms | None) -> None:
-        """Measure single samples' gradients with ``examples`` from now on; None to stop."""
+        """Set the meter for gradients of single samples; None stops these measurements."""
         if self.examples is not None:
             self.examples.stop()
         self.examples = examples
 
     def collect_examples(self, step: LoaderStep, grad_scale: float) -> bool:
-        """Record the norms that layers have measured of the gradient in ``.grad``; False if they cover too little.
+        """Record the norms that the layers have measured in the backward pass; False if they cover too little.
 
-        Parameters outside such layers are assumed to behave like those inside, of their group or else of the whole
+        Parameters of other layers are assumed to behave like the measured ones of their group, or else of the whole
         model.
         """
         assert self.examples is not None, "it measures"
@@ -324,7 +327,7 @@ class GradientStatistics:
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def applied(self) -> None:
-        """Commit the statistics of the latest backward pass, because its gradients are about to be applied."""
+        """Commit the statistics of the latest backward pass, because the optimizer is about to apply its gradients."""
         self.noise.applied()
         if self.meter.on:
             self.meter.applied(self._replicas)

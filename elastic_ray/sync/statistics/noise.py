@@ -1,4 +1,4 @@
-"""Measurement of one model's gradient noise scale in its training steps (torch; see ``noise_scale``)."""
+"""Measurement of one model's gradient noise scale during training (torch; see ``noise_scale``)."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class _Pending:
 
 
 class StatesSource(Protocol):
-    """Protocol of an optimizer's view for statistics, with its ``param_groups`` and ``state``."""
+    """Protocol of a view on an optimizer for statistics, with its ``param_groups`` and ``state``."""
 
     @property
     def idle(self) -> bool:
-        """True as long as the optimizer itself holds everything."""
+        """True if the optimizer itself holds the whole state."""
 
     @property
     def state(self) -> Mapping[Any, Any]:
@@ -50,15 +50,15 @@ class StatesSource(Protocol):
 
     @property
     def outdated(self) -> bool:
-        """True if nothing can be measured at present; equal on all ranks."""
+        """True if nothing can be measured at the moment; equal on all ranks."""
 
 
 class NoiseTracker:
-    """Tracker of the smoothed noise scale per parameter group.
+    """Tracker of the gradient noise scale of each parameter group, smoothed over steps.
 
-    Rank 0 measures. Its results are sent with the next gradient reduction, so that every rank scales its learning rate
-    by exactly the same numbers, one step later. A step that the optimizer does not apply (AMP found an overflow) does
-    not count.
+    Rank 0 measures, and its results are sent with the next gradient reduction. One step later, all ranks therefore
+    scale their learning rates by exactly the same numbers. Steps that the optimizer does not apply (because AMP found
+    an overflow) do not count.
 
     Args:
         optimizer: Optimizer whose state preconditions gradients, if it is Adam-like.
@@ -66,15 +66,15 @@ class NoiseTracker:
         optimizers: Number of the model's optimizers.
 
     Attributes:
-        shared_size: Number of :meth:`shared_values`.
+        shared_size: Number of values that :meth:`shared_values` returns.
         progress: Scale-invariant progress, in steps at the initial batch.
-        held_factors: Factors on the latest step's learning rates, per optimizer and parameter group; empty if they do
+        held_factors: Factors of the latest step's learning rates, per optimizer and parameter group; empty if they do
             not depend on the noise.
-        adam_steps: For each optimizer whose second moments depend on the batch: its steps, their equivalent at the
-            initial batch, and the noise in its second moments (see ``remembered``).
-        adam_like: Whether the optimizer is Adam-like; None before it has a state that shows it.
+        adam_steps: For each optimizer whose second moments depend on the batch: number of steps, their equivalent at
+            the initial batch, and noise in the second moments (see ``remembered``).
+        adam_like: Whether the optimizer is Adam-like; None before its state shows this.
         counted_elsewhere: Names of parameters that other workers of the unit count; None before they are known.
-        looks: Whether these names must still be determined, again if a parameter had no gradient yet.
+        looks: Whether these names must still be determined, because some parameters have had no gradient yet.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: int, optimizers: int = 1) -> None:
@@ -103,7 +103,7 @@ class NoiseTracker:
 
     @property
     def signal(self) -> NoiseSignal:
-        """Strength of the gradient signal relative to its noise, as known to rank 0."""
+        """Strength of the gradient signal relative to its noise, which only rank 0 measures."""
         return self._smoothed.signal
 
     def measures(self, step: int, gradients: int, *, halved: bool) -> bool:
@@ -111,8 +111,8 @@ class NoiseTracker:
 
         Args:
             step: Number of committed steps.
-            gradients: Number of gradients in the step, replicas x micro-batches; a single one is not enough.
-            halved: Whether the step was divided in two for the measurement.
+            gradients: Number of gradients in the step (replicas x micro-batches), of which at least 2 are needed.
+            halved: Whether the step was split in half for the measurement.
         """
         self._step = step
         self._pending = None
@@ -121,20 +121,20 @@ class NoiseTracker:
         return due and gradients > 1 and self.looks_at(step)
 
     def looks_at(self, step: int) -> bool:
-        """True if single samples' gradients may be measured after ``step`` committed steps."""
+        """True if gradients of single samples can be measured after ``step`` committed steps."""
         self._step = step
         if self.adam_like is None:
             self.learn_kind()
         return self.source is None or self.source.idle or not self.source.outdated
 
     def learn_kind(self) -> None:
-        """Find out the optimizer's kind, once it has a state."""
+        """Determine whether the optimizer is Adam-like, once its state shows this."""
         source = self.source
         if self._optimizer.state if source is None or source.idle else source.state:
             self.adam_like = is_adam_like(self._optimizer) if source is None else source.adam_like
 
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
-        """Return the optimizer's current factors for the bucket's gradients; None if it is not Adam-like."""
+        """Return the factors by which the optimizer multiplies the bucket's gradients; None if it is not Adam-like."""
         if not self.adam_like:
             return None
         source: Any = self.source or self._optimizer
@@ -153,15 +153,15 @@ class NoiseTracker:
         preconditioned: bool,
         goes_on: bool = False,
     ) -> None:
-        """Estimate the noise from several gradients, by parameter group; see ``estimate``.
+        """Estimate the noise of each parameter group from several gradients; see ``noise_scale.estimate``.
 
         Args:
             mean_sq_norms: Means of the squared norms of all gradients, weighted by samples.
             sq_norms_of_mean: Squared norms of the weighted mean gradient.
             gradients: Number of gradients, at least 2.
-            preconditioned: Whether norms are in the optimizer's units.
-            goes_on: Whether this pass added its loss's gradient to the gradient that the previous pass had reduced.
-                Each gradient then has only this loss's own noise.
+            preconditioned: Whether norms are multiplied by the optimizer's preconditioner.
+            goes_on: Whether this pass added the gradient of another loss to the reduced gradient of the previous
+                pass. In that case the gradients only contain this loss's noise.
         """
         before, self._pending = self._pending, None
         estimates = estimate_groups(
@@ -177,7 +177,7 @@ class NoiseTracker:
             self._pending = _Pending(estimates, step, replicas, preconditioned)
 
     def part(self) -> list[float]:
-        """Return the latest estimates of this worker's part of the model, for :meth:`take_parts`."""
+        """Return the latest estimates for this worker's part of the model, for :meth:`take_parts`."""
         pending = self._pending
         if pending is None:
             return [0.0] * self.shared_size
@@ -185,7 +185,7 @@ class NoiseTracker:
         return [1.0, float(pending.preconditioned), *values]
 
     def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Replace the latest estimates by their sum over all parts of the model; discard them if a part is missing."""
+        """Replace the latest estimates by their sum over all parts of the model; drop them if a part is missing."""
         if self._pending is None or any(part[:2] != parts[0][:2] or not part[0] for part in parts):
             self._pending = None
             return
@@ -198,18 +198,22 @@ class NoiseTracker:
         self._pending = None
 
     def leave_out(self, counted_elsewhere: list[str], *, looks: bool) -> None:
-        """Exclude parameters that other workers of the unit count; ``looks`` if there may be more of them."""
+        """Exclude parameters that other workers of the unit count.
+
+        Args:
+            looks: Whether there may be more such parameters.
+        """
         if counted_elsewhere != self.counted_elsewhere:
             self.counted_elsewhere, self._left_out_at = counted_elsewhere, self._step
         self.looks = looks
 
     @property
     def again(self) -> bool:
-        """True if the previous step counted parameters of the unit twice, so that this step measures again."""
+        """True if this step must be measured again, because the previous one counted some parameters twice."""
         return self._left_out_at == self._step - 1
 
     def preconditions(self, buckets: Sequence[MeasuredGradient]) -> bool:
-        """True if norms of these buckets are in the optimizer's units."""
+        """True if the norms of these buckets are multiplied by the optimizer's preconditioner."""
         return bool(self.adam_like) and any(self.preconditioner(bucket) is not None for bucket in buckets)
 
     def applied(self) -> None:
@@ -228,7 +232,7 @@ class NoiseTracker:
             self.by_group, self.value = self._smoothed.groups(self._scale), self._smoothed.whole(self._scale)
 
     def shared_values(self) -> list[float]:
-        """Return rank 0's noise scale for the reduction: sqr and var of each group and of all, zeros while unknown."""
+        """Return rank 0's noise scale as numbers: sqr and var of each group and of the model; 0 if unknown."""
         if self._sent is None or self._sent[0] is not self._smoothed:
             known = [*(self._smoothed.groups(self._scale) or (None,) * self.groups), self._smoothed.whole(self._scale)]
             values = [value for noise in known for value in ((noise.sqr, noise.var) if noise else (0.0, 0.0))]
@@ -236,7 +240,7 @@ class NoiseTracker:
         return self._sent[1]
 
     def take_shared(self, values: list[float]) -> None:
-        """Store rank 0's noise scale, as all ranks received it."""
+        """Store rank 0's noise scale, which all ranks have received."""
         if values == self._received:
             return
         self._received = values
@@ -245,7 +249,7 @@ class NoiseTracker:
         self.by_group = tuple(groups)
 
     def advance(self, scale: float, noise: NoiseScale | None) -> None:
-        """Count the scale-invariant progress of an applied step of a model with this noise scale."""
+        """Add the scale-invariant progress of an applied step, given the batch's scale and the model's noise scale."""
         self.progress += 1.0 if scale == 1.0 else step_gain(scale, noise)
 
     def invalidate(self) -> None:
@@ -256,11 +260,11 @@ class NoiseTracker:
             preconditioner.invalidate()
 
     def rebuilt(self, groups: int, every: int | None) -> None:
-        """Reset the tracker for buckets of `groups` parameter groups.
+        """Reset the tracker for new buckets.
 
         Args:
             groups: Number of parameter groups; if it has changed, estimates start afresh.
-            every: Steps from one measurement to the next; None for the tracker's own choice.
+            every: Number of steps from one measurement to the next; None lets the tracker choose.
         """
         self._preconditioners = {}
         self._every = every
@@ -287,7 +291,7 @@ class NoiseTracker:
         }
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state; preconditioners start afresh."""
+        """Restore a captured state, and recompute preconditioners."""
         self._smoothed, self._scale = SmoothedNoise.from_dict(tree["smoothed"]), tree["scale"]
         *groups, self.value = (None if v is None else NoiseScale(sqr=v[0], var=v[1]) for v in tree["shared"])
         self.by_group = tuple(groups)

@@ -6,7 +6,8 @@ E ||g||^2 = ||G||^2 + tr(Sigma) / B (McCandlish et al. 2018, appendix A.1). With
     sqr = ||G||^2                the signal
     var = tr(Sigma) / M0         the noise of a gradient at the initial batch
 
-All values are per parameter group until ``SmoothedNoise.whole`` adds the groups up. This module does not use torch.
+All values are per parameter group until ``SmoothedNoise.whole`` adds up the groups. This module does not use
+torch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _LARGEST_JUMP = 16.0  # of an estimate over the gradient's size before it
 
 
 def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale: float) -> NoiseScale:
-    """Return signal and noise from K gradients that were averaged into one, each weighted by its samples.
+    """Return an estimate of signal and noise from K gradients that were averaged, weighted by their samples.
 
     Gradient i is the mean over n_i of N samples, w_i = n_i / N, and the mean of all is a gradient at batch N =
     ``scale`` x M0 (equal sizes: w_i = 1 / K):
@@ -49,9 +50,9 @@ def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale
         sqr = (K b - a) / (K - 1)            var = (a - b) scale / (K - 1)
 
     Both are unbiased, for equal and unequal sizes alike, because Cov g_i = Sigma / n_i: E a = ||G||^2 + K tr(Sigma) /
-    (scale M0) and E b = ||G||^2 + tr(Sigma) / (scale M0). With ``scale`` = N, ``var`` is tr(Sigma) itself.
-    They are raw: single estimates scatter widely, and ``sqr`` is often **negative** when noise dominates
-    (``var`` only by rounding). Smooth them with ``SmoothedNoise`` before use.
+    (scale M0) and E b = ||G||^2 + tr(Sigma) / (scale M0). With ``scale`` = N, ``var`` is tr(Sigma) itself. Single
+    estimates scatter widely, and ``sqr`` is often **negative** if noise dominates (``var`` only due to rounding).
+    Smooth them with ``SmoothedNoise`` before use.
 
     Args:
         samples: K, replicas x micro-batches; at least 2.
@@ -85,10 +86,10 @@ def estimate_groups(
     scale: float,
     share_of_all: float = 0.0,
 ) -> tuple[NoiseScale, ...] | None:
-    """Return ``estimate`` for each parameter group; None if a norm is not finite (a step that overflowed).
+    """Return an estimate for each parameter group; None if a norm is not finite, because the step overflowed.
 
     Samples drawn without replacement from N are correlated: E <g_i, g_j> = ||G||^2 - tr(Sigma) / N for the gradient G
-    of all N, with Sigma their unbiased covariance. The estimates are corrected for that.
+    of all N, with Sigma their unbiased covariance. The estimates are corrected for this correlation.
 
     Args:
         mean_sq_norms, sq_norms_of_mean, samples, scale: As in ``estimate``; the first two have one value per group.
@@ -107,15 +108,16 @@ def estimate_groups(
 class SmoothedNoise:
     """Moving averages of ``sqr`` and ``var`` per parameter group, as plain numbers to send between processes.
 
-    An update after n steps at scale S decays the previous averages by theta = exp(-n S / w), so that memory is measured
-    in samples and not in steps (AdaptDL: theta = 0.999^S). The window w grows as a quarter of what has been seen, from
-    16 up to ``window`` steps at the initial batch: the erratic gradients of the first steps are soon discarded, and
-    later the average is long. One estimate never weighs more than ``LEAST_FRESH`` once there are eight. Weights decay
-    in the same way, and average = decayed sum / decayed weight has no bias towards 0.
+    An update after n steps at scale S decays the previous averages by theta = exp(-n S / w), so that the window is
+    measured in samples and not in steps (AdaptDL: theta = 0.999^S). The window w is a quarter of the samples seen so
+    far, from 16 up to ``window`` steps at the initial batch. The erratic gradients of the first steps are thus soon
+    forgotten, and later averages are long. Once there are eight estimates, no single one has a weight above
+    ``LEAST_FRESH``. Weights decay in the same way, so that average = decayed sum / decayed weight has no bias towards
+    0.
 
-    Averages are in units of the gradient's size E ||g||^2 at the initial batch when each estimate was made (from
-    earlier estimates, so that the unit and the estimate are independent). Gradients shrink by orders of magnitude as a
-    model learns, and otherwise the old, large ones would dominate the noise for a long time.
+    Each estimate is divided by the gradient's size E ||g||^2 at the initial batch at that time (known from earlier
+    estimates, so that the two are independent). Gradients shrink by orders of magnitude as a model learns; otherwise
+    the old, large ones would dominate the noise for a long time.
 
     The standard error of the average of ``sqr`` is computed from the scatter of the estimates: with weights w_i and n =
     (sum w_i)^2 / sum w_i^2, its square is sum w_i^2 (x_i - x)^2 / (sum w_i)^2 x n / (n - 1).
@@ -145,13 +147,13 @@ class SmoothedNoise:
     def update(
         self, sqr: float | Sequence[float], var: float | Sequence[float], scale: float, *, steps: float = 1.0
     ) -> SmoothedNoise:
-        """Return the averages with one more raw estimate; self if the estimate is not finite, or 0 throughout.
+        """Return the averages with one more raw estimate; self if the estimate is not finite, or all zero.
 
         Args:
             sqr: Raw signal, one value per parameter group (or one float for a single group); may be negative.
             var: Raw noise, in the same form.
             scale: Global batch / initial batch of the step, above 0.
-            steps: Optimizer steps since the previous update, if statistics are sampled rarely.
+            steps: Number of optimizer steps since the previous update; above 1 if not every step is measured.
 
         Raises ValueError: ``scale`` is not a finite number above 0, or the number of groups differs.
         """
@@ -189,14 +191,14 @@ class SmoothedNoise:
         )
 
     def add(self, estimates: Sequence[NoiseScale] | None, scale: float, *, steps: float = 1.0) -> SmoothedNoise:
-        """Return ``update`` with raw estimates, one per parameter group; self for None (a step that overflowed)."""
+        """Return the averages with one more raw estimate per parameter group; self for None (an overflow)."""
         if estimates is None:
             return self
         return self.update([group.sqr for group in estimates], [group.var for group in estimates], scale, steps=steps)
 
     @property
     def signal(self) -> NoiseSignal:
-        """Signal according to the averages."""
+        """Strength of the signal relative to the noise, according to the averages."""
         return NoiseSignal(present=self.has_signal, size=self.size, updates=self.updates)
 
     @property
@@ -205,15 +207,15 @@ class SmoothedNoise:
         return self.updates >= LEAST_UPDATES and self._signal(len(self.sqr)) > self._error(len(self.sqr))
 
     def groups(self, scale: float = 1.0) -> tuple[NoiseScale, ...]:
-        """Return the noise of each parameter group; see :meth:`whole`. Empty before any update."""
+        """Return the noise scale of each parameter group, computed as in :meth:`whole`; empty before any update."""
         most = self._most_noise(scale)
         return tuple(self._floored(place, each, most) for place, each in enumerate(self.var))
 
     def whole(self, scale: float = 1.0) -> NoiseScale | None:
-        """Return the whole model's noise; None before the first update.
+        """Return the noise scale of the whole model; None before the first update.
 
-        A signal below its own standard error is replaced by that error: nothing smaller can be measured, and a signal
-        of 0 would mean infinite noise. While the signal does not exceed its error, it is assumed to be at least var /
+        A signal below its own standard error is replaced by that error, because nothing smaller can be measured and a
+        signal of 0 would mean infinite noise. In this case the signal is also assumed to be at least var /
         sqrt(scale), so that the gain is at most the square root of the scale. Both values are at least ``TINY``.
 
         Args:
@@ -245,13 +247,13 @@ class SmoothedNoise:
         return math.sqrt(max(scatter, 0.0) * count / (count - 1.0)) / self.weight
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers, for joiners and ``torch.load(weights_only=True)``."""
+        """Return the averages as plain lists and numbers, for joiners and ``torch.load(weights_only=True)``."""
         state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in state.items()}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> SmoothedNoise:
-        """Return the averages that ``to_dict`` wrote."""
+        """Return the averages stored by :meth:`to_dict`."""
         found: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in state.items()}
         return cls(**found)
 

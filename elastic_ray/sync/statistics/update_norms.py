@@ -1,4 +1,4 @@
-"""Norm of the parameter change made by an optimizer step (torch)."""
+"""Norm of the change that an optimizer step makes to the parameters (torch)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def with_update_norms(
     *,
     whole: bool = True,
 ) -> tuple[Any, tuple[float, ...]]:
-    """Run an optimizer step and measure ``||p_after - p_before||`` of each parameter group.
+    """Run an optimizer step, and measure ``||p_after - p_before||`` of each parameter group.
 
-    For PyTorch's SGD, it is computed from the state as rate x ||momentum|| or rate x ||gradient||, up to the rounding
-    of the difference. Any other optimizer requires a copy of the parameters.
+    For PyTorch's SGD, the norm is computed as rate x ||momentum|| or rate x ||gradient||, which is equal up to
+    rounding. Any other optimizer requires a copy of the parameters.
 
     Args:
-        optimizer: Optimizer that is about to step, with its rates already set.
+        optimizer: Optimizer that is about to step, with its learning rates already set.
         groups: Trainable parameters of the optimizer, by parameter group.
-        whole: Whether the optimizer holds the whole state.
+        whole: Whether this rank's optimizer holds the state of all its parameters.
 
-    Returns the result of ``apply``, and the 2-norms.
+    Returns the result of ``apply``, and the 2-norm of each group.
     """
     steps = [_GroupStep(optimizer, *each, whole=whole) for each in zip(optimizer.param_groups, groups, strict=True)]
     result = apply()

@@ -1,1 +1,1 @@
-"""Strategy of a model in training: the current one, and the switch to the next (torch)."""
+"""Current strategy of a model in training, and the switch to another strategy (torch)."""

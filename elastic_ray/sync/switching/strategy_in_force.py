@@ -1,11 +1,11 @@
 """Current strategy of one model, and its replacement on request or by ``Auto``.
 
-A strategy takes effect between two steps, when buckets are laid out again. The tuner that decides about the strategy
-changes at the same time: until then, all ranks do what they have agreed on, even if one of them has requested something
-else.
+A new strategy takes effect between two steps, when buckets are laid out again. The tuner that chooses strategies
+is replaced at the same time. Until then, all ranks do what they have agreed on, even if one of them has requested
+something else.
 
-The decisions of ``Auto`` are made in ``elastic_ray.sync.choosing``. It measures right after a step's gradients have
-been reduced: all ranks are at that point, in the same step, and nothing else uses the gradient group.
+``elastic_ray.sync.choosing`` makes the decisions of ``Auto``. Steps are measured right after their gradients have
+been reduced, when all ranks are in the same step and nothing else uses the gradient group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _HEARING_S = 10.0  # a race waits for so long for what earlier jobs have found
 
 
 class StrategyTuner:
-    """Tuner that finds a strategy for ``Auto`` during training; its state is equal on all ranks and sent to joiners.
+    """Tuner that chooses a strategy for ``Auto`` during training.
+
+    Its state is equal on all ranks, and is sent to joiners.
 
     Args:
         auto: Settings of the choice.
@@ -65,12 +67,12 @@ class StrategyTuner:
 
     @property
     def agenda(self) -> str:
-        """Settings as text, equal on all ranks so that their measurements are comparable."""
+        """Settings of the measurements as text, which must be equal on all ranks."""
         return repr(self._auto)
 
     @property
     def found(self) -> dict[str, FoundStrategy]:
-        """Strategies that won a race, keyed by the form of the group, for other jobs of the same model."""
+        """Winners of races, for use by other jobs of the same model; keyed by the form of the group."""
         choices = {**self._known, self._form: self.choice}
         return {
             f"{self._number} {form}": FoundStrategy(name=choice.strategy.name, step_s=measured[choice.strategy.name])
@@ -79,7 +81,7 @@ class StrategyTuner:
         }
 
     def tell(self, table: Callable[[], str]) -> None:
-        """Notify the job's user of a choice, once it has taken effect; called on every rank."""
+        """Report the chosen strategy to the job's user once it has taken effect; called on every rank."""
         choice = self.choice
         if choice is self._looked_at or not choice.settled or self._model.plan.strategy != choice.strategy:
             return
@@ -145,7 +147,7 @@ class StrategyTuner:
         return consider(profile, self._model.topology, present, exact=auto.exact, most=most, works=works)
 
     def enter_group(self) -> None:
-        """Enter a group: continue with the known choice for its form, or start to measure."""
+        """Enter a group: reuse the strategy chosen for a group of this form, or start to measure."""
         self._since_s, self._step, self._entered_s = None, None, time.monotonic()
         form = self._form_of(self._model.topology)
         if form != self._form:
@@ -165,16 +167,16 @@ class StrategyTuner:
         return f"{self._context.group.communicator.backend} {size} {digest(levels):x}"
 
     def remember(self) -> None:
-        """Store the choice at the start of a step, for rollback."""
+        """Save the choice at the start of a step, so that it can be rolled back."""
         self._before = self.choice
 
     def roll_back(self) -> None:
-        """Restore the choice from before the lost step, without its measurements."""
+        """Restore the choice from before the lost step, and discard the step's measurements."""
         self.choice = self._before
         self._since_s, self._step = None, None
 
     def capture(self) -> dict[str, Any]:
-        """Return the state for joiners and checkpoints, as plain values."""
+        """Return the tuner's state as plain values, for joiners and checkpoints."""
         return {
             "auto": dataclasses.asdict(self._auto),
             "form": self._form,
@@ -203,7 +205,7 @@ class _Asked:
 
 
 class StrategyInForce:
-    """Strategy of one model with its plan, and the switch to another strategy or tuner.
+    """Current strategy and plan of one model, with the switch to another strategy or tuner.
 
     Args:
         number: Number of the model, in order of wrapping.
@@ -241,7 +243,7 @@ class StrategyInForce:
 
     @property
     def profile(self) -> ModelProfile:
-        """Profile of the model for a planner."""
+        """Profile of the model, as strategy builders expect it."""
         return self._model.profile
 
     @property
@@ -252,7 +254,7 @@ class StrategyInForce:
 
     @property
     def touched(self) -> Mapping[str, int]:
-        """Number of rows in this rank's latest gradient, keyed by table, for tables whose rows are sent."""
+        """Number of rows in this rank's latest gradient for each table whose rows are exchanged, keyed by name."""
         return {name: bucket.touched for name, bucket in self._rows.items()}
 
     @property
@@ -262,14 +264,14 @@ class StrategyInForce:
 
     @property
     def label(self) -> str:
-        """Name of the current strategy, and of the one about to take effect."""
+        """Name of the current strategy, followed by the name of the pending one."""
         asked = self.asked.strategy if self.asked is not None else self.wanted
         present = self.plan.strategy.label
         return present if asked is None else f"{present}, then {asked.label}"
 
     @property
     def asked_digest(self) -> int:
-        """Digest of the strategy about to take effect, and of whether a tuner chooses it; 0 if there is none."""
+        """Digest of the pending strategy, and of whether a tuner chose it; 0 if none is pending."""
         asked = self.asked
         strategy = asked.strategy if asked is not None else self.wanted
         if strategy is None:
@@ -278,14 +280,14 @@ class StrategyInForce:
 
     @property
     def agenda(self) -> str:
-        """Settings of the tuner's measurements as text, equal on all ranks; empty without a tuner."""
+        """Settings of the tuner's measurements as text, equal on all ranks; empty if there is no tuner."""
         return self.tuner.agenda if self.tuner is not None else ""
 
     @property
     def key(self) -> str | None:
-        """Key under which step times may be pooled, by strategy; None while a strategy is being chosen.
+        """Key of strategies whose step times may be pooled; None while a strategy is being chosen.
 
-        The prefix ``auto/`` marks a chosen strategy: the choice may differ in another group, and both count.
+        A chosen strategy has the prefix ``auto/``, because the choice may be different in another group.
         """
         if self.tuner is None:
             return self.own_key
@@ -293,7 +295,7 @@ class StrategyInForce:
         return f"{CHOSEN}{self.own_key}" if in_force else None
 
     def works(self, plan: SyncPlan) -> bool:
-        """True if the model supports the plan."""
+        """True if the model can be trained with the plan."""
         try:
             self._model.check(plan)
         except StrategyError:
@@ -301,10 +303,10 @@ class StrategyInForce:
         return True
 
     def ask(self, given: object) -> None:
-        """Request another strategy from the next step on, identically on all ranks; ``Auto`` starts to choose one.
+        """Request another strategy from the next step on, identically on all ranks; ``Auto`` starts a race.
 
         Args:
-            given: As in ``AdaptiveDataParallel(strategy=...)``.
+            given: Any value accepted by ``AdaptiveDataParallel(strategy=...)``.
 
         Raises StrategyError, TypeError: The strategy does not exist, or cannot be used with this model.
         """
@@ -319,21 +321,21 @@ class StrategyInForce:
         self.asked = _Asked(strategy, tuner)
 
     def ask_topology(self, topology: str) -> None:
-        """Request another topology for the current strategy, or for the strategy that was requested last."""
+        """Request another topology for the strategy that was requested last, or else for the current one."""
         self.ask((self.asked.strategy if self.asked is not None else self.plan.strategy).with_topology(topology))
 
     def before_forward(self) -> None:
-        """Adopt the strategy that the tuner proposes, between two steps or within one."""
+        """Adopt the strategy that the tuner proposes, if there is a new one."""
         if self.tuner is not None:
             self.tuner.tell(lambda: str(self.explain()))
             wanted = self.tuner.strategy
             self.wanted = wanted if wanted is not self.plan.strategy and wanted != self.plan.strategy else None
 
     def take(self, *, switch: bool = True, entering: bool = False) -> SyncPlan:
-        """Apply the requested plan, for which buckets are laid out.
+        """Make the requested plan the current one, and return it for laying out buckets.
 
         Args:
-            entering: Whether the present group has not begun its first step.
+            entering: Whether the current group has not started its first step.
             switch: Whether another strategy may take effect now; if not, the request stays pending.
         """
         strategy = self.plan.strategy
@@ -361,12 +363,12 @@ class StrategyInForce:
         self._told = why or self._told
 
     def follow_rows(self, tables: Mapping[int, RowBucket]) -> None:
-        """Use these row buckets, keyed by their positions in the plan."""
+        """Set the row buckets of the current layout, keyed by position in the plan."""
         params = self.profile.params if tables else ()
         self._rows = {params[self.plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}
 
     def enter_group(self) -> bool:
-        """Enter a group, in which all ranks hold the same state; True if buckets need a new layout."""
+        """Enter a group in which all ranks hold the same state; return True if buckets need a new layout."""
         self.takes = 0
         if self.asked is not None and self.asked.tuner is not None:
             self.asked.tuner.enter_group()
@@ -376,14 +378,14 @@ class StrategyInForce:
         return self.pending or lower(self.plan.strategy, self.profile, self.topology).digest != self.digest
 
     def roll_back(self, asked: _Asked | None) -> None:
-        """Restore the request from before the lost step."""
+        """Restore the pending request from before the lost step."""
         self.asked = asked
         if self.tuner is not None:
             self.tuner.roll_back()
             self.wanted = None
 
     def capture(self) -> dict[str, Any]:
-        """Return the strategy if it differs from the initial one, and the tuner's state."""
+        """Return the tuner's state, and the strategy if it differs from the initial one."""
         asked = self.asked
         strategy = asked.strategy if asked is not None else self.wanted or self.plan.strategy
         tuner = asked.tuner if asked is not None else self.tuner
@@ -393,9 +395,9 @@ class StrategyInForce:
         return {**texts, "tuner": tuner.capture() if tuner is not None else None}
 
     def restore(self, tree: Mapping[str, Any]) -> bool:
-        """Restore a captured state; True if buckets need a new layout.
+        """Restore a captured state; return True if buckets need a new layout.
 
-        A state is ignored if its run started with a different strategy.
+        The state is ignored if its run started with a different strategy.
         """
         if "given" in tree and tree["given"] != self._given.to_json():
             return False
@@ -415,7 +417,7 @@ class StrategyInForce:
         return tuner
 
     def explain(self) -> StrategyTable:
-        """Return a table of each parameter's synchronisation, with reasons."""
+        """Return a table that shows how each parameter is synchronised, and why."""
         times: dict[int, float] = {}
         if self.bucket_s:
             times = {index: statistics.median(each) for index, each in enumerate(zip(*self.bucket_s, strict=True))}

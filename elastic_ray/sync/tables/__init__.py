@@ -1,1 +1,1 @@
-"""Embedding tables whose touched rows are exchanged in place of their whole gradient."""
+"""Embedding tables of which only the touched rows are exchanged, and not the whole gradient."""

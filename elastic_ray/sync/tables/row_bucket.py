@@ -1,4 +1,4 @@
-"""Bucket for the touched rows of one table's gradient (torch)."""
+"""Bucket with the touched rows of one table's gradient (torch)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from elastic_ray.sync.tables.touched_rows import (
 
 
 class RowBucket:
-    """Bucket that holds one table's gradient as rows; used in place of a ``Bucket``.
+    """Bucket that holds one table's gradient as rows, in place of a dense ``Bucket``.
 
     Args:
-        index: Position in the order of reduction.
+        index: Position of the bucket in the order of reduction.
         table: Gradient of the table.
 
     Attributes:
-        complete: Whether the pass has reached the table.
-        is_sparse: Whether ``.grad`` should be sparse; None while no rank and no micro-step had a gradient.
+        complete: Whether the backward pass has reached the table.
+        is_sparse: Whether ``.grad`` should be sparse; None if no rank has had a gradient in any micro-step yet.
         touched: Number of rows in this rank's gradient when :meth:`put` was last called.
     """
 
@@ -53,7 +53,7 @@ class RowBucket:
         self._preconditioner: RowPreconditioner | None = None
 
     def begin_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
-        """Start a backward pass, ``first`` of a step; the table's gradient stays in its own memory."""
+        """Start a backward pass, during which the table's gradient stays in its own memory."""
         self.complete, self._additions = True, 1
         if first:
             self.used, self.written, self.is_sparse = [], None, None
@@ -65,7 +65,7 @@ class RowBucket:
         """Do nothing: the table's gradient never moves into a buffer during the pass."""
 
     def add_again(self, param: torch.Tensor) -> None:
-        """Record that a nested backward pass adds to the gradient once more."""
+        """Record that a nested backward pass adds to the gradient another time."""
         self._additions += 1
 
     def mark_incomplete(self) -> None:
@@ -73,7 +73,7 @@ class RowBucket:
         self.complete = False
 
     def carry(self) -> None:
-        """Start another micro-step and keep the rows that earlier ones have left in the bucket."""
+        """Start another micro-step, keeping the rows that earlier micro-steps have left in the bucket."""
         self._carried = self._kept()
 
     @property
@@ -83,36 +83,36 @@ class RowBucket:
 
     @property
     def has_gradient(self) -> Sequence[bool]:
-        """Single flag: True if the table had a gradient on this rank when the bucket was filled."""
+        """One-element list that is True if the table had a gradient on this rank when the bucket was filled."""
         return [self._has_gradient]
 
     def share(self, factor: float) -> Any:
-        """Return the held rows times ``factor``, for :meth:`add`."""
+        """Return the held rows multiplied by ``factor``, for :meth:`add`."""
         return self.held.scaled(factor)
 
     def carried_share(self, factor: float = 1.0) -> Any:
-        """Return the rows kept by :meth:`carry` times ``factor``, for :meth:`add`."""
+        """Return the rows kept by :meth:`carry`, multiplied by ``factor``, for :meth:`add`."""
         return self._carried if self._carried is None or factor == 1.0 else self._carried.scaled(factor)
 
     def flat_gradient(self) -> torch.Tensor:
-        """Return the gradient as one vector of the whole table's size."""
+        """Return the gradient of the whole table as one vector."""
         return self.held.to_dense().reshape(-1)
 
     def add(self, share: Any) -> None:
-        """Add a share, from :meth:`share` or :meth:`carried_share`, to the held rows."""
+        """Add the result of :meth:`share` or :meth:`carried_share` to the held rows."""
         self.held = added_up([self.held, share])
 
     def add_vector(self, vector: torch.Tensor) -> None:
-        """Add the non-zero rows of a vector of the whole table's size."""
+        """Add the non-zero rows of a vector that covers the whole table."""
         self.add(rows_of_dense(vector.view(self.table.param.shape).to(self.held.values.dtype)))
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> RowPreconditioner | None:
-        """Return the optimizer's factors for the rows; None is the identity."""
+        """Return the factors by which the optimizer multiplies these rows' gradients; None if they are 1."""
         self._preconditioner = row_preconditioner(optimizer, self.table.param, self._preconditioner)
         return self._preconditioner
 
     def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:
-        """Return the squared norm of the held rows, each element multiplied by the preconditioner's element."""
+        """Return the squared norm of the held rows after multiplication by the preconditioner."""
         return self.held.squared_norm(preconditioner)
 
     def total(self) -> torch.Tensor:
@@ -124,7 +124,7 @@ class RowBucket:
         return bool(self.held.values.isfinite().all())
 
     def own_is_finite(self) -> bool:
-        """True if this rank's gradients are finite, including those of earlier micro-steps."""
+        """True if this rank's gradients are finite, including the gradients of earlier micro-steps."""
         grad = self.table.param.grad
         tensors = [] if grad is None else [grad._values() if grad.is_sparse else grad]
         if self._carried is not None:
@@ -132,7 +132,7 @@ class RowBucket:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def put(self, weight: float, *, sums: bool = False) -> None:
-        """Put the gradient's weighted rows into the bucket; no rows if there is no gradient.
+        """Put the weighted rows of the gradient into the bucket, or no rows if there is no gradient.
 
         Raises RuntimeError: a hook has removed the gradient.
         """
@@ -156,7 +156,7 @@ class RowBucket:
             self.held = rows.scaled(weight)
 
     def check(self) -> None:
-        """Raise RuntimeError if :meth:`put` would."""
+        """Raise the RuntimeError that :meth:`put` would raise, if any."""
         if self.table.param.grad is None:
             check_gradients(self.params, [None], complete=self.complete)
 
@@ -165,15 +165,15 @@ class RowBucket:
         self.held, self._carried, self._flat = no_rows(self.table.param), None, None
 
     def note_used(self) -> None:
-        """Record whether the table had a gradient, for the step's later micro-steps."""
+        """Record whether the table had a gradient, for later micro-steps of the same step."""
         self.used = [self._has_gradient or any(self.used)]
 
     def take(self, rows: TouchedRows, *, sparse: bool | None) -> None:
-        """Hold the sum over all ranks, to be written in the layout on which they have agreed."""
+        """Store the sum of rows over all ranks, and the layout for ``.grad`` on which the ranks have agreed."""
         self.held, self.is_sparse = rows, sparse
 
     def fill_flat(self) -> torch.Tensor:
-        """Return the gradient as a whole table, to be reduced in place."""
+        """Return the gradient of the whole table in a buffer that can be reduced in place."""
         if self.held.ids is not None:
             flat = self._memory().zero_()
             flat.index_copy_(0, self.held.ids, self.held.values)
@@ -181,7 +181,7 @@ class RowBucket:
         return self.held.values
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
-        """Copy the held rows into ``.grad``; ``used`` returns whether the table had a gradient on any rank."""
+        """Copy the held rows into ``.grad``, if any rank had a gradient for the table according to ``used``."""
         param = self.table.param
         if param.grad is None and not any(used()):
             return
@@ -192,7 +192,7 @@ class RowBucket:
 
     @property
     def goes_on(self) -> bool:
-        """True if this pass has added to the reduced gradient in ``.grad``, which nothing has zeroed in between."""
+        """True if this pass has added to the gradient that an earlier pass had reduced, without zeroing in between."""
         grad = self.table.param.grad
         if self.written is None or grad is None:
             return False
@@ -200,7 +200,7 @@ class RowBucket:
         return grad is written() and grad._version <= version + self._additions
 
     def replace_buffer(self) -> None:
-        """Drop the memory of a whole table, because an abandoned reduction may still write to it."""
+        """Drop the whole-table buffer, because an abandoned reduction may still write to it."""
         self.held = self._kept()
         self._flat = None
 

@@ -1,10 +1,10 @@
 """Exchange of only the touched rows of a table: Parallax (EuroSys 2019) with collectives (torch).
 
-Every rank sends its number of rows, together with the rows if they fit into a room whose size all ranks derive
-from the previous step. Rows that do not fit are gathered in a second round, padded to the largest number on
-any rank. If there are too many rows for this to pay, the whole table is all-reduced instead. If the gradient
-is sparse, flags of touched rows are reduced as well, because an optimizer such as SparseAdam updates every row
-that the gradient names. Every rank sums rows in rank order, which gives equal bits everywhere.
+Each rank sends its number of rows. The rows are included if they fit into a buffer whose size all ranks derive
+from the previous step. Rows that do not fit are gathered in a second round, padded to the largest number on any
+rank. If there are too many rows for this to pay off, the whole table is all-reduced instead. For a sparse
+gradient, flags of touched rows are reduced too, because optimizers such as SparseAdam update every row that the
+gradient contains. Every rank sums the rows in rank order, which gives bit-identical results.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _HEAD_BYTES = 16  # the number of rows, and their layout
 class RowsOperation:
     """Exchange of one table's touched rows; implements ``BucketOperation``.
 
-    The only state is the size of the room for the next step's rows, which follows from the row counts of all ranks
-    in this group's steps. It is reset in a new group.
+    Its only state is the buffer size for the next step, which depends on the row counts of all ranks in this group's
+    steps. It is reset in a new group.
     """
 
     def __init__(self) -> None:
@@ -44,13 +44,13 @@ class RowsOperation:
         self._sparse: bool | None = None
 
     def launch(self, bucket: RowBucket, group: GradientGroup) -> Sequence[Any]:
-        """Launch the gather of each rank's row count and layout, with the rows that fit."""
+        """Launch the gather of each rank's row count and layout, with the rows that fit into the buffer."""
         if self._group is None or self._group() is not group:
             self._group, self._room = weakref.ref(group), 0
         return self._gather(bucket, group, self._room)
 
     def go_on(self, bucket: RowBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Launch the rows that did not fit, or the whole table; once they have arrived, sum the rows."""
+        """Launch the exchange of rows that did not fit, or of the whole table; once all have arrived, sum the rows."""
         if finished == 1:
             return self._look(bucket, group)
         if self._gathered is None:  # the whole table was reduced
@@ -108,18 +108,18 @@ class RowsOperation:
         self._gathered = None
 
     def commit(self) -> None:
-        """Do nothing: the operation's state is not part of the training state."""
+        """Do nothing, because the operation's state is not part of the training state."""
 
     def void(self) -> None:
-        """Drop all memory that abandoned works may still use."""
+        """Drop all buffers that abandoned collectives may still use."""
         self._gathered = self._marks = None
 
 
 def pays(most: int, table: int, world_size: int) -> bool:
-    """True if gathering rows pays: padded to ``most`` for each rank, they are no more than the table's rows.
+    """True if gathering rows is worthwhile: ``most`` rows per rank are no more than the table has in total.
 
-    In bytes the all-gather would be better for up to twice as many rows, but summing them also takes time.
-    Measured, both take equally long at about 50 % of the rows with 2 ranks, and at 25 % with 4.
+    Counting only bytes, the all-gather would be better for up to twice as many rows, but summing rows also takes
+    time. In measurements, both take equally long if about 50 % of the rows are touched with 2 ranks, and 25 % with 4.
     """
     return most * world_size <= table
 

@@ -1,4 +1,4 @@
-"""Embedding layers whose backward gives only touched rows, although they are set to dense gradients (torch)."""
+"""Sparse backward for embedding layers that are set to dense gradients (torch)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class SparseBackward:
-    """Switch that sets a layer to ``sparse=True`` during its forward, if only the table's ``.grad`` reveals it.
+    """Switch that sets a layer to ``sparse=True`` during its forward pass, unless user code could notice.
 
     Args:
         layer: An ``Embedding`` or ``EmbeddingBag``; other layers are not changed.
@@ -35,7 +35,7 @@ class SparseBackward:
 
 
 def switch_off(layer: torch.nn.Module) -> None:
-    """Restore a layer's user settings after an interrupted forward, for which torch does not call hooks."""
+    """Restore a layer's own setting after an interrupted forward pass, for which torch does not call hooks."""
     for hook in layer._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, _Switch):

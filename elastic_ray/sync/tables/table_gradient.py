@@ -1,9 +1,9 @@
-"""Gradient of a table: its touched rows, and the layout of ``.grad`` that user code sees (torch).
+"""Gradient of a table as its touched rows, and as the ``.grad`` that user code sees (torch).
 
-An embedding's backward costs as much as the whole table if its gradient is dense, and only as much as the
-touched rows if it is sparse. So layers that are not set to ``sparse=True`` are also made to give sparse
-gradients. These are written to dense gradients in memory that is kept between steps, so that only rows are
-ever written. User code sees the usual layout.
+The backward pass of an embedding is as expensive as the whole table if its gradient is dense, but only as
+expensive as the touched rows if it is sparse. Layers without ``sparse=True`` are therefore made to compute sparse
+gradients as well. These are written to dense gradients in memory that is kept between steps, so that only rows
+are ever written. User code sees the layout that it expects.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LONGEST_PAUSE = 64
 
 
 class TableGradient:
-    """Record of which rows of a table's ``.grad`` are touched, and in which layout user code sees it.
+    """Record of the touched rows of a table's ``.grad``, and of the layout that user code sees.
 
     Args:
-        update: Layout of ``.grad``: ``"sparse"``, ``"dense"``, or ``"auto"`` for the layout to which the layers
-            are set.
+        update: Layout of ``.grad``: ``"sparse"``, ``"dense"``, or ``"auto"`` for the layout that the layers'
+            ``sparse`` setting implies.
     """
 
     def __init__(self, param: torch.nn.Parameter, update: str) -> None:
@@ -43,7 +43,7 @@ class TableGradient:
         self._pause, self._left = 0, 0
 
     def follow(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Attach to all layers that use the table, according to the module tree."""
+        """Attach to all layers that use the table."""
         if self._shows == "auto" and not any(getattr(layer, "sparse", False) for layer in layers):
             self._shows = "dense"
         if self._shows == "auto":
@@ -67,13 +67,13 @@ class TableGradient:
 
     @property
     def gives_sparse(self) -> bool | None:
-        """True if ``.grad`` must be sparse; None if there is no gradient."""
+        """True if ``.grad`` must be sparse, False if dense; None if there is no gradient."""
         if self.param.grad is None:
             return None
         return self.param.grad.is_sparse if self._shows == "auto" else self._shows == "sparse"
 
     def show_rows(self) -> None:
-        """Replace a dense ``.grad`` with its touched rows, if they are known, until :meth:`show_table`."""
+        """Replace a dense ``.grad`` with its touched rows (if known) until :meth:`show_table` is called."""
         grad, self._aside = self.param.grad, None  # an optimizer that has failed did not come to show_table
         ids = self._touched(grad)
         if grad is not None and ids is not None:
@@ -86,7 +86,7 @@ class TableGradient:
             self.param.grad, self._aside = self._aside, None
 
     def rows(self) -> TouchedRows:
-        """Return the touched rows of ``.grad``, which must exist; the result may share its tensors."""
+        """Return the touched rows of ``.grad``, which must exist. The result may share memory with ``.grad``."""
         grad = self.param.grad
         assert grad is not None
         if grad.is_sparse:
@@ -107,7 +107,7 @@ class TableGradient:
         return found
 
     def write(self, rows: TouchedRows, *, sparse: bool) -> None:
-        """Write rows to ``.grad``; they must include all rows that :meth:`rows` found in it."""
+        """Write rows to ``.grad``; they must include all rows that :meth:`rows` has returned for it."""
         grad = self.param.grad
         if sparse:
             self.param.grad = rows.to_sparse()
@@ -179,11 +179,11 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def weak_hook(method: Callable[..., None], *arguments: Any) -> Callable[[Any], None]:
-    """Return a hook that calls a bound method, with ``arguments`` first, as long as the method's object lives.
+    """Return a hook that calls a bound method without keeping the method's object alive.
 
-    torch does not show the garbage collector the references of hooks from ``register_post_accumulate_grad_hook``.
-    An object that refers to a parameter and has such a hook on it would never be freed, and neither would the
-    model, its optimizer and its group's memory.
+    ``arguments`` are passed first. Torch hides the references of hooks from ``register_post_accumulate_grad_hook``
+    from the garbage collector. An object that refers to a parameter and has such a hook on it would therefore never
+    be freed, nor would the model, its optimizer and its group's memory.
     """
     reference = weakref.WeakMethod(method)
 

@@ -1,4 +1,4 @@
-"""Gradient of a table with few non-zero rows: the rows, and arithmetic on them (torch)."""
+"""Gradient of a table with few non-zero rows, and arithmetic on these rows (torch)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SAMPLED_ROWS = 4096
 
 
 class RowPreconditioner:
-    """Row-wise form of ``sync.preconditioners.preconditioner``, which does not change while the optimizer continues.
+    """Row-wise preconditioner, computed like ``sync.preconditioners.preconditioner`` and constant until recomputed.
 
-    Denominators are at least a thousandth of the root mean square of all denominators; for a large table, of every
-    n-th row's.
+    Denominators are floored at a hundredth of the root mean square of all denominators; for a large table, the root
+    mean square is computed from every n-th row.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class RowPreconditioner:
         self.state, self._group, self._dtype, self._floor = state, group, dtype, floor
 
     def of(self, ids: torch.Tensor | None) -> torch.Tensor:
-        """Return 1 / denominator for each element of the given rows; None for all rows."""
+        """Return 1 / denominator for each element of the rows with these ids; None selects all rows."""
         state = self.state if ids is None else _cut(self.state, lambda table: table.index_select(0, ids))
         size = denominators(state, self._group, self._dtype)
         assert size is not None
@@ -38,9 +38,9 @@ class RowPreconditioner:
 def row_preconditioner(
     optimizer: torch.optim.Optimizer, table: torch.nn.Parameter, before: RowPreconditioner | None
 ) -> RowPreconditioner | None:
-    """Return the current preconditioner, in the memory of ``before``.
+    """Return the preconditioner for the optimizer's current state, reusing the memory of ``before``.
 
-    Returns None if the optimizer does not yet divide by anything.
+    Returns None if the optimizer does not divide gradients yet.
     """
     state = {key: value for key, value in optimizer.state.get(table, {}).items() if key in _USED}
     group = next((each for each in optimizer.param_groups if any(p is table for p in each["params"])), {})
@@ -71,9 +71,9 @@ def _copied(value: Any, memory: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TouchedRows:
-    """Gradient of a table as its touched rows.
+    """Gradient of a table, stored as its touched rows.
 
-    Its tensors are never changed: all results are in new memory.
+    The tensors are never changed: all results are in new memory.
     """
 
     table: int
@@ -86,41 +86,41 @@ class TouchedRows:
         return self.values.shape[0]
 
     def at(self) -> torch.Tensor:
-        """Return the ids of the rows, even if the gradient holds all rows."""
+        """Return the ids of the held rows, also if the gradient holds all rows."""
         return torch.arange(self.table, device=self.values.device) if self.ids is None else self.ids
 
     def marks(self) -> torch.Tensor:
-        """Return a tensor [table] with 1 for each held row and 0 for all other rows."""
+        """Return a flag for each row of the table, as a tensor: 1 if the row is held, else 0."""
         marks = torch.zeros(self.table, dtype=torch.int32, device=self.values.device)
         return marks.index_fill_(0, self.at(), 1)
 
     def only(self, marks: torch.Tensor) -> TouchedRows:
-        """Return the rows whose mark is not 0; `self` must hold the whole table."""
+        """Return the rows whose flag in ``marks`` is not 0; `self` must hold the whole table."""
         ids = marks.nonzero().squeeze(1)
         if ids.numel() == self.table:
             return self
         return dataclasses.replace(self, ids=ids, values=self.values.index_select(0, ids))
 
     def scaled(self, factor: float) -> TouchedRows:
-        """Return all rows times ``factor``."""
+        """Return all rows multiplied by ``factor``."""
         return dataclasses.replace(self, values=self.values * factor)
 
     def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:
-        """Return ||P g||^2 of the whole table's gradient, for a diagonal P; None is the identity."""
+        """Return ||P g||^2 of the gradient g, for a diagonal preconditioner P (None: identity)."""
         return squared_norm(self.values.reshape(-1), self.of(preconditioner))
 
     def of(self, weights: RowPreconditioner | None) -> torch.Tensor | None:
-        """Return the weights of these rows as a flat tensor; None if ``weights`` is None."""
+        """Return the preconditioner's factors for these rows as a flat tensor; None if there is no preconditioner."""
         return None if weights is None else weights.of(self.ids).reshape(-1)
 
     def to_dense(self) -> torch.Tensor:
-        """Return the gradient as a whole table."""
+        """Return the gradient as a dense table."""
         if self.ids is None:
             return self.values.clone()
         return self.values.new_zeros(self.table, self.values.shape[1]).index_copy_(0, self.ids, self.values)
 
     def to_sparse(self) -> torch.Tensor:
-        """Return the gradient as a coalesced sparse tensor in new memory."""
+        """Return the gradient as a coalesced sparse tensor, in new memory."""
         shape = (self.table, self.values.shape[1])
         return torch.sparse_coo_tensor(
             self.at()[None].clone(), self.values.clone(), shape, is_coalesced=True, check_invariants=False
@@ -128,19 +128,19 @@ class TouchedRows:
 
 
 def no_rows(param: torch.Tensor) -> TouchedRows:
-    """Return an empty gradient for a table that was not used."""
+    """Return a gradient without rows, for a table that was not used."""
     none = torch.empty(0, dtype=torch.int64, device=param.device)
     return TouchedRows(table=param.shape[0], ids=none, values=param.detach().new_empty(0, param.shape[1]))
 
 
 def rows_of_sparse(grad: torch.Tensor) -> TouchedRows:
-    """Return the rows of a sparse gradient; duplicate rows are summed."""
+    """Return the rows of a sparse gradient, summing duplicates."""
     grad = grad.detach().coalesce()
     return TouchedRows(table=grad.shape[0], ids=grad._indices()[0], values=grad._values())
 
 
 def rows_of_dense(grad: torch.Tensor) -> TouchedRows:
-    """Return the non-zero rows of a dense gradient, including rows with NaN; scans the whole gradient."""
+    """Return the non-zero rows of a dense gradient, including rows with NaN; this scans the whole gradient."""
     ids = ((grad.amax(1) != 0) | (grad.amin(1) != 0)).nonzero().squeeze(1)
     if ids.numel() == grad.shape[0]:
         return TouchedRows(table=grad.shape[0], ids=None, values=grad)
@@ -148,7 +148,7 @@ def rows_of_dense(grad: torch.Tensor) -> TouchedRows:
 
 
 def added_up(parts: Sequence[TouchedRows]) -> TouchedRows:
-    """Return the sum of the parts, bitwise reproducible on every device for equal parts in equal order."""
+    """Return the sum of several gradients, bitwise reproducible if the parts come in the same order."""
     first = parts[0]
     if any(part.ids is None for part in parts):
         total = next(part for part in parts if part.ids is None)

@@ -23,16 +23,16 @@ UNKNOWN_S = 3600.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTypeOption:
-    """Speed and cost of one job on one node type, at every size.
+    """Speed and cost of one job on one node type, for each number of workers.
 
     Attributes:
         kind: The node type.
-        rate: Useful samples per second on 1..n workers at their best batch, less expected losses by preemption;
-            linear in the workers if the job is unknown, 0 if it does not run.
+        rate: Useful samples per second on 1..n workers at the best batch, less expected losses by preemption. Linear in
+            the number of workers if the job's speed is unknown; 0 for sizes at which the job does not run.
         known: True if the job's speed is known.
         part_usd: Price of 1..n workers that share their nodes with other jobs [USD/h].
         whole_usd: Price of the whole nodes that 1..n workers need [USD/h].
-        limit: Most workers that exploration allows now; rates beyond are extrapolated.
+        limit: Largest number of workers that exploration currently allows; rates beyond it are extrapolated.
     """
 
     kind: NodeType
@@ -45,14 +45,14 @@ class NodeTypeOption:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WantedSize:
-    """Number of workers that a job should have, if the nodes are available.
+    """Number of workers that a job should have, provided that the nodes are available.
 
     Attributes:
         job: Name of the job.
-        workers: Number of workers, 0 if none.
+        workers: Number of workers; 0 for none.
         gpu: GPU type of all of the job's workers.
         reason: Reason for this size, with its cost.
-        note: Message for the user, such as a deadline or budget that cannot be met; None if there is none.
+        note: Message for the user, for example about a deadline or budget that cannot be met; None if there is none.
 
     Raises:
         TypeError: The reason has another type.
@@ -71,7 +71,7 @@ class WantedSize:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Jobs, with the options of each on the available node types."""
+    """All jobs, with each job's options on the available node types."""
 
     jobs: tuple[JobView, ...]  # in the order of arrival
     # by job: every node type that its workers fit onto, cheapest per worker first
@@ -82,36 +82,37 @@ class Demand:
 
     @property
     def alone(self) -> bool:
-        """True if there is only one job, which then pays for whole nodes."""
+        """True if there is only one job, which must then pay for whole nodes."""
         return len(self.jobs) == 1
 
 
 class Objective(Protocol):
-    """Objective for the cluster's size: the workers of each job. ``placement.autoscaling.fleet`` chooses the nodes.
+    """Objective that decides how many workers each job should have in an autoscaled cluster.
 
-    Pure, like a policy: no clock and no randomness.
+    ``placement.autoscaling.fleet`` then chooses the nodes. Like a policy, an objective is pure: it uses no clock and no
+    randomness.
     """
 
     @property
     def name(self) -> str:
-        """Name of the objective, as used in reasons."""
+        """Name of the objective, as shown in reasons."""
         ...
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the size that each job should have; a job that is left out has no use for an available node."""
+        """Return the size that each job should have; a job left out has no use for any available node."""
         ...
 
 
 def offers(
     view: JobView, types: Sequence[NodeType], lasts_h: Mapping[str, float], cache: GoodputCache
 ) -> tuple[NodeTypeOption, ...]:
-    """Return the job's options on all node types, the cheapest per useful sample at its smallest size first.
+    """Return the job's options on all node types, ordered by cost per useful sample at its smallest size.
 
-    A mixed job on spot nodes has its minimum on the cheapest on-demand nodes of the same GPU type.
+    A job whose ``spot`` is ``mixed`` runs its minimum on the cheapest on-demand nodes of the same GPU type.
 
     Args:
         types: Node types of which at least one node may exist.
-        lasts_h: Mean time until a node is reclaimed, by type [h].
+        lasts_h: Mean time until a node is reclaimed [h], keyed by type.
     """
     fitting = [kind for kind in types if kind.max_nodes and kind.slots(view)]
     on_demand = {kind.gpu_type: kind for kind in sorted(fitting, key=lambda each: -_usd(each, view)) if not kind.spot}
@@ -129,12 +130,12 @@ def offers(
 
 
 def option_on(options: tuple[NodeTypeOption, ...], gpu: str | None) -> NodeTypeOption:
-    """Return the cheapest option with this GPU type, or the cheapest of all if there is none."""
+    """Return the cheapest option with this GPU type, or the cheapest of all if none has it."""
     return next((offer for offer in options if offer.kind.gpu_type == gpu), options[0])
 
 
 def within_utilities(demand: Demand, now_s: float) -> Demand:
-    """Return the demand without sizes that cost more than a job's own utility gains; deadlines take precedence."""
+    """Return the demand without sizes whose cost exceeds the job's own utility; deadlines take precedence."""
     found = dict(demand.offers)
     for view in demand.jobs:
         work = work_left(view) if view.utility is not None and view.deadline_s is None else None
@@ -218,12 +219,12 @@ def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, cache: GoodputCa
 
 
 def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Floats:
-    """Return the fraction of a job's work that it keeps when it loses some of its nodes.
+    """Return the fraction of a job's work that is not lost when nodes are reclaimed.
 
         1 / (1 + (n x resize cost + start-up) / lasts)
 
-    With n nodes, n / lasts nodes are reclaimed per hour. Each time the job pauses for a resize, and runs with one
-    n-th less until another node has started.
+    With n nodes, n / lasts nodes are reclaimed per hour. Each loss pauses the job for a resize, and the job runs with
+    one n-th less until a replacement node has started.
     """
     lost_s = nodes * view.resize_cost_s + np.where(nodes > 0, kind.startup_s, 0.0)
     part: Floats = 1.0 / (1.0 + lost_s / (lasts_h * 3600.0))
@@ -231,9 +232,9 @@ def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Flo
 
 
 def work_left(view: JobView) -> float | None:
-    """Return the remaining work, in samples at the initial batch.
+    """Return the remaining work, in samples at the initial batch; None if it is unknown.
 
-    None if the job has not declared its length, or it cannot be known yet.
+    The remaining work is unknown if the job has not declared its length, or before it can be estimated.
     """
     missing = remaining(view.progress)
     if missing is None or view.progress is None or not (view.progress.epoch_ends or view.progress.usual_epoch):

@@ -1,4 +1,4 @@
-"""Cluster sizes by Or, Zhang and Freedman's rules: the nodes that a frugal policy would use of all on offer."""
+"""Cluster sizes by Or, Zhang and Freedman's rules: the nodes that a frugal policy would use if all were rented."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from placement.reasons import Reason
 class BySize:
     """Objective with the sizes that a frugal policy would choose if every available node existed.
 
-    Source: "Resource Elasticity in Distributed Deep Learning", MLSys 2020, section 4.1; each job grows by itself
-    until one more worker is not worth it. ``throughput_efficiency``: it must add at least ``threshold`` of a current
-    worker's throughput. ``utility_cost``: the time it saves must be worth more than its cost.
+    Each job grows independently until one more worker is not worthwhile. Under ``throughput_efficiency``, the worker
+    must add at least ``threshold`` of a current worker's throughput. Under ``utility_cost``, the time that it saves
+    must be worth more than its cost. Source: "Resource Elasticity in Distributed Deep Learning", MLSys 2020, section
+    4.1.
     """
 
     policy: Policy

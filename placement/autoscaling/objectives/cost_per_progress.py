@@ -21,7 +21,7 @@ _MARGIN = 1.1  # a deadline is planned for with so much time to spare: estimates
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionForecast:
-    """Forecast of a job's completion on one node type, for every size from 1."""
+    """Forecast of a job's completion on one node type, for each number of workers from 1."""
 
     offer: NodeTypeOption
     time_s: Floats  # until its end [s], infinity where it does not run
@@ -29,31 +29,31 @@ class CompletionForecast:
     score: Floats  # what is minimised [USD]
 
     def cost(self, workers: int) -> str:
-        """Return the cost and time of this size as text."""
+        """Return the remaining cost and time at this size, as text."""
         return f"{self.usd[workers - 1]:.3g} USD in {self.time_s[workers - 1] / 3600.0:.3g} h"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CostPerProgress:
-    """Objective that gives each job the size with the least remaining cost, counting time as money.
+    """Objective that gives each job the size with the lowest remaining cost, where time counts as money.
 
         score(k) = (price(k) + value) x T(k),    T(k) = (W - g s) / G(k) + s    if nodes have to start first
 
     with W the remaining work, G(k) the goodput on k workers, g the current goodput and s the start-up time. Per unit
-    of progress that is (price + value) / G. With ``value`` 0 it is the least money, nearly always at the smallest
-    size; the larger ``value``, the more an earlier completion may cost. Of all ways to spend a sum over a training
-    whose G changes, a constant ``value`` gives the shortest time, since money is spent where it saves most time
-    (Lagrange).
+    of progress, the score is (price + value) / G. A ``value`` of 0 minimises money alone, nearly always at the smallest
+    size; the larger ``value``, the more may be spent to finish earlier. Among all ways to spend a given sum on a job
+    whose G changes during training, a constant ``value`` gives the shortest time, since money is spent where it saves
+    most time (Lagrange).
 
-    For a job that declares the value of its completion (``JobView.utility``), that replaces ``value`` once its length
-    is known: the job gets the size with the largest surplus (``placement.cluster.utility``).
+    If a job declares the value of its completion (``JobView.utility``), that function replaces ``value`` once the job's
+    length is known: the job gets the size with the largest surplus (``placement.cluster.utility``).
 
     A job with a deadline gets the cheapest size that meets it; a job with a budget gets the fastest size that the
-    rest of its budget pays for. If no size qualifies, the best possible one is reported at once. Both require the
-    job's length; until that is known, ``value`` is used.
+    rest of its budget pays for. If no size qualifies, this is reported at once, and the job gets the size that comes
+    closest. Both require the job's length; until it is known, ``value`` is used.
 
-    A job changes its size only if the score improves by ``hysteresis``. Prices are those of whole nodes for a single
-    job, and of its share of them otherwise.
+    A job changes its size only if the score improves by ``hysteresis``. A single job pays for whole nodes; several jobs
+    pay for their shares of nodes.
     """
 
     name = "cost_per_progress"
@@ -222,7 +222,7 @@ _MOST_FACTOR = 50.0  # of the value of an hour, up or down, by what has been sav
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Objective that sizes each job by a common value of an hour; that value rises and falls with the money saved.
+    """Objective that gives all jobs a common value of time, which is adjusted to spend an hourly budget.
 
     By Lagrange, minimising the mean completion time under a bound on the mean spending is the same as minimising
 
@@ -235,8 +235,8 @@ class Budget:
         B / n x exp(saved / (B x patience))
 
     with B the budget, n the mean number of jobs and saved = B x hours - spent: an integral controller, whose steady
-    state is spending B. Near it, jobs with speed-up k^p spend value x p / (1 - p) each, B / n for p = 1/2. The
-    account fades over a day, so that what was saved long ago is not spent at once.
+    state is spending B. Near it, jobs with speed-up k^p spend value x p / (1 - p) each, B / n for p = 1/2. Past savings
+    decay over a day, so that they are not spent all at once.
 
     Deadlines and budgets of jobs are respected as under ``cost_per_progress``.
     """
@@ -260,7 +260,7 @@ class Budget:
         return {job: dataclasses.replace(want, reason=want.reason.with_figures(said)) for job, want in wants.items()}
 
     def value_usd_per_h(self, account: Account, jobs: int) -> float:
-        """Return the current value of saving one hour, for each job [USD/h].
+        """Return the current value of finishing a job one hour earlier [USD/h].
 
         Args:
             jobs: Current number of jobs, which counts like one more hour of the account.

@@ -1,4 +1,4 @@
-"""Objectives, by name."""
+"""Registry of objectives by name."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OBJECTIVES: Mapping[str, Callable[[], Objective]] = MappingProxyType(
 
 
 def make_objective(objective: str | Objective, budget_usd_per_h: float | None = None) -> Objective:
-    """Return the objective of this name, or the given objective.
+    """Return an objective, given its name or the object itself.
 
     Args:
-        budget_usd_per_h: For "budget": limit on the average cost of all nodes together [USD/h].
+        budget_usd_per_h: Limit on the average cost of all nodes together [USD/h]; required for, and only for, "budget".
 
     Raises:
         ValueError: The name is unknown, or "budget" and a budget were not given together.

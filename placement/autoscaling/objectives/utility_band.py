@@ -1,4 +1,4 @@
-"""``utility_band``: as many workers as keep the cluster's utility within a band."""
+"""``utility_band``: enough workers to keep the cluster's utility within a band."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from placement.reasons import Cause, Reason, count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UtilityBand:
-    """Pollux's rule for the size of a cluster (OSDI 2021, section 4.2.3).
+    """Objective that implements Pollux's rule for the size of a cluster (OSDI 2021, section 4.2.3).
 
         utility(n) = sum over jobs of speed-up_j / n
 
-    with n workers distributed so that the sum is largest; perfect scaling is a speed-up of k on k workers. While the
-    utility at the current size is within [low, high], the size is kept; otherwise the new size is the one with utility
-    nearest to their middle. Goodput includes statistical efficiency, so jobs grow as larger batches become effective.
+    with n workers distributed to maximise the sum; perfect scaling is a speed-up of k on k workers. While the
+    utility at the current size is within [low, high], the size is kept. Otherwise the new size is the one whose utility
+    is closest to the middle of the band. Goodput includes statistical efficiency, so jobs grow as larger batches become
+    effective.
     """
 
     name = "utility_band"

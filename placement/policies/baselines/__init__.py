@@ -1,1 +1,1 @@
-"""Baseline policies: published policies of other systems, and simple ones for comparison."""
+"""Baseline policies: policies published for other systems, and simple ones for comparison."""

@@ -1,4 +1,4 @@
-"""``boa``: each class of jobs has one width, chosen to minimise the mean completion time within a budget."""
+"""``boa``: each class of jobs has a fixed width, chosen to minimise the mean completion time within a budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from placement.reasons import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobClass:
-    """Jobs of one model that arrive at a known rate and have a known length."""
+    """Class of jobs that train the same model, with their arrival rate and length."""
 
     per_h: float  # arrivals [1/h]
     seconds: Mapping[int, float]  # T(k), the time of such a job alone on k workers [s], by k; a width is one of these
@@ -30,17 +30,17 @@ class JobClass:
 
 
 def boa_widths(classes: Mapping[str, JobClass], gpus: float) -> dict[str, int]:
-    """Return the width (workers per job) of each class: the solution of BOA Constrictor (arXiv 2602.01404).
+    """Return the width (workers per job) of each class, by the method of BOA Constrictor (arXiv 2602.01404).
 
         min over k  of  sum_i r_i T_i(k_i)     subject to     sum_i r_i k_i T_i(k_i) <= B
 
-    with arrival rates r_i and B the GPUs that may be rented on average. By Little's law, the two sums are the jobs
-    in the system and the GPUs that they hold if no job waits. Only points on the lower convex hull of (k T(k),
-    T(k)) are optimal for some B. Of these, the steps that save most time per GPU hour come first, whatever the
-    arrival rates; the search stops at the first step that would exceed B.
+    with arrival rates r_i and B the GPUs that may be rented on average. By Little's law, the two sums are the number of
+    jobs in the system and the GPUs that they hold if no job waits. Only points on the lower convex hull of (k T(k),
+    T(k)) are optimal for some B. Among the steps along these hulls, those that save most time per GPU hour come first,
+    whatever the arrival rates; the search stops at the first step that would exceed B.
 
     Args:
-        gpus: B.
+        gpus: B, the number of GPUs.
 
     Raises ValueError: B is less than the classes need at their cheapest widths.
     """
@@ -87,9 +87,9 @@ def _slope(one: tuple[float, float, int], other: tuple[float, float, int]) -> fl
 class BoaPolicy:
     """Policy with the widths of :func:`boa_widths`, which do not change while other jobs come and go.
 
-    It was published for a cluster rented to fit: if all jobs find room, each keeps its width throughout. If not,
-    single workers go to the job with the fewest, up to its width. A job of unknown class grows while it gets
-    faster. The widths computed for one GPU type are used for all. The paper's classes per epoch, which would change
+    It was published for a cluster rented to fit: if all jobs find room, each keeps its width throughout. Otherwise,
+    single workers go to the job with the fewest, up to its width. A job of unknown class grows while more workers make
+    it faster. The widths computed for one GPU type are used for all. The paper's classes per epoch, which would change
     a job's width as its gradient noise grows, are not implemented.
     """
 
@@ -107,17 +107,17 @@ class BoaPolicy:
         check_number("usd", self.usd, above=0)
 
     def priced(self, prices: Mapping[str, float]) -> BoaPolicy:
-        """Return the policy with the given GPU prices [USD/h]; of several GPU types, the cheapest counts."""
+        """Return the policy with the given GPU prices [USD/h]; if there are several GPU types, the cheapest is used."""
         return dataclasses.replace(self, usd=min(prices.values(), default=self.usd))
 
     def told(self, classes: Mapping[str, JobClass], gpus: float) -> BoaPolicy:
-        """Return the policy with the widths for these arrivals. Raises ValueError: the budget is too small."""
+        """Return the policy with widths for these classes and GPUs. Raises ValueError: there are too few GPUs."""
         least = sum(each.per_h * _hull(each)[0][0] for each in classes.values()) / 3600.0
         budget = max(gpus, least) if self.budget_usd_per_h is None else self.budget_usd_per_h / self.usd
         return dataclasses.replace(self, widths=boa_widths(classes, budget))
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Give each job workers up to its width, one at a time, always to the job with the fewest."""
+        """Return a target per job: workers go one by one to the job with the fewest, up to its width."""
 
         def worth(view: JobView, curve: Floats, workers: int) -> float | None:
             width = self.widths.get(view.fingerprint or "")

@@ -1,4 +1,4 @@
-"""``fair_share``: equal numbers of workers for all jobs."""
+"""``fair_share``: an equal number of workers for every job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from placement.reasons import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FairSharePolicy:
-    """Max-min fairness of worker counts: the next worker always goes to the job with the fewest for its weight.
+    """Policy that divides workers by weighted max-min fairness: the next one goes to the job with the fewest.
 
     A job that is at its maximum, or that another worker would not speed up, leaves its share to the other jobs.
     """

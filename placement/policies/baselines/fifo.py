@@ -13,10 +13,10 @@ from placement.policies.shared.stable_placement import WorstFitPlacer
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FifoPolicy:
-    """Policy that gives each job, in order of arrival, as much as it can use; no job overtakes another.
+    """Policy that gives each job, in order of arrival, as many workers as it can use; no job overtakes another.
 
-    Jobs that request a fixed number of workers get exactly that number: they wait for it, and all later jobs wait
-    too. Other jobs keep their minimum while later jobs arrive, and earlier jobs grow first.
+    A job that requests a fixed number of workers gets exactly that number: it waits until they are free, and all later
+    jobs wait too. Other jobs keep their minimum while later jobs arrive, and earlier jobs grow first.
     """
 
     name = "fifo"

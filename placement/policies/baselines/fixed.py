@@ -1,4 +1,4 @@
-"""``fixed``: every job at one size, first come, first served."""
+"""``fixed``: every job at one fixed size, first come, first served."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from placement.policies.shared.base import Target, admit, held
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPolicy:
-    """Policy that gives each job ``workers`` or its own maximum, in order of arrival; less if room is short.
+    """Policy that gives each job a fixed number of workers, in order of arrival, or fewer if room is short.
 
     A job shrinks only to admit another job at its minimum. This is the plain baseline for the other policies, and
-    the choice for people who want to size their jobs themselves.
+    the choice for users who want to size their jobs themselves.
 
     Attributes:
-        workers: Wanted size of every job, within its own bounds; None means each job's ``max_workers``.
+        workers: Size of every job, within the job's own bounds; None gives each job its ``max_workers``.
     """
 
     name = "fixed"

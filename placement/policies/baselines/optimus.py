@@ -1,4 +1,4 @@
-"""``optimus``: single GPUs to the job whose remaining time drops most."""
+"""``optimus``: workers go one by one to the job whose remaining time drops most."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NEVER_S = 1e12  # step time of a size at which the job makes no progress
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimusPolicy:
-    """Greedy minimisation of the sum of remaining times (Peng et al., "Optimus", EuroSys 2018, section 4.1).
+    """Policy that greedily minimises the sum of remaining times (Peng et al., "Optimus", EuroSys 2018).
 
     Every job first gets its minimum, in order of submission. Then one worker at a time goes to the job with the
-    largest (T(k) - T(k + 1)) x remaining steps, as long as it is positive. T(k), the step time on k workers, comes
-    from the oracle if a simulation provides one, else from the fitted model. Without an oracle, the remaining steps
-    come from declared epochs and measured progress; if they are unknown for any job, they count as equal for all.
-    ``JobView.weight`` multiplies the time that a worker saves.
+    largest (T(k) - T(k + 1)) x remaining steps, as long as it is positive (section 4.1). T(k), the step time on k
+    workers, comes from the oracle if a simulation provides one, else from the fitted model. Without an oracle, the
+    remaining steps come from declared epochs and measured progress; if they are unknown for any job, they count as
+    equal for all. ``JobView.weight`` multiplies the time that a worker saves.
     """
 
     name = "optimus"

@@ -1,4 +1,4 @@
-"""``pollux``: a fair power mean of speed-ups, with a penalty for restarts."""
+"""``pollux``: maximises a fair power mean of speed-ups, with a penalty for restarts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEAST_FACTOR = 0.01  # a job that has just arrived must still be worth starting
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PolluxPolicy:
-    """Pollux's cluster objective (Qiao et al., OSDI 2021, section 4.2), solved exactly over node shapes.
+    """Policy with Pollux's cluster objective (Qiao et al., OSDI 2021, section 4.2), solved exactly over node shapes.
 
     Maximises the power mean of exponent p over all jobs of ``speed-up x restart factor``::
 
@@ -37,16 +37,16 @@ class PolluxPolicy:
         restart factor = max(age - d x restarts, 0) / (age + d) for a job whose place would change, else 1
 
     with d = ``JobView.resize_cost_s`` and age the time since submission; jobs are weighted by ``JobView.weight``.
-    The paper uses a genetic search. Here dynamic programming over the cluster's slots finds the sizes, exactly for
-    one kind of worker and node shapes (any part of a node, or whole nodes). They are then placed whole nodes first,
-    moving as few other jobs as possible. A job may grow to ``JobView.growth_limit``.
+    The paper uses a genetic search. This implementation finds the sizes by dynamic programming over the cluster's
+    slots, which is exact for one kind of worker and node shapes (any part of a node, or whole nodes). Jobs are then
+    placed on whole nodes first, moving as few other jobs as possible. A job may grow to ``JobView.growth_limit``.
 
     If the jobs' workers differ in kind, slots are not comparable: jobs keep their minimum and grow one after the
     other.
 
     Attributes:
         power: p, below 1 and not 0; the published choice is -1, and lower values are fairer.
-        fair_share: True if speed-ups are relative to the fair share, False if to the job's smallest size.
+        fair_share: True to measure speed-ups relative to the fair share, False relative to the job's smallest size.
         most_nodes: Maximum number of nodes per job.
     """
 
@@ -132,7 +132,7 @@ def _nodes_of(workers: int, slots: NDArray[np.int64]) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizeOptions:
-    """Sizes that one job may have, with their worth."""
+    """Sizes that one job may have, with the worth of each."""
 
     sizes: tuple[int, ...]  # workers of each option, 1 or more
     worth: NDArray[np.float64]  # what each is worth; larger is better
@@ -146,7 +146,7 @@ class SizeOptions:
 
 
 def knapsack(choices: Sequence[SizeOptions], slots: int) -> list[int]:
-    """Return the index of each job's option such that the sum of worths is maximal; ties go to the first option.
+    """Return the index of an option per job that maximises the sum of worths; ties go to the first option.
 
     Raises ValueError: even the smallest options do not fit together.
     """

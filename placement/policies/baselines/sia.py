@@ -1,4 +1,4 @@
-"""``sia``: an integer program over configurations, for several GPU types."""
+"""``sia``: an integer program over shapes on several GPU types."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ONE: Shape = (1, 1)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """A shape on nodes of one kind (index of a GPU type)."""
+    """Shape on nodes of one kind (the index of a GPU type)."""
 
     kind: int
     nodes: int
@@ -38,23 +38,23 @@ class Configuration:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiaPolicy:
-    """Sia's integer program (Jayaram Subramanya et al., SOSP 2023, section 3.3), solved by HiGHS.
+    """Policy with Sia's integer program (Jayaram Subramanya et al., SOSP 2023, section 3.3), solved by HiGHS.
 
     With one 0/1 variable for each job i and configuration j (a GPU type and a power of two of GPUs within a node,
     or whole nodes), it minimises::
 
         sum_ij A_ij ((r_ij G_ij)^p - lambda)        sum_j A_ij <= 1, GPUs of each type not exceeded
 
-    G_ij is the estimated goodput over the job's lowest. For the current configuration r is 1, for any other
-    (age - restarts d) / (age + d) with d = ``JobView.resize_cost_s``. A job may grow to ``JobView.growth_limit``.
-    Running jobs, and as many waiting jobs as have room (in order of arrival), get some configuration; moving a job
-    to nodes of the same kind counts as no change.
+    G_ij is the estimated goodput divided by the job's lowest. r is 1 for the current configuration, and
+    (age - restarts d) / (age + d) with d = ``JobView.resize_cost_s`` for any other. A job may grow to
+    ``JobView.growth_limit``. Running jobs, and as many waiting jobs as have room (in order of arrival), get some
+    configuration; moving a job to nodes of the same kind counts as no change.
 
     Attributes:
         power: p, below 0.
         unallocated: lambda, the cost of a job without GPUs.
         most_nodes: Maximum number of nodes per job.
-        gap: Relative gap at which the solver stops.
+        gap: Relative gap to the optimum at which the solver stops.
     """
 
     name = "sia"
@@ -71,7 +71,7 @@ class SiaPolicy:
             check_number(field, getattr(self, field), above=0)
 
     def load_solver(self) -> None:
-        """Import SciPy before the first decision: it takes half a second of CPU, far longer on a busy machine."""
+        """Import SciPy ahead of the first decision, since the import costs half a second of CPU or more."""
         for name in ("scipy.optimize", "scipy.sparse"):
             importlib.import_module(name)
 
@@ -243,14 +243,14 @@ def _assign(
 def estimates(view: JobView, wanted: Sequence[tuple[str, Shape]]) -> Floats:
     """Return the estimated goodput of each (GPU type, shape), relative to the lowest of them.
 
-    If the job was measured on several GPUs of the type, the job's model of that type is used. Otherwise (Jayaram
-    Subramanya et al., SOSP 2023, section 3.2) it uses another type A with such measurements, scaled by the ratio of
-    single-GPU goodputs::
+    If the job has measurements on several GPUs of the type, its model for that type is used. Otherwise (Jayaram
+    Subramanya et al., SOSP 2023, section 3.2), the model for another type A with such measurements is used, scaled by
+    the ratio of single-GPU goodputs::
 
         goodput_B(n, k) = goodput_B(1, 1) / goodput_A(1, 1) x goodput_A(n, k)
 
-    Without any such type, k GPUs do k times the work of one. On a type that the job has never run on, one GPU
-    counts as much as on its fastest known type.
+    If there is no such type, k GPUs are assumed to do k times the work of one. On a type that the job has never run on,
+    one GPU is assumed to be as fast as one of the job's fastest known type.
     """
     if not view.models:
         return _relative(speeds_of(view, tuple(shape for _, shape in wanted)))

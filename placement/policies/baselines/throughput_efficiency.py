@@ -1,4 +1,4 @@
-"""``throughput_efficiency``: a job grows while an added worker still does a fair part of a current one's work."""
+"""``throughput_efficiency``: a job grows while an added worker contributes a fair part of a current one's work."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class ThroughputEfficiencyPolicy:
 
     A job of k workers may have one more while the ``scaling_efficiency`` s(k) of k and k + 1 workers exceeds
     ``threshold`` (section 4.1). The throughput R is the speed of ``placement.cluster.jobs.speeds``: useful samples
-    per second at the best batch, so statistical efficiency counts too. If room is short, the largest s goes first.
-    GPUs that no job uses well stay idle.
+    per second at the best batch, so statistical efficiency counts too. If room is short, the job with the largest s
+    comes first. GPUs that no job uses well stay idle.
 
-    The paper replaces stragglers; here jobs avoid nodes on which some job has seen its steps take ``slow_factor``
-    times longer (``JobView.slow_nodes``), as long as every job still runs.
+    The paper replaces stragglers. This policy instead avoids nodes on which some job has seen its steps take
+    ``slow_factor`` times longer (``JobView.slow_nodes``), as long as every job still runs.
 
     Attributes:
-        threshold: Least s(k), from 0 (any gain) to below 1 (perfect scaling).
+        threshold: Minimum of s(k), from 0 (any gain suffices) to below 1 (perfect scaling).
         slow_factor: Slowdown from which a node is avoided; above 1.
     """
 

@@ -15,10 +15,10 @@ from placement.policies.shared.stable_placement import WorstFitPlacer
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class TiresiasPolicy:
-    """Two-dimensional least attained service, discretised (Gu et al., "Tiresias", NSDI 2019, section 4.1).
+    """Policy of two-dimensional least attained service, discretised (Gu et al., "Tiresias", NSDI 2019).
 
     A job starts in the first queue and moves to the second, permanently, once it has used ``threshold_s``
-    GPU-seconds. Each queue is first in, first out. A job that requests a fixed number of workers
+    GPU-seconds. Each queue is first in, first out (section 4.1). A job that requests a fixed number of workers
     (``TraceJobView.requested_workers``) gets exactly that or nothing, and gives way to any job ahead of it; running
     jobs keep their nodes. Jobs that request no number keep their minimum and grow in the order of the queues.
 

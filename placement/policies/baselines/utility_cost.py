@@ -1,4 +1,4 @@
-"""``utility_cost``: a job grows while the time saved is worth more than it costs."""
+"""``utility_cost``: a job grows while the time saved is worth more than the extra workers cost."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from placement.reasons import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UtilityCostPolicy:
-    """Policy that compares marginal utility with marginal cost in dollars (``placement.cluster.utility``).
+    """Policy that adds workers while marginal utility exceeds marginal cost [USD] (``placement.cluster.utility``).
 
     A job that needs t(k) more hours on k workers may have one more while
 
         U(t(k + 1)) - U(t(k)) > price x ((k + 1) t(k + 1) - k t(k))
 
-    with U the job's own utility function. Without one, or until the job's length is known, U falls by ``value`` per
-    hour; the length then cancels out. If room is short, the largest ratio of the two sides goes first. GPUs that
-    are not worth their price stay idle. Slow nodes are avoided as in ``throughput_efficiency``.
+    with U the job's own utility function. If the job has none, or its length is not known yet, U falls by ``value`` per
+    hour, and the length cancels out. If room is short, the job with the largest ratio of the two sides comes first.
+    GPUs that are not worth their price stay idle. Slow nodes are avoided as in ``throughput_efficiency``.
 
     The price is that of the GPU types that the job runs on; for a job that is not running, it is the mean over the
     slots that it could have.
@@ -53,7 +53,7 @@ class UtilityCostPolicy:
         check_number("slow_factor", self.slow_factor, above=1)
 
     def priced(self, prices: Mapping[str, float]) -> UtilityCostPolicy:
-        """Return the policy with these prices per worker and hour [USD] by GPU type, unless it has its own."""
+        """Return the policy with these prices per worker and hour [USD], unless it already has prices."""
         return self if self.prices else dataclasses.replace(self, prices=dict(prices))
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:

@@ -31,7 +31,7 @@ _TINY = 1e-9
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of every job; J jobs, C options, K GPU types."""
+    """Options of every job, with their values and sizes; J jobs, C options, K GPU types."""
 
     values: Floats  # worth of each option, (J, C); -inf where it is not possible
     sizes: Floats  # what it takes, (J, C), 0 or more
@@ -50,14 +50,14 @@ class Options:
             raise ValueError(f"base must fit into the capacities {self.capacities}, but takes {used}")
 
     def used(self, picks: Ints) -> Floats:
-        """Return the capacity of each GPU type that these options use, (K,)."""
+        """Return the capacity of each GPU type that the picked options use, (K,)."""
         rows = np.arange(len(picks))
         sizes = self.sizes[rows, picks].astype(np.float64)
         taken: Floats = np.bincount(self.pool_of[rows, picks], sizes, len(self.capacities)).astype(np.float64)
         return taken
 
     def worth(self, picks: Ints) -> float:
-        """Return the sum of the values of these options."""
+        """Return the sum of the values of the picked options."""
         return float(self.values[np.arange(len(picks)), picks].sum())
 
 
@@ -72,7 +72,7 @@ class Solution:
 def solve(options: Options, near: Floats | None = None, *, polished: bool = True) -> Solution:
     """Return options that fit together and have nearly the highest sum of values.
 
-    No remaining capacity could be used to increase the sum. Ties go to the first option. Deterministic.
+    The remaining capacity cannot be used to increase the sum. Ties go to the first option. The result is deterministic.
 
     Args:
         near: Initial prices from a similar case, (K,); None starts at 0.
@@ -110,11 +110,13 @@ def _spread(options: Options) -> float:
 
 
 def find_multipliers(options: Options, near: Floats | None = None) -> Floats:
-    """Return the lowest prices at which demand for no GPU type exceeds its capacity.
+    """Return the lowest prices at which demand does not exceed the capacity of any GPU type.
 
-    Prices are found one type at a time, in repeated passes, since a rising price moves jobs to other types. In later
-    passes prices only rise, as in an ascending auction, until each type has room for its demand. Prices start at
-    ``near``, or at 0 if it is None.
+    Prices are found for one type at a time, in repeated passes, since a rising price moves jobs to other types. In
+    later passes prices only rise, as in an ascending auction, until each type has room for its demand.
+
+    Args:
+        near: Initial prices; None starts at 0.
     """
     pools = len(options.capacities)
     multipliers = np.zeros(pools) if near is None else near.copy()
@@ -202,7 +204,7 @@ def _realise(options: Options, wanted: Ints) -> Ints:
 
 
 def fill(options: Options, picks: Ints) -> Ints:
-    """Use the remaining capacity, the largest gain per size first, until no option that fits adds anything."""
+    """Use the remaining capacity, the largest gain per size first, until no option that fits increases the sum."""
     picks = picks.copy()
     left = options.capacities - options.used(picks)
     # A job that leaves room gives others a chance: look again, which ends since every step adds.

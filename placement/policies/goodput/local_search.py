@@ -1,4 +1,4 @@
-"""Local search: one step from the current allocation to a better one, if it pays after all costs of the change."""
+"""Local search: one step from the current allocation to a better one, if the gain exceeds the cost of change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FEW = 64  # jobs; among more, some job's regular size fits about as well as an 
 
 
 def present_placements(instance: OptionTable) -> tuple[list[Placement], list[bool]]:
-    """Return the jobs' current placements on remaining nodes, and a flag per job: True if it may stay unchanged."""
+    """Return each job's current placement on remaining nodes, and a flag that is True if the job may keep it."""
     index = {node: (m, i) for m, pool in enumerate(instance.pools) for i, node in enumerate(pool.node_ids)}
     left: dict[tuple[int, tuple[object, ...]], Ints] = {}
     placements, valid = [], []
@@ -68,11 +68,11 @@ def improve(
     """Return a better allocation, or None if there is none, and the reasons of the jobs that wait.
 
     Two candidates are tried: a new decision about all jobs, and the current allocation with idle GPUs filled. The
-    better one is used if its worth, with every change discounted for its cost, exceeds that of staying. If neither does
-    and there is one GPU type, idle GPUs go to jobs for which they pay by the job's own weight, without the charge for
-    the pause: no other job can use these GPUs, and they would otherwise stay idle beside a long job for as long as
-    short jobs come and go. If moving other jobs for this does not pay, the job gets scattered room. Discounts vanish
-    once a change is made, so each step raises the worth of staying, and repeated calls terminate.
+    better one is used if its worth, with every change discounted for its cost, exceeds that of the current allocation.
+    If it does not, and there is one GPU type, idle GPUs go to jobs for which they pay by the job's own weight, without
+    the charge for the pause: no other job can use these GPUs, and they would otherwise stay idle beside a long job for
+    as long as short jobs come and go. If moving other jobs for this does not pay, the job gets scattered room.
+    Discounts vanish once a change is made, so each step raises the worth of staying, and repeated calls terminate.
     """
     score = utility.weight * np.where([bool(here.place) for here in present], _RUNNING, 1.0)
     rounded = [round(each, 9) for each in score.tolist()]
@@ -262,7 +262,7 @@ def _anew(alternatives: _Alternatives) -> list[Ints]:
 def pack_placements(
     instance: OptionTable, wanted: Sequence[Mapping[int, int]], present: Sequence[Placement]
 ) -> list[Placement]:
-    """Return placements for workers of different bundles, per pool and job; workers that do not fit are dropped."""
+    """Return placements, per pool and job, for workers of different bundles; workers that do not fit are dropped."""
     placements = [UNPLACED] * len(present)
     for m, (pool, counts) in enumerate(zip(instance.pools, wanted, strict=True)):
         views = []
@@ -307,9 +307,9 @@ class PoolCapacity:
 def admit_into(
     instance: OptionTable, order: Sequence[int], present: Sequence[Placement]
 ) -> tuple[dict[int, tuple[int, int]], dict[int, Reason]]:
-    """Give every job its minimum or nothing, in the given order; a smaller job may pass one that does not fit.
+    """Give every job its minimum or nothing, in the given order; a smaller job may overtake one that does not fit.
 
-    Held jobs are then raised to their held size, in order of arrival, or as close to it as room allows.
+    Jobs held at a size are then raised to it in order of arrival, or as close to it as room allows.
 
     Returns (pool, workers) of each admitted job, and the reason of each job that waits.
     """

@@ -1,4 +1,4 @@
-"""Node assignment for interchangeable workers: whole nodes first, and a job that keeps its size keeps its place."""
+"""Assignment of nodes to jobs with interchangeable workers: whole nodes first, and unchanged jobs stay in place."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ WorkersByIndex = Mapping[int, int]
 def assign_nodes(
     slots: NDArray[np.int64], sizes: Sequence[int], present: Sequence[WorkersByIndex]
 ) -> list[dict[int, int]]:
-    """Assign nodes to each job's workers.
+    """Assign nodes to each job's workers, moving as few jobs as possible.
 
     A job that keeps its size stays in place, and a job that shrinks keeps its fullest nodes. All other jobs are
-    placed in order of decreasing size. Up to one full node, a job goes to the tightest node that holds all of it,
+    placed in order of decreasing size. A job of up to one full node goes to the tightest node that holds all of it,
     preferring its own nodes; a larger job gets whole nodes, its own first. If scattered room would split a job over
     more nodes than its size needs, smaller jobs that are in the way are moved. This is rarer the more sizes are powers
     of two or whole nodes.

@@ -1,4 +1,4 @@
-"""``goodput``: gives workers to the jobs that shorten the queue most, and only if the change pays back."""
+"""``goodput``: gives workers to the jobs that shorten the queue most, and only if the change pays for itself."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ class GoodputPolicy:
 
     The sum over jobs is weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount)), with:
 
-    * speed: goodput of an option over goodput at the job's smallest size. Measured step times take precedence over
-      the fitted model (``placement.goodput.speeds``).
-    * weight = ``JobView.weight`` x (rank / n)^a, rank 1 for the job with most work left, as in heSRPT
+    * speed: goodput of an option divided by the goodput at the job's smallest size. Measured step times take precedence
+      over the fitted model (``placement.goodput.speeds``).
+    * weight = ``JobView.weight`` x (rank / n)^a, with rank 1 for the job with most remaining work, as in heSRPT
       (``remaining.rank_weights``). With GPUs of several types, ranks are softened the more the emptier the cluster
       is, so that the last few long jobs share the best type instead of ending one after the other. Remaining work
       is declared epochs x measured progress per epoch; a job that declares nothing counts as the mean. A job that
       would end later than ``late`` times its fair time (``remaining.overdue``) weighs more by that ratio, at most
       ten times, so that no job starves.
-    * discount = H' / (H' + n d) for every option but staying unchanged, with d = ``resize_cost_s``, H' =
+    * discount = H' / (H' + n d) for every option except staying unchanged, with d = ``resize_cost_s``, H' =
       min(horizon, remaining time) and n = 1 + the chance that a job arrives before this one ends, at the rate of
       the last half hour: an arrival undoes a change, at the cost of another pause. If a change removes
       workers or moves the job, the discount is also divided by 1 + hysteresis. The cost is charged at a weight of
       at least ``charge``: GPUs of a paused job serve nobody, and a long job would otherwise pause for every short
       job that comes and goes. With one GPU type, GPUs that stay idle in the outcome are assigned without that
       charge, and with n = 1, to jobs that gain more than the pause costs and ``hysteresis``.
-    * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =
-      ``fair_power`` if no length is known. If all lengths are known, p = ``power``; if some are, p lies in between
-      in proportion, and the other jobs count as average length. On a crowded cluster (more than ``crowd`` jobs for
-      each worker that fits) p grows with the crowd, up to 1: the nearer each job is to one worker, the less there
-      is to gain by sharing evenly, and with p = 1 the sum becomes "shortest remaining time first", which is optimal
-      if speed grows linearly. With fewer than half of ``crowd``, p falls towards 0: there is enough for all, and
-      even shares end soonest.
+    * phi(s) = (s^p - 1) / p, or log s for p = 0, which makes the sum proportionally fair (Nash's bargaining solution).
+      If no length is known, p = ``fair_power``. If all lengths are known, p = ``power``; if some are, p lies
+      proportionally in between, and the other jobs count as average length. On a crowded cluster (more than ``crowd``
+      jobs for each worker that fits), p grows with the crowd, up to 1: the nearer each job is to one worker, the less
+      there is to gain by sharing evenly, and with p = 1 the sum becomes "shortest remaining time first", which is
+      optimal if speed grows linearly. With fewer than half of ``crowd``, p falls towards 0: there is enough for all,
+      and even shares finish all jobs soonest.
 
-    Minimums come first (``admission``), except on a crowded cluster. There a job may wait, at the price of weight x
-    phi(0), and a running job may be stopped if it reports the cost of stopping (``JobView.stop_cost_s``), at that
-    cost: it pauses when it starts again. Then
+    Minimums come first (``admission``), except on a crowded cluster. There, a job may wait, which is worth weight x
+    phi(0). A running job may be stopped if it reports the cost of a stop (``JobView.stop_cost_s``), which is charged as
+    the pause when it starts again. Then
     every job picks argmax of value - price x workers, with one dual price per GPU type (``dual_prices``), among
     sizes that leave no scattered room; remaining room is filled with any size. The outcome replaces the current
     allocation only if it is worth more after all costs of changing (``local_search``), so equal inputs change
@@ -70,19 +70,19 @@ class GoodputPolicy:
     of other types (``MixedTypes``).
 
     The defaults are round numbers; between them and their neighbours (p 0.4 to 0.7, a 0.7 to 1.5, H 200 to 400 s)
-    the average completion time of a trace moves by 1 to 4 %, down on some and up on others.
+    the average completion time of a trace changes by 1 to 4 %, for better or worse depending on the trace.
 
     Attributes:
-        horizon_s: Least H, the time within which a change must pay back [s]. H is the mean time that a size of this
-            job has lasted if that is longer. So a job whose changes cost minutes does not react to every short job,
-            yet does not stay at one worker for days: the longer its size lasts, the more a change may cost.
-        crowd: Jobs per worker that fits, above which a cluster counts as crowded.
+        horizon_s: Minimum of H, the time within which a change must pay for itself [s]. H is the mean time that a size
+            of this job has lasted if that is longer. A job whose changes cost minutes therefore does not react to every
+            short job, yet does not stay at one worker for days: the longer its size lasts, the more a change may cost.
+        crowd: Number of jobs per worker that fits, above which a cluster counts as crowded.
         hysteresis: Relative gain required to remove a worker from a running job.
         exponent: a; 0 weighs all jobs alike.
         power: p if all lengths are known and the jobs number between half of ``crowd`` and ``crowd``; see above.
         fair_power: p if no length is known.
         late: Estimated finish-time fairness above which a job weighs more.
-        charge: Least weight at which a pause is charged, as a fraction of the largest ``JobView.weight``.
+        charge: Minimum weight at which a pause is charged, as a fraction of the largest ``JobView.weight``.
         sharpness: Sharpness of the ranks, q in ``remaining.rank_weights``, at ``crowd`` jobs per worker. It is
             proportional to the number of jobs, at least 1, and infinite with one GPU type.
         lengths: True to use declared lengths.
@@ -113,7 +113,7 @@ class GoodputPolicy:
 
     @property
     def prices(self) -> Mapping[str, float]:
-        """Dual price of one slot in the last decision, keyed by GPU type; empty before the first decision."""
+        """Dual price per slot in the latest decision, keyed by GPU type; empty before the first decision."""
         return dict(self._cache.prices)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
@@ -195,7 +195,7 @@ def _target(instance: OptionTable, placement: Placement, reason: Reason) -> Targ
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """A decision with its causes: the jobs' placements before and after it."""
+    """Decision with its causes: the jobs' placements before and after it."""
 
     instance: OptionTable
     utility: SpeedValue
@@ -209,7 +209,7 @@ class Decided:
             object.__setattr__(self, name, self.instance.speed_at(placements).tolist())
 
     def reason(self, j: int) -> Reason:
-        """Return why a job has its workers: who got the workers that it lost, or what its own change gains."""
+        """Return why a job has its workers: the jobs that got the workers it lost, or the gain from its own change."""
         view, was, here = self.instance.views[j], self.before[j], self.after[j]
         if here.place and (why := held(view, here.workers)) is not None:
             return why
@@ -286,7 +286,7 @@ def _best(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MixedTypes:
-    """Decision about workers on GPU types other than a job's own."""
+    """Assignment of workers on GPU types other than a job's own, for jobs that allow mixed types."""
 
     cluster: Cluster
     horizon_s: float  # time within which a change must pay back [s]
@@ -294,7 +294,7 @@ class MixedTypes:
     cache: GoodputCache  # of what was computed before
 
     def on_one_type(self, view: JobView) -> JobView:
-        """Return the job with only the workers on its own GPU type, the type whose workers have the highest goodput."""
+        """Return the job with only the workers on its own GPU type: the one whose workers have the highest goodput."""
         if not view.mixed_gpu_types:
             return view
         parts = self._parts(view.allocation)

@@ -1,4 +1,4 @@
-"""Arrays of one decision: J jobs, C options (a size in a GPU pool), each option's speed for each job, its value."""
+"""Arrays for one decision: the speed and value of each option (a size in a GPU pool) for each job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FEW_NODES = 16  # beyond so many nodes, sizes grow by a fifth each instead of b
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Placement of a job: its pool and its workers per node."""
+    """Placement of a job: its pool, and its workers per node."""
 
     pool: int = -1  # index; -1 is nowhere
     place: WorkersByIndex = dataclasses.field(default_factory=dict)  # workers per node index there
@@ -39,7 +39,7 @@ UNPLACED = Placement()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptionTable:
-    """Options of a decision with all their values, except those that depend on where the jobs currently are."""
+    """Table of a decision's options, with all values that do not depend on where the jobs currently are."""
 
     views: tuple[JobView, ...]  # the jobs, in the order of arrival
     pools: tuple[GpuPool, ...]  # GPU types
@@ -57,7 +57,7 @@ class OptionTable:
     cache: GoodputCache  # of what was computed before
 
     def slots(self, job: int, pool: int) -> Ints:
-        """Return the number of the job's workers that each node of the pool could hold if it were empty."""
+        """Return the number of the job's workers that fit on each node of the pool when it is empty."""
         return self.pools[pool].slots[self.worker_kinds[job]]
 
     def speed_at(self, placements: Sequence[Placement]) -> Floats:
@@ -119,7 +119,7 @@ def _allowed(views: Sequence[JobView], sizes: Ints) -> NDArray[np.bool_]:
 
 
 def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None = None) -> OptionTable:
-    """Build the option table of a decision; ``cache`` holds earlier results, by default none."""
+    """Build the option table of a decision; ``cache`` holds results of earlier decisions."""
     cache = GoodputCache() if cache is None else cache
     views = tuple(sorted(jobs, key=lambda view: view.arrival))
     worker_kinds = tuple(worker_kind(view) for view in views)
@@ -287,7 +287,7 @@ def _size_grid(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
 
 
 def nodes_needed(slots: Ints, sizes: Ints) -> Ints:
-    """Return the fewest nodes that hold each number of workers; 0 if all nodes together do not."""
+    """Return the smallest number of nodes that hold each number of workers; 0 if all nodes together do not."""
     roomy = np.cumsum(-np.sort(-slots))
     if not len(roomy):
         return np.zeros_like(sizes)
@@ -296,7 +296,7 @@ def nodes_needed(slots: Ints, sizes: Ints) -> Ints:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedValue:
-    """Utility of speed in a decision, with one entry per job, (J,), or one number for all jobs."""
+    """Utility of speed in a decision; each parameter has one entry per job, (J,), or is one number for all."""
 
     weight: Floats
     left_s: Floats  # remaining time at speed 1 [s]; NaN where unknown
@@ -311,7 +311,7 @@ class SpeedValue:
     growth_hysteresis: float = 0.0  # relative gain that is worth giving a running job more workers for
 
     def where_gpus_idle(self) -> SpeedValue:
-        """Return the utility for GPUs that no other job can use: a pause costs only the job that pauses."""
+        """Return the utility for GPUs that no other job can use, so that a pause costs only the job that pauses."""
         return dataclasses.replace(self, charge=0.0, arrivals_per_s=0.0, growth_hysteresis=self.hysteresis)
 
     def of(self, jobs: NDArray[np.int64]) -> SpeedValue:

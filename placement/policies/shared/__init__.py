@@ -1,1 +1,1 @@
-"""Shared parts of policies: the protocol, the admission of jobs, the growth of sizes, and placement on nodes."""
+"""Shared parts of policies: the protocol, admission of jobs, growth beyond the minimum, and placement on nodes."""

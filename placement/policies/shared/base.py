@@ -1,4 +1,4 @@
-"""Base of every allocation policy, the admission that policies share, and growth to the highest score."""
+"""Base of every allocation policy, with shared rules for admitting jobs and growing them to the highest score."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from placement.text import describe
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Target size of a job: a number of workers and the reason for it; with 0 workers the job waits.
+    """Target size of a job: its number of workers, with the reason; a job with 0 workers waits.
 
     Attributes:
         workers: Number of workers.
-        reason: A sentence, from a custom policy, or a ``Reason``.
-        nodes: Workers per node id, from a policy that places the job itself; they must add up to ``workers``. If None,
-            ``placement.cluster.packing`` chooses the nodes.
+        reason: Reason for the number: a sentence (from a custom policy) or a ``Reason``.
+        nodes: Number of workers keyed by node id, from a policy that chooses the nodes itself; the numbers must add up
+            to ``workers``. If None, ``placement.cluster.packing`` chooses the nodes.
 
     Examples:
         >>> from placement import Target
@@ -41,7 +41,7 @@ class Target:
 def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
     """Return a policy's answer as targets: a plain number of workers becomes a ``Target``, any reason a ``Reason``.
 
-    Numbers of workers are not checked here: the core rejects values that are not valid.
+    Numbers of workers are not checked here; the core rejects invalid ones later.
 
     Raises AllocationError: the answer is not a mapping (rule ``mapping``).
     """
@@ -58,19 +58,21 @@ def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Policy that decides how many workers each job gets; ``placement.cluster.packing`` decides on which nodes.
+    """Policy that decides how many workers each job gets; ``placement.cluster.packing`` chooses their nodes.
 
     The contract tests check that every registered policy returns a target for every job; never exceeds the cluster;
     gives a job ``min_workers`` or nothing, and never more than ``max_workers``; gives ``held_at`` if it fits; does
     not depend on the order of the jobs; repeats its decision if called again with the same input once that decision
     is in effect; and leaves nothing idle that a job could use. A policy reads no clock and uses no randomness.
 
-    A policy does not handle priorities, tenants or deadlines. ``placement.planning.constraints`` does: if they
-    matter, it calls the policy several times per decision, each time with some of the jobs and part of the cluster.
+    A policy need not handle priorities, tenants or deadlines. If any of these matter,
+    ``placement.planning.constraints`` calls the policy several times per decision, each time with some of the jobs
+    and part of the cluster.
 
     A class may set ``rigid = True`` if it was published for jobs that run at exactly the batch size and worker count
-    that their user requested; a simulation then runs jobs that way. It may have a method ``load_solver()`` for slow
-    imports, which the allocator calls in a thread at startup so that its event loop does not wait for them.
+    that their user requested; a simulation then runs jobs that way. A class with slow imports may have a method
+    ``load_solver()`` that makes them. The allocator calls it in a thread at startup, so that its event loop does not
+    block.
 
     Examples:
         >>> from placement import Cluster, JobView, Target
@@ -85,17 +87,17 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the policy in reasons and errors."""
+        """Name of the policy, as shown in reasons and errors."""
         ...
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target per job. ``JobView.allocation`` is what the job currently has or is being moved to."""
+        """Return a target per job; ``JobView.allocation`` is what the job currently has or is being moved to."""
         ...
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Admission:
-    """Jobs that are admitted to run, before any of them grows beyond its floor."""
+    """Jobs admitted to run at their floor, with the room that is left for growth."""
 
     empty: FreeResources  # the cluster's room without any of the jobs
     room: FreeResources  # what is left after every admitted job has its floor
@@ -107,9 +109,9 @@ class Admission:
 def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
     """Give every job its minimum number of workers or nothing.
 
-    Running jobs come first, then waiting jobs, each in order of arrival. Jobs grow only later and only into the room
-    that is left, so a waiting job's minimum is served by shrinking other jobs, though never below *their* minimum.
-    A smaller job may pass a larger one that does not fit. Held jobs are then raised to their held size, in order of
+    Running jobs come first, then waiting jobs, each in order of arrival. Jobs grow only afterwards, into the room that
+    is left. Other jobs are therefore shrunk to admit a waiting job, though never below *their* minimum. A smaller job
+    may overtake a larger one that does not fit. Finally, jobs held at a size are raised to that size in order of
     arrival, or as close to it as room allows.
     """
     room = FreeResources(cluster)
@@ -129,10 +131,10 @@ def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
 
 
 def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
-    """Return the workers of each admitted job after the jobs in ``order`` have grown, one after the other.
+    """Return the number of workers of each admitted job after the jobs in ``order`` have grown one by one.
 
-    Each job gets the number of workers with the highest speed that fits into the room left by earlier jobs. Held jobs
-    stay at their floor. The room is deducted from ``admission.room``.
+    Each job gets the number of workers with the highest speed that fits into the room left by earlier jobs. Jobs held
+    at a size stay at their floor. The workers are deducted from ``admission.room``.
     """
     counts = dict(admission.floors)
     for view in order:
@@ -151,7 +153,7 @@ def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
 
 
 def no_room(view: JobView, fits: int, others: int) -> Reason:
-    """Return the reason why a job waits: only ``fits`` of its workers fit next to the minimums of other jobs."""
+    """Return the reason for a waiting job: only ``fits`` of its workers fit beside other jobs' minimums."""
     wanted = f"{view.min_workers} x {describe(view.bundle)}"
     cause = Cause.MEMORY if 1 < view.sizes.fitting == view.min_workers else Cause.NO_ROOM
     return Reason(cause, (wanted, fits), f"the minimum of {others} other jobs comes first")
@@ -173,9 +175,9 @@ Worth = Callable[[JobView, Floats, int], "float | None"]
 
 
 def climb(jobs: Sequence[JobView], admission: Admission, score: Score) -> dict[str, int]:
-    """Return the workers of each admitted job after single workers went to the highest score until none fits.
+    """Return the workers of each admitted job after adding workers one by one where the score is highest.
 
-    Ties go to the job that arrived first. Held jobs stay at their floor. The room is deducted from
+    Ties go to the job that arrived first. Jobs held at a size stay at their floor. The workers are deducted from
     ``admission.room``.
     """
     counts = dict(admission.floors)
@@ -212,9 +214,9 @@ def decide_by_worth(
     Each worth is multiplied by ``JobView.weight``; a negative worth, which is a cost, is divided by it.
 
     Args:
-        worth: Worth of one more worker; None if the job wants no more.
-        say: Reason for a job's size, given its workers and the worth of one more.
-        slow_factor: Nodes on which steps take at least this many times longer are avoided; None uses all nodes.
+        worth: Function that returns the worth of one more worker; None if the job wants no more.
+        say: Function that returns the reason for a job's size, given its workers and the worth of one more.
+        slow_factor: Avoid nodes on which steps take at least this many times longer; None uses all nodes.
     """
     healthy = cluster if slow_factor is None else without_slow(jobs, cluster, slow_factor)
     admission = admit(jobs, healthy)
@@ -239,10 +241,10 @@ def decide_by_worth(
 
 
 def without_slow(jobs: Sequence[JobView], cluster: Cluster, factor: float) -> Cluster:
-    """Return the cluster with slow nodes draining: nodes on which some job saw steps take ``factor`` times longer.
+    """Return the cluster with slow nodes, on which some job's steps take ``factor`` times longer, marked draining.
 
-    One slow worker holds up its whole group, so a job is faster without that worker unless it has few others. If
-    avoiding the slow nodes would change which jobs are admitted or at what floor, all nodes stay in use.
+    One slow worker holds up its whole group, so a job is usually faster without that worker. If avoiding the slow nodes
+    would change which jobs are admitted or their floors, all nodes stay in use.
     """
     slow = {node for view in jobs for node, times in view.slow_nodes.items() if times >= factor}
     rest = cluster.draining(slow)
@@ -263,7 +265,7 @@ def _placed(targets: dict[str, Target], jobs: Sequence[JobView], cluster: Cluste
 
 
 def grow_in_turn(order: Sequence[JobView], admission: Admission) -> dict[str, Target]:
-    """Grow jobs one after the other, for policies that compare single slots, if the jobs' workers differ in kind."""
+    """Grow jobs one by one; a fallback of slot-based policies for jobs whose workers are of different kinds."""
     counts = grow(order, admission)
     why = "workers; workers of several kinds, so jobs grow in turn"
     return {

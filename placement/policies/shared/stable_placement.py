@@ -1,4 +1,4 @@
-"""Shapes that jobs of interchangeable workers may have, and stable placement: whole nodes first, few jobs move."""
+"""Shapes of jobs with interchangeable workers, and stable placement: whole nodes first, moving few jobs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from placement.goodput.step_time import Floats
 
 
 class StablePlacer:
-    """Slots of the nodes while jobs are placed on them; jobs are identified by their index in ``place``.
+    """Placer that tracks free slots per node; jobs are identified by their index in ``place``.
 
     Args:
-        kinds: A number for the kind of each node; a job stays within one kind. By default all nodes are of one kind.
+        kinds: Kind of each node, as a number; all workers of a job are on nodes of one kind. By default all nodes are
+            of the same kind.
     """
 
     def __init__(self, slots: Sequence[int], kinds: Sequence[int] | None = None) -> None:
@@ -34,9 +35,10 @@ class StablePlacer:
     ) -> list[dict[int, int]] | None:
         """Return the workers of every job by node index, or None if some job gets fewer than its minimum.
 
-        Large jobs first. A job that keeps its size stays unless a larger job took its nodes. Others go to the node with
-        the fewest workers of staying jobs, preferring the tightest fit. A job that needs several nodes uses as few as
-        possible, preferably without other multi-node jobs; it gets fewer workers than its size if room is short.
+        Jobs are placed in order of decreasing size. A job that keeps its size stays unless a larger job took its nodes.
+        A job that moves goes to the node with the fewest workers of staying jobs, preferring the tightest fit. A job
+        that needs several nodes uses as few as possible, preferably without other multi-node jobs; it gets fewer
+        workers than its size if room is short.
 
         Args:
             kinds: Kind of node that each job needs; by default 0 for all jobs.
@@ -69,7 +71,7 @@ class StablePlacer:
         return places
 
     def grown(self, job: int, more: int) -> dict[int, int] | None:
-        """Return the job's place with ``more`` workers on one of its nodes, else on another; None if nothing fits."""
+        """Return the job's place with ``more`` workers added, preferably on its own nodes; None if they do not fit."""
         place, free = dict(self._occupied.place(job)), self._occupied.slots(job)
         own = [node for node in place if free[node] >= more]
         if own:
@@ -84,7 +86,7 @@ class StablePlacer:
         return place
 
     def move(self, job: int, place: Mapping[int, int]) -> None:
-        """Move one job to another place."""
+        """Move one job to a new place."""
         before = self._occupied.lift(job)
         if len(before) > 1:
             self._multi_node_nodes -= before.keys()
@@ -125,9 +127,9 @@ def use_idle(
     most_nodes: int,
     horizon_s: float = 60.0,
 ) -> None:
-    """Give idle slots to jobs if the speed-up outweighs the cost of the change within ``horizon_s``.
+    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within ``horizon_s``.
 
-    Changes ``places`` in place; no job grows beyond ``most_nodes`` nodes.
+    Modifies ``places``. No job grows beyond ``most_nodes`` nodes.
     """
     for i, view in enumerate(running):
         limit = growth_limit(view)
@@ -146,7 +148,7 @@ def use_idle(
 def restart_factor(view: JobView, now_s: float, least: float) -> float:
     """Return Pollux's restart penalty: (age - d x restarts) / (age + d), with d = ``JobView.resize_cost_s``.
 
-    At least ``least``; 1 if both age and d are 0.
+    The result is at least ``least``. It is 1 if both age and d are 0.
 
     Source: Qiao et al., OSDI 2021, section 4.2.1; Sia uses it too.
     """
@@ -157,18 +159,18 @@ def restart_factor(view: JobView, now_s: float, least: float) -> float:
 
 
 def shape_of(place: Mapping[int, int]) -> tuple[int, int]:
-    """Return the shape (nodes, workers) of a place."""
+    """Return the shape (number of nodes, number of workers) of a placement."""
     return len(place), sum(place.values())
 
 
 def growth_limit(view: JobView) -> int:
-    """Return the most workers that the job may have now: its useful workers, capped by its own growth limit if set."""
+    """Return the most workers that the job may have now: its useful workers, at most its growth limit if set."""
     limit = view.useful_workers
     return limit if view.growth_limit is None else min(limit, view.growth_limit)
 
 
 def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int, int]:
-    """Return the job's workers by node index; empty if any of its nodes has left the cluster or is draining."""
+    """Return the job's current workers by node index; empty if any of its nodes is gone or draining."""
     place: dict[int, int] = {}
     for node_id, workers in view.allocation.items():
         at = index(node_id)
@@ -179,7 +181,7 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
 
 
 def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
-    """Return all sizes up to one full node and whole multiples of it beyond, each on as few nodes as possible.
+    """Return the shapes to consider: all sizes up to one full node, then multiples of it, on the fewest nodes.
 
     Args:
         view: The job; its minimum is always among the sizes.
@@ -197,8 +199,8 @@ def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
 def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
     """Return the goodput of each shape at its best batch, relative to the job's minimum size on one node.
 
-    If the minimum size cannot run, speeds are relative to the lowest goodput among the shapes. A shape in which
-    no batch fits has speed 0. Without a goodput model, the speed is the number of workers.
+    If the minimum size cannot run, speeds are relative to the lowest goodput among the shapes. A shape for which no
+    batch fits has speed 0. Without a goodput model, the speed is the number of workers.
     """
     if view.goodput is None:
         return np.array([workers for _, workers in wanted], dtype=np.float64)
@@ -209,7 +211,7 @@ def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
 
 
 class WorstFitPlacer:
-    """Places jobs one after the other; running jobs may keep their nodes."""
+    """Placer of jobs one by one on the roomiest nodes; running jobs may keep their nodes."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.free = FreeResources(cluster)
@@ -217,7 +219,7 @@ class WorstFitPlacer:
         self._types = [types[node_id] for node_id in self.free.node_ids]
 
     def keep(self, view: JobView) -> Mapping[str, int] | None:
-        """Reserve the job's current place and return it; if part of it is not free, reserve nothing and return None."""
+        """Reserve and return the job's current place; if part of it is not free, return None and reserve nothing."""
         fits = self.free.slots(view)
         place = {self.free.index(node_id): workers for node_id, workers in view.allocation.items()}
         if any(index is None or fits[index] < workers for index, workers in place.items()):
@@ -228,9 +230,9 @@ class WorstFitPlacer:
         return dict(view.allocation)
 
     def spread(self, view: JobView, workers: int) -> Mapping[str, int] | None:
-        """Reserve room for the workers, always on the node with the most room, within the GPU type with the most room.
+        """Reserve room for the workers on the roomiest nodes of the GPU type that has the most room.
 
-        If no type has enough room, reserve nothing and return None. Ties between nodes go to the first id.
+        Ties between nodes go to the first id. If no type has enough room, reserve nothing and return None.
         """
         fits = self.free.slots(view)
         sums = {gpu: int(fits[self._of(gpu)].sum()) for gpu in dict.fromkeys(self._types)}

@@ -1,8 +1,8 @@
-"""Disturbances of a simulated cluster: failures, spot nodes, slow nodes, shared links, noise; from one seed.
+"""Disturbances of a simulated cluster (failures, spot nodes, slow nodes, shared links, noise), from one seed.
 
 Two formats of recorded spot machines are read: counts at every tick (JSON, skypilot-org/spot-traces) and machine
-arrivals and departures (CSV, uclasystem/bamboo). Both become places, each occupied by a machine at some times and empty
-at others. Every spot node of the cluster is assigned one place, and exists while that place is occupied.
+arrivals and departures (CSV, uclasystem/bamboo). Both are converted to places, each occupied by a machine at some times
+and empty at others. Every spot node of the cluster is assigned one place, and exists while that place is occupied.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Kind = Literal["down", "up", "slow", "well"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbances:
-    """Rates of disturbances; none by default. Rules other than live ones support only noise."""
+    """Rates of disturbances, all 0 by default; rules other than ``live`` support only noise."""
 
     node_mtbf_h: float = 0.0  # mean hours between failures of one node; 0 for none
     repair_s: float = 600.0  # time until a lost node is back [s]
@@ -103,7 +103,7 @@ Span = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpotTrace:
-    """A recorded spot market: the times at which each of its places held a machine."""
+    """Recorded spot market: the times at which each of its places held a machine."""
 
     source: str
     length_s: float  # when the record ends [s]; it is then played again from its start
@@ -116,13 +116,13 @@ class SpotTrace:
             raise InputError(f"spot trace {self.source} must have a machine at some time, but never has one")
 
     def deal(self, nodes: Sequence[str], seed: int) -> dict[str, int]:
-        """Return the place of each node. Places are distinct while there are enough, and reused after that."""
+        """Assign a place to each node, reusing places only if there are more nodes than places."""
         order = list(range(len(self.places)))
         random.Random(f"{seed}/spot").shuffle(order)
         return {node: order[i % len(order)] for i, node in enumerate(nodes)}
 
     def gone(self, place: int, offset_s: float, until_s: float) -> Iterator[Span]:
-        """Yield the spans of simulated time in which a place is empty; second 0 is ``offset_s`` of the record."""
+        """Yield the spans of simulated time in which a place is empty; second 0 is ``offset_s`` of the trace."""
         taken = self.places[place]
         if not taken:
             yield 0.0, math.inf

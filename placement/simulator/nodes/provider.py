@@ -1,4 +1,4 @@
-"""A simulated cloud: nodes cost money from the request on, and start after a delay; spot nodes get reclaimed."""
+"""Simulated cloud: a node costs money from its request on and starts after a delay; spot nodes are reclaimed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HORIZON_S = 60 * 86400.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaledCluster:
-    """Settings for a simulated cluster sized by its jobs; the cluster string gives the most nodes of each type."""
+    """Settings for a simulated cluster that its jobs size; the cluster string gives the maximum nodes per type."""
 
     objective: str | Objective = "cost_per_progress"
     config: AutoscalerConfig = dataclasses.field(default_factory=AutoscalerConfig)  # times of the autoscaler
@@ -50,7 +50,7 @@ class AutoscaledCluster:
             raise InputError("autoscale goes with spot traces, interference and noise, but got failing or slow nodes")
 
     def types(self, cluster: Cluster, prices: PriceTable, spot: Mapping[str, SpotTrace]) -> tuple[NodeType, ...]:
-        """Return a node type for each GPU type of the cluster, and also a spot type if there is a spot trace for it."""
+        """Return a node type for each GPU type of the cluster, and a spot type for each that has a spot trace."""
         found = []
         for gpu in sorted({node.gpu_type for node in cluster.nodes}):
             nodes = [node for node in cluster.nodes if node.gpu_type == gpu]
@@ -74,7 +74,7 @@ class AutoscaledCluster:
 
 @dataclasses.dataclass(slots=True)
 class Machine:
-    """A rented node."""
+    """Machine rented from the simulated cloud."""
 
     node: Node  # it, as the allocator sees it
     kind: NodeType
@@ -85,11 +85,11 @@ class Machine:
 
 
 class Provider:
-    """Simulated cloud with machines for rent.
+    """Simulated cloud that rents machines.
 
-    A spot machine needs a place of the recorded market (``SpotTrace``) that the record shows as taken at that time and
-    that no machine here uses; it is reclaimed when the record loses the place. Without a free place, nothing is rented
-    and the caller must ask again.
+    A spot machine needs a place of the recorded market (``SpotTrace``) that is occupied in the record at that time and
+    not used by another simulated machine. It is reclaimed when the record loses the place. If no place is free, nothing
+    is rented and the caller must ask again.
 
     Args:
         spot: Recorded markets keyed by GPU type; the empty type stands for all.
@@ -116,7 +116,7 @@ class Provider:
         return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
 
     def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
-        """Rent machines up to these numbers per type, returning the new ones; release surplus that is starting."""
+        """Rent machines up to these numbers per type and return the new ones; release surplus ones still starting."""
         fresh: list[Machine] = []
         for each in self.types:
             mine = [m for m in self.machines.values() if m.kind.name == each.name]
@@ -131,7 +131,7 @@ class Provider:
         return fresh
 
     def give_back(self, node_id: str, now_s: float) -> None:
-        """Return a machine to the cloud, which stops its cost."""
+        """Return a machine to the cloud, so that it costs nothing more."""
         machine = self.machines.pop(node_id)
         self.rented_h[machine.kind.name] += (now_s - machine.since_s) / 3600.0
 

@@ -1,4 +1,4 @@
-"""Outlook of running jobs on other nodes: predicted workers and end times, from the models they have fitted."""
+"""Outlook for running jobs on other nodes: predicted workers and end times, from the jobs' fitted models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONFIG = AllocatorConfig(rounds=True, silence_s=math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Predicted workers and end of one job."""
+    """Predicted number of workers and end of one job."""
 
     job: str
     workers: int  # that it would have at first
@@ -47,7 +47,7 @@ class Outlook:
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
     """Return the nodes of a cluster string, which lists GPUs, or CPUs under the type ``cpu``.
 
-    Other resources are plentiful. Raises InputError: the string does not parse.
+    Nodes have plenty of all other resources. Raises InputError: the string cannot be parsed.
     """
     others = {name for view in views for name in view.bundle if name not in ("GPU", "CPU")}
     return Cluster(nodes=tuple(_furnished(node, others) for node in parse_cluster(text).nodes))
@@ -71,18 +71,20 @@ def outlook(
     stay: bool = False,
     constraints: Constraints = NO_CONSTRAINTS,
 ) -> tuple[Outlook, ...]:
-    """Predict when each job ends if the allocator divides these nodes, again whenever a job is done.
+    """Predict when each job ends if the allocator divides these nodes, deciding again whenever a job ends.
 
-    The prediction stops when every job with a known length is done. In between, a job progresses by goodput / M0
-    iterations per second, with its current model; for a GPU type that it has not seen, the model of a type that it has
-    seen. Resizes are free. Jobs without a declared length or a model keep their workers to the end.
+    The prediction stops when every job with a known length has ended. Between decisions, a job progresses at goodput /
+    M0 iterations per second, according to its current model. For a GPU type on which it has not run, the model of a
+    type on which it has run is used. Resizes are free. Jobs without a declared length or a model keep their workers to
+    the end.
 
     Args:
         stay: True if the jobs already run on these nodes, so that the result describes their current workers; False
             if they all start from scratch.
 
     Returns one outlook per job, in the order of the views.
-    Raises InputError: the policy is unknown or breaks a rule.
+
+    Raises InputError: the policy is unknown or violates a rule.
     """
     try:
         core = AllocatorCore(make_policy(policy), _config(constraints))

@@ -1,4 +1,4 @@
-"""Picture of the allocation over time: a row for each node, with bars coloured by job."""
+"""Picture of the allocation over time, with a row for each node and bars coloured by job."""
 
 from __future__ import annotations
 

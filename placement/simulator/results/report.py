@@ -14,17 +14,17 @@ from placement.simulator.world.state import Placed
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobReport:
-    """Report of one job.
+    """Report on one simulated job.
 
     Attributes:
         job: Name of the job.
-        application: Name of its profile.
+        application: Name of the job's profile.
         arrival_s: Time of submission [s].
         start_s: Time of the first placement [s].
         finish_s: Time of completion [s].
-        resizes: Number of changes of its workers after the first start.
-        gpu_hours: GPUs held x hours, by GPU type.
-        paused_s: Time for which it held GPUs without progress because of changes [s].
+        resizes: Number of changes of the job's workers after the first start.
+        gpu_hours: GPUs held x hours, keyed by GPU type.
+        paused_s: Time for which the job held GPUs without progress because of changes [s].
         rho: Finish-time fairness: completion time / completion time on an equal, isolated share of the cluster.
 
     Examples:
@@ -53,7 +53,7 @@ class JobReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rented:
-    """Cost of the rented nodes, including idle time."""
+    """Total cost of all rented nodes, including their idle time."""
 
     node_hours: Mapping[str, float]  # hours for which nodes were paid for, by node type
     usd: float
@@ -61,12 +61,12 @@ class Rented:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
-    """Report of one trace under one policy.
+    """Report on one trace under one policy.
 
-    Times are in seconds. Decision times are CPU time, and the only values that differ between runs with the same seed.
+    Times are in seconds. Decision times are CPU time; all other values are identical in runs with the same seed.
 
     Attributes:
-        trace: File of the trace.
+        trace: Path of the trace file.
         policy: Name of the policy.
         rules: Name of the rules.
         cluster: The cluster string.
@@ -74,14 +74,14 @@ class SimulationReport:
         settings: Other arguments of ``simulate``: ``requested``, ``shared_knowledge``, ``lengths``, ``disturbances``
             and so on.
         gpus: Number of GPUs of the cluster.
-        prices: Prices paid [USD per GPU and hour], by GPU type.
-        rented: Cost of all nodes: from the first submission to the last completion for a cluster of fixed size,
-            from each node's request for an autoscaled one.
-        jobs: Reports of the jobs, in the order of submission.
+        prices: Prices paid [USD per GPU and hour], keyed by GPU type.
+        rented: Cost of all nodes. In a cluster of fixed size it counts from the first submission to the last
+            completion; in an autoscaled one, from each node's request.
+        jobs: Reports on the jobs, in the order of submission.
         placed: All changes of jobs' placements.
         log: The core's decision log.
         decision_s: CPU time of each decision [s].
-        idle_s: Longest time for which GPUs were idle that one job could have used
+        idle_s: Longest time for which GPUs were idle that some job could have used
             (``placement.simulator.world.state``); an empty round of the published simulators is 60 s.
         idle_gpu_hours: Idle GPUs x hours while any job could have used some of their type.
     """
@@ -133,7 +133,7 @@ class SimulationReport:
         return float(np.mean([job.rho > 2.0 for job in self.jobs]))
 
     def record(self) -> dict[str, Any]:
-        """Return this report's record for the JSON file."""
+        """Return the JSON record for this report."""
         jct_s = self.jct_s
         decision_ms = 1e3 * np.array(self.decision_s or (0.0,))
         rho = np.array([job.rho for job in self.jobs])
@@ -170,7 +170,7 @@ class SimulationReport:
         }
 
     def history(self) -> dict[str, Any]:
-        """Return the placements and decisions in the order of time, for plotting: ``placed`` and ``decisions``."""
+        """Return the placements and decisions in chronological order, for plotting: ``placed`` and ``decisions``."""
         return {
             "placed": [(placed.time_s, placed.job, dict(placed.nodes)) for placed in self.placed],
             "decisions": [
@@ -180,7 +180,7 @@ class SimulationReport:
         }
 
     def log_lines(self) -> Sequence[str]:
-        """Return the decision log as text, byte for byte the same for the same seed."""
+        """Return the decision log as lines of text, which are byte-identical for the same seed."""
         return [f"{record.time_s!r} {record} {dict(record.nodes)!r}" for record in self.log]
 
 

@@ -1,1 +1,1 @@
-"""Simulated jobs: traces, and their speeds and lengths."""
+"""Simulated jobs: traces, and profiles of their speeds and lengths."""

@@ -1,4 +1,4 @@
-"""True profile of an application: step times per GPU type, gradient statistics and progress per epoch."""
+"""Ground truth about an application: step times per GPU type, gradient statistics and progress per epoch."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Application:
         self._stretched: dict[int, Application] = {self.epochs: self}
 
     def stretched(self, epochs: int) -> Application:
-        """Return the same training, with the same phases, over another number of epochs of the same length."""
+        """Return the same training with its phases stretched over another number of epochs of the same length."""
         if epochs not in self._stretched:
             twin = copy.copy(self)
             twin.epochs, factor = epochs, epochs / self.epochs
@@ -119,7 +119,7 @@ class Application:
         return self.batch_sizes[-1]
 
     def local_bsz_range(self, gpu: str) -> tuple[int, int]:
-        """Return the fewest and most samples per worker and micro-step on this GPU type."""
+        """Return the minimum and maximum number of samples per worker and micro-step on this GPU type."""
         least, most = self.step_times[gpu].local_bsz_range
         return least, min(most, _LOCAL_CAPS.get(self.name, {}).get(gpu, most))
 
@@ -141,7 +141,7 @@ class Application:
         return self._noise[key]
 
     def gain(self, batch_size: int, epoch: int) -> float:
-        """Return the progress of one step at this batch in an epoch, in steps at the initial batch."""
+        """Return the progress of one step at this batch during an epoch, measured in steps at the initial batch."""
         if self.fixed_batch:
             return 1.0  # of shares that are not even the largest counts, which makes no larger batch
         key = batch_size, epoch
@@ -150,12 +150,12 @@ class Application:
         return self._gain[key]
 
     def iterations_at(self, batch_size: float, epoch: int) -> float:
-        """Return the optimizer steps of a run at this batch up to the end of epoch number ``epoch`` (from 0)."""
+        """Return the number of optimizer steps that a run at this batch needs to finish epoch ``epoch`` (from 0)."""
         return float(np.interp(batch_size, self._sizes, self._iterations[:, epoch]))
 
 
 def load_profiles(folder: str | Path, gpus: tuple[str, ...]) -> dict[str, Application]:
-    """Load all applications of a folder that were profiled on all of these GPU types, keyed by name.
+    """Load the applications in a folder that were profiled on all of these GPU types, keyed by name.
 
     Raises InputError: the folder is missing or has no application, or a file lacks a column or has non-numbers.
     """
@@ -185,7 +185,7 @@ MOST_NODES = 16
 
 
 def read_rows(path: str | Path, columns: Sequence[str], what: str) -> list[tuple[int, dict[str, str | None]]]:
-    """Return the rows of a CSV file with these columns, each with its line.
+    """Return the rows of a CSV file with these columns, each with its line number.
 
     Raises InputError: the file is missing, or lacks a column.
     """
@@ -226,7 +226,7 @@ def _numbers(path: Path, column: str, texts: Sequence[str]) -> Floats:
 
 
 def canonical(counts: Sequence[int]) -> Counts:
-    """Return the lexicographically smallest rotation of the workers per node, as placements are named in the tables."""
+    """Return the lexicographically smallest rotation of the workers per node, the key of a placement in the tables."""
     rotations = [tuple(counts[i:]) + tuple(counts[:i]) for i in range(len(counts))]
     return min(rotations)
 
@@ -250,8 +250,8 @@ class StepTimes:
     A placement in ``placements-<gpu>.csv`` is interpolated linearly in the local batch. For any other placement, the
     rows are averaged by (nodes, replicas, local batch), ``scalability-<gpu>.csv`` is appended, and all three axes are
     interpolated linearly over a Delaunay triangulation, with at most 16 nodes. This is the Pollux artifact's rule, so
-    its figures can be reproduced. A point outside the measured region uses the nearest measured node and replica
-    count.
+    its figures can be reproduced. For a point outside the measured region, the nearest measured node and replica
+    counts are used.
     """
 
     def __init__(self, folder: Path, gpu: str) -> None:

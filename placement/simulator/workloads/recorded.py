@@ -1,4 +1,4 @@
-"""Recorded workload of a real cluster as simulator input: its jobs, their lengths, and fitted profiles."""
+"""Workload recorded on a real cluster, converted to simulator input: jobs, lengths and fitted profiles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FittedTimes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedJob:
-    """Recorded job of a real cluster."""
+    """Job recorded on a real cluster."""
 
     job: str
     application: str  # fingerprint of its model
@@ -49,7 +49,7 @@ class RecordedJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedWorkload:
-    """Recorded arguments of ``simulate``: jobs, profiles and cluster."""
+    """Workload in the form of arguments of ``simulate``: jobs, profiles and cluster."""
 
     jobs: tuple[RecordedJob, ...]  # in the order of their arrival
     applications: Mapping[str, Application]
@@ -82,7 +82,7 @@ def recorded_workload(life: Life, *, gpu: str = "t4") -> RecordedWorkload:
     """Return the jobs of a recording, with profiles fitted to all of their measurements.
 
     Args:
-        gpu: GPU type assumed for nodes that do not name one.
+        gpu: GPU type assumed for nodes whose type is unknown.
 
     Raises InputError: there is no job, a job lacks a model, measurements or a length, or workers are of several kinds.
     """

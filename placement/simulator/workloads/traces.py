@@ -1,4 +1,4 @@
-"""Traces: arrival times of jobs, the resources that their users requested, and true and declared lengths."""
+"""Traces: arrival times of jobs, the resources that their users requested, and actual and declared lengths."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class TraceJob:
 
 
 def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJob, ...]:
-    """Return the jobs of a CSV file in the order of submission (in file order if submitted at the same time).
+    """Return the jobs of a CSV file in the order of submission; simultaneous jobs keep their order in the file.
 
     Args:
         path: A file with the columns of ``COLUMNS``, in any order.
-        applications: Names that have a profile.
+        applications: Names of the applications that have a profile.
 
     Raises InputError: the file is missing or empty, lacks a column, or has an invalid line, which the message names.
     """
@@ -96,7 +96,7 @@ def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """True and declared job lengths of a trace; by default all jobs of an application are equally long."""
+    """Actual and declared job lengths of a trace; by default all jobs of an application have the same length."""
 
     # whether jobs declare how many epochs they run. (The oracle of jobs that run as requested, which Optimus was
     # published with, is not touched.)
@@ -113,7 +113,7 @@ class Lengths:
             check_number(f"epochs of job {job!r}", epochs, least=1, error=InputError)
 
     def application(self, application: Application, job: str, seed: int) -> Application:
-        """Return the job's application, stretched or shortened to the job's true number of epochs."""
+        """Return the job's application, stretched or shortened to the job's actual number of epochs."""
         if job in self.epochs:
             return application.stretched(self.epochs[job])
         if not self.spread:

@@ -1,4 +1,4 @@
-"""Simulated job, which trains by the true tables but knows only its own measurements."""
+"""Simulated job, which trains according to the true tables but knows only its own measurements."""
 
 from __future__ import annotations
 
@@ -70,18 +70,18 @@ def best_batch(
 
 
 class SimulatedJob:
-    """State of one job.
+    """State of one simulated job.
 
     Args:
-        requested: True if it runs with the trace's batch and count (rigid) instead of adapting the batch.
-        gpus_per_node: GPUs per node by GPU type, for the oracle's packed placements.
+        requested: True to run with the trace's batch and worker count (rigid) instead of adapting the batch.
+        gpus_per_node: GPUs per node, keyed by GPU type, for the oracle's packed placements.
         sigma: Standard deviation of the logarithm of measured step times; 0 measures exactly.
-        declared: Number of epochs that it declares; None if it declares none.
-        statistical: True if it knows its statistical efficiency; otherwise it chooses batches, and rates sizes, by
+        declared: Number of epochs that the job declares; None if it declares none.
+        statistical: True if the job knows its statistical efficiency; otherwise it chooses batches, and rates sizes, by
             samples per second alone.
-        mixed_gpu_types: True if it may run on several GPU types at once.
-        sizes: Worker counts that it can train with, unless its batch allows none of them.
-        foresight: True if it announces the later batches of its ramp.
+        mixed_gpu_types: True if the job may run on several GPU types at once.
+        sizes: Worker counts with which the job can train; ignored if its batch allows none of them.
+        foresight: True if the job announces the later batches of its ramp.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class SimulatedJob:
         self.shared = models
 
     def place(self, location: Location | None) -> None:
-        """Assign other workers to the job, or none; the rules set the cost of the change."""
+        """Change the job's workers, or remove them all; the rules set the cost of the change."""
         before, self.location = self.location, location
         self.joined_s = math.inf
         if location is None:
@@ -197,7 +197,7 @@ class SimulatedJob:
             self.now_s = end_s
 
     def next_s(self) -> float:
-        """Return the time of the job's next own event [s]: an epoch's end or joining workers; infinity if it waits."""
+        """Return the time of the job's next own event [s], an epoch's end or joining workers; infinity if it waits."""
         if self.training is None or self.finished_s is not None:
             return math.inf
         missing = self._next_change() - self.progress
@@ -217,7 +217,7 @@ class SimulatedJob:
     def see_slow(self, nodes: Mapping[str, float]) -> None:
         """Slow down steps by the factors of these nodes; the slowest node sets the pace.
 
-        After leaving a slow node the job remembers it for a while, since it measures nothing there any more.
+        After leaving a slow node, the job still reports it for a while, since it measures nothing on it any more.
         """
         held = {} if self.location is None else self.location.nodes
         self._slow = {node: seen for node, seen in self._slow.items() if node not in held}
@@ -225,7 +225,7 @@ class SimulatedJob:
         self.slowdown = max(nodes.values(), default=1.0)
 
     def see_shared_link(self, loss: float) -> None:
-        """Lose this fraction of the speed to another job on the same nodes."""
+        """Reduce the job's speed by this fraction, because another job shares its nodes' links."""
         self.slowdown /= 1.0 - loss
 
     def _slow_nodes(self) -> dict[str, float]:
@@ -403,7 +403,7 @@ class SimulatedJob:
         return GoodputModel(fitted(tuple(known.values()), fixed), noise, self.app.init_batch_size)
 
     def view(self) -> TraceJobView:
-        """Return the heartbeat, which contains no true data except the oracle of rigid simulations."""
+        """Return the job's heartbeat, which contains no ground truth except the oracle of rigid simulations."""
         gpu = self._last_gpu or next(iter(self.app.step_times))
         cap = min(self.rules.most_workers, self.app.max_batch_size // self.app.local_bsz_range(gpu)[0])
         if self.app.name in _SINGLE and not self.requested:
@@ -455,7 +455,7 @@ class SimulatedJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MixedSteps:
-    """Division of a batch among GPU types."""
+    """Division of a batch among workers of several GPU types."""
 
     shares: Mapping[str, tuple[int, ...]]  # samples of each worker in a micro-step, by type, from the largest on
     accum_steps: int  # micro-steps before the one that synchronises

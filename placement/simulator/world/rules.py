@@ -45,7 +45,7 @@ class Location:
         return found
 
     def only(self, nodes: Mapping[str, int]) -> Location:
-        """Return the location reduced to these workers."""
+        """Return the location restricted to these workers."""
         types = {node: self.types[node] for node in nodes if node in self.types}
         gpu = self.gpu if self.gpu in types.values() or not types else min(types.values())
         return Location(nodes=nodes, gpu=gpu, types=types)
@@ -62,7 +62,7 @@ class ChangeCost:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Pace of heartbeats and decisions if decisions are triggered by events.
+    """Intervals of heartbeats and decisions in an event-driven simulation.
 
     The defaults are coarse, for traces of hours and days.
     """
@@ -101,7 +101,7 @@ class Rules(abc.ABC):
 
     @property
     def join_s(self) -> float:
-        """Pause when workers that have started in the meantime join [s]."""
+        """Pause while workers join that have started in the background [s]."""
         return 0.0
 
     @abc.abstractmethod
@@ -112,14 +112,14 @@ class Rules(abc.ABC):
 
     @abc.abstractmethod
     def expected_restart_s(self, application: str) -> float:
-        """Return the cost of a change, as a job reports it [s]."""
+        """Return the cost of a change that a job reports to the allocator [s]."""
 
     def expected_stop_s(self, application: str) -> float | None:
-        """Return the cost of a stop and a restart, as a job reports it [s]; None if the job must not be stopped."""
+        """Return the cost of a stop and restart that a job reports [s]; None if the job must not be stopped."""
         return self.expected_restart_s(application)
 
     def divisor(self, application: str) -> float:
-        """Return the number by which the job's true progress is divided."""
+        """Return the factor by which the job's true progress is slowed down."""
         return 1.0
 
 
@@ -171,8 +171,8 @@ class SiaRules(Rules):
 class LiveRules(Rules):
     """Rules of this project: events trigger decisions, and a running job is resized between two steps.
 
-    New workers start while the others train, and then join; leaving workers leave at once. A job only stops while
-    workers start if none of its workers stays (another GPU type, all nodes changed, the first start). Node identity
+    New workers start while the others train, and then join; leaving workers leave at once. A job stops while workers
+    start only if it keeps none of its workers (another GPU type, all nodes changed, the first start). Node identity
     matters: a worker that moves is a new worker.
     """
 

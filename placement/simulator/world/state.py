@@ -29,7 +29,7 @@ _SHARE = 0.25  # of what its GPUs do on average, below which a further one costs
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Workers of a job, keyed by node id, from one moment on; empty if it waits or has ended.
+    """Workers of a job, keyed by node id, from one moment on; empty if the job waits or has ended.
 
     Examples:
         >>> from placement.simulator import Placed
@@ -43,11 +43,11 @@ class Placed:
 
 
 class World:
-    """State that a driver moves through time: the allocator core and the simulated jobs.
+    """Simulated state that a driver advances through time: the allocator core and the jobs.
 
     Args:
         cluster: The nodes at the start.
-        knowledge: Measurements shared by jobs of one application; None if each job only knows its own.
+        knowledge: Measurements shared by jobs of one application; None if each job knows only its own.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class World:
         self.send(JobEnded(job=job.name, view=view), now_s)
 
     def tick(self, now_s: float) -> None:
-        """Advance the allocator core's clock, and update the watch of idle GPUs."""
+        """Advance the allocator core's clock, and update the record of idle GPUs."""
         self.send(TimePassed(), now_s)
         self.idle.look(self.core.views(now_s), self._cluster, now_s)
 
@@ -142,7 +142,7 @@ class World:
 
 
 class IdleWatch:
-    """Record of how long GPUs were idle that a job could have used, according to the job's model.
+    """Record of how long GPUs were idle that some job could have used, according to the job's model.
 
     A waiting job can use idle GPUs if its smallest size fits. A running job can use them if some of them, on its own
     nodes first, would make it 5 % faster after the cost of the change, and each contributes at least a quarter of

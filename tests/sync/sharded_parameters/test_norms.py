@@ -170,3 +170,28 @@ def test_lost_worker_takes_no_part_of_sum_with_it(moment: str, late: tuple[int, 
     """What was measured in step 4 rides in step 5. Whether a vote was heard decided chance says."""
     check(Case(), 3, [Kill(5, 2, moment)], late=late, unsure=unsure)
     check(Case(shard_size=2), 4, [Kill(5, 1, moment, joins=(5,))], late=late, unsure=unsure)
+
+
+@pytest.mark.parametrize("make", [Net, sharded_net])
+def test_updates_of_different_steps_make_no_norms(make: Any) -> None:
+    """Two optimizers that step in turns, one a step, until both do."""
+
+    def norms() -> list[int | None]:
+        model = make()
+        blocks = list(model.blocks.parameters())
+        rest = [p for name, p in model.named_parameters() if "blocks" not in name]
+        pair = [torch.optim.AdamW(params, lr=0.01) for params in (blocks, rest)]
+        wrapped = er.AdaptiveDataParallel(model, pair, scaling_rule="none", monitor=Monitor(norms_every=1))
+        found: list[int | None] = []
+        for _ in er.remaining_epochs_until(1):
+            for step, (x, y) in enumerate(er.AdaptiveDataLoader(data(), batch_size=12)):
+                for each in pair:
+                    each.zero_grad()
+                nn.functional.cross_entropy(wrapped(x), y).backward()
+                for each in pair if step == 3 else [pair[step % 2]]:
+                    each.step()
+                found.append(None if wrapped.measures.norms is None else wrapped.measures.norms.step)
+        return found
+
+    for found in run_job(norms, first=(1, 2)).results.values():
+        assert found[:3] == [None] * 3 and set(found[5:]) == {3}

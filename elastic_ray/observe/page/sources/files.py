@@ -1,4 +1,4 @@
-"""SHELL: page of runs read from their directories; the cluster need not run."""
+"""SHELL: page of runs read from their directories, for which no cluster is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_RUNS = re.compile(r"checkpoint_\d+|automatic|reports|tensorboard|\..*")
 
 
 class RunFiles(StoredPage):
-    """Page of all runs under a path, or of the one run whose directory the path is.
+    """Page of all runs under a path, or of one run if the path is its directory.
 
     Args:
         path: A URI or a local path, as in ``RunConfig(storage_path)``.

@@ -1,4 +1,4 @@
-"""Page of a simulator report (``simulate --json``): a shell that reads the file; the rest is pure."""
+"""Page of a simulator report (``simulate --json``), pure except for reading the file."""
 
 from __future__ import annotations
 
