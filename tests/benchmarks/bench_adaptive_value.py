@@ -599,15 +599,13 @@ def main() -> None:
                 **beside,
             }
         )
-        limit = {1.5: 1.5, 4.0: 1.3, 16.0: 1.05}.get(q)
         if q == 1.5:
             bars.append(bar(f"{task}, q 1.5: time / tuned small batch", value=took / small, limit=0.35, at_least=False))
-        if limit is not None:
-            claim = f"{task}, q {q:g}: time / best tuned batch ({best})"
-            bars.append(bar(claim, value=took / times[best], limit=limit, at_least=False))
-        if q == 4.0:
-            claim = f"{task}, q 4: samples / best tuned batch's"
-            bars.append(bar(claim, value=samples / of_best, limit=1.5, at_least=False))
+        claim = f"{task}, q {q:g}: time / best tuned batch ({best})"
+        bars.append(bar(claim, value=took / times[best], limit=1.15, at_least=False))
+        if q >= 4.0:
+            claim = f"{task}, q {q:g}: samples / best tuned batch's"
+            bars.append(bar(claim, value=samples / of_best, limit=1.3, at_least=False))
     bars.append(bar(f"failed runs of {adaptive_runs}", value=float(failures), limit=0, at_least=False))
     finish("adaptive_value", rows=rows, bars=bars)
 

@@ -259,7 +259,15 @@ _TORCH = (
     PrivateNames(
         home="torch",
         names=(
-            *("_foreach_add", "_foreach_add_", "_foreach_copy_", "_foreach_mul", "_foreach_mul_", "_foreach_norm"),
+            *(
+                "_foreach_add",
+                "_foreach_add_",
+                "_foreach_addcmul_",
+                "_foreach_copy_",
+                "_foreach_mul",
+                "_foreach_mul_",
+                "_foreach_norm",
+            ),
             *("_foreach_sub", "_foreach_sub_", "_foreach_reciprocal_", "_amp_foreach_non_finite_check_and_unscale_"),
             *("_foreach_div", "_foreach_sqrt", "_foreach_sqrt_", "_foreach_clamp_min_"),
         ),
