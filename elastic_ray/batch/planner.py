@@ -113,7 +113,7 @@ class BatchPlanner:
 
     @property
     def type_speeds(self) -> dict[str, float]:
-        """Samples per second of one worker, keyed by measured GPU type, at equal local batches."""
+        """One worker's samples per second at the same local batch size, keyed by measured GPU type."""
         samples = self._measured.batch_size / self._measured.replicas if self._measured is not None else 1.0
         each = max(samples, 1.0)
         return {gpu: each / float(model.throughput_model.grad_time(each)) for gpu, model in self.models.items()}

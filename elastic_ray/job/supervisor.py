@@ -195,7 +195,13 @@ class JobSupervisor:
         return bool(self._spec.states_kept and trains and not self.record.waiting)
 
     def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """Apply the allocator's decision for this job."""
+        """Apply the allocator's decision for this job.
+
+        Args:
+            nodes: Number of workers on each node.
+            reason: Reason for the decision, for the user.
+            draining: Nodes that are about to shut down.
+        """
         if self.record.phase.ended or self._stopping_since is not None:
             return
         if self._paused:  # the allocator may not have heard of it yet

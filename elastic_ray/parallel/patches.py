@@ -38,7 +38,7 @@ SCHEDULES = ("progress", "steps", SEESAW)
 
 
 def watch_backward() -> None:
-    """Patch backward so that a wrapped model that runs out of memory loses its step instead of raising."""
+    """Patch backward so that a wrapped model that runs out of memory gives up the step instead of raising."""
     global _installed
     if _installed:
         return

@@ -41,7 +41,7 @@ class Replay:
 
     @staticmethod
     def needed(progress: RunProgress) -> bool:
-        """True if the other ranks are within an epoch's code."""
+        """True if the other ranks have already started the current epoch, so that this worker must replay its code."""
         return bool(progress.passes) or progress.joined_at is not None
 
     def reach_pass(self, ordinal: int) -> bool:
@@ -222,7 +222,7 @@ class StepLedger:
         return ordinal
 
     def end_pass(self, ended: PassProgress) -> None:
-        """End a pass that all ranks have left."""
+        """Mark a loader pass as done, after all ranks have left it."""
         ended.end()
         if self.depth == 0:
             self._samples_left = 0

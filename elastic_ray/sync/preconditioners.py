@@ -222,9 +222,9 @@ class FlatPreconditioner:
         self._floors = self._find_floors()
 
     def advance_to(self, elapsed: int) -> None:
-        """Assume that all parameters have made ``elapsed`` steps since creation.
+        """Assume that all parameters have taken ``elapsed`` steps since creation.
 
-        Reading their step counts might wait for a GPU.
+        Reading their step counts instead could block on the GPU.
         """
         self._elapsed = elapsed
 

@@ -75,7 +75,7 @@ class RowStream:
         return self._window.end if self._window.ended else None
 
     def want(self, reader: Reader, end: int) -> None:
-        """Request rows up to ``end`` for a reader, which needs no rows before its position."""
+        """Request rows up to ``end`` for a reader that no longer needs the rows before its position."""
         with self._lock:
             self._window.note(reader)
             self._wanted = max(self._wanted, end)

@@ -333,12 +333,13 @@ def written_states(
 ) -> dict[Parameter, State]:
     """Return the states that this rank writes, keyed by parameter.
 
-    Tensors with the parameter's shape are given as `Pieces`. Other state of a parameter, such as a step count, is
-    written with the parameter's first elements. A rank that writes only later elements still includes the keys, so
-    that they keep their order.
+    Tensors with the parameter's shape are given as `Pieces`. Other tensors of a parameter's state, such as a step
+    count, are written by the rank that writes the parameter's first element. Other ranks return `Pieces` without
+    elements for them, so that every rank lists the same state keys in the same order.
 
     Args:
         held: Tiles that this rank holds.
+        owners: Ranks that hold each tile, by tile number.
     """
     found: dict[Parameter, State] = {}
     for tile, writer in enumerate(writers(held.tiling, owners)):
