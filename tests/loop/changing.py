@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import threading
 import time
@@ -25,7 +26,13 @@ from tests.membership.groups import LocalController, local_controller, member
 _WAIT_S = 30.0
 _ATTEMPTS = 3  # to form a group
 _PORT_RACE = re.compile("already in use")  # another process took the port between its choice and its use
+_MOST_S = 300.0  # of a run
 _NOTICE_S = 1.0  # after the first news of a failure, all get another group
+
+# Loaders' processes are forked by workers that are threads here: a lock that another worker holds just then would be
+# held for ever in the process, whose first act is to seed torch.
+_seeding = torch.cuda._initialization_lock
+os.register_at_fork(before=_seeding.acquire, after_in_parent=_seeding.release, after_in_child=_seeding.release)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,12 +191,15 @@ class _Job:
         for worker in first:
             self.start(worker)
         self.announce(tuple(first))
+        deadline = time.monotonic() + _MOST_S
         while any(thread.is_alive() for thread in self._threads.values()):
             for thread in list(self._threads.values()):
                 thread.join(0.05)
             self._act_on_notice()
             if self._errors:
                 break
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"workers {[n for n, each in self._threads.items() if each.is_alive()]} still run")
         if self._errors:
             raise self._errors[0]
         return self.outcome
