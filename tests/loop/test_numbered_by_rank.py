@@ -93,6 +93,23 @@ def test_a_worker_joins_in_an_evaluation_after_the_update() -> None:
         assert [*found.results[worker][:3], *found.results[worker][4:]] == [FEW] * 16, "the fourth step is drawn again"
 
 
+def test_add_after_break_counts_in_the_step_around() -> None:
+    """That step is drawn again when a worker is lost at the end of the evaluation."""
+    total = threading.local()
+
+    def within() -> None:
+        total.rows = getattr(total, "rows", None) or er.Accumulator()
+        for _ in _few():
+            break
+        total.rows.add("n", 1.0)
+
+    found = run_job(
+        lambda: trained(within, lambda: total.rows["n"]), [Kill(3, 2, "end_of_pass", last=True)], first=THREE
+    )
+    assert found.groups == [THREE, (1, 3)]
+    assert [sums[0] for sums in found.results.values()] == [3 * 3.0 + 5 * 2.0] * 2
+
+
 class _Counted:
     """Sums of a module that is imported before the worker has its session."""
 
