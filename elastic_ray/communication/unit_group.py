@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 import shutil
 import socket
@@ -138,7 +137,7 @@ class UnitGroup:
             return sums
         rows = self.gather([float(self.place.shard), *(value for _, _, value in sums)])
         parts = {row[0]: row[1:] for row in rows}  # workers of one part have the same sums
-        return [(key, name, math.fsum(own)) for (key, name, _), *own in zip(sums, *parts.values(), strict=True)]
+        return [(key, name, sum(own)) for (key, name, _), *own in zip(sums, *parts.values(), strict=True)]
 
     def agree(self, well: bool) -> bool:
         """Return True if ``well`` is True on every worker of the unit."""

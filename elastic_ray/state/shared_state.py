@@ -370,7 +370,7 @@ class SharedState:
         """Return how far each rank is, one row a rank, once all are within the same number of nested passes."""
         while True:
             run = self.progress
-            depth = ledger.depth_in_group if self.complete else -1  # -1: this rank goes wherever the others are
+            depth = ledger.depth_in_group if self.complete else 0  # whoever joins begins with the step around
             rows = communicator.gather_ints(
                 [
                     run.loader_steps,

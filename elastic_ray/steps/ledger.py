@@ -163,16 +163,20 @@ class StepLedger:
     def number_in_step(self, place: str) -> int | None:
         """Return the number of an accumulator made now, within a step; None between steps.
 
-        It follows from the steps committed before, the place in the code, and how often the step has been there. A
-        step that is drawn again thus gives the same numbers again, whichever accumulators outlived its loss, and a
-        worker that has joined meanwhile gives them too.
+        It follows from the steps committed before, where nested passes are, the place in the code, and how often the
+        step has been there. A step that is drawn again thus gives the same numbers again, whichever accumulators
+        outlived its loss, and a worker that has joined meanwhile gives them too.
         """
-        within = self.round if self.round is not None and self.depth else self.outermost
-        if within is None or self.abandoned >= self.depth:  # code after `break` is also run by workers that join later
+        steps = (*self._outer, self.step)[: max(self.depth - self.abandoned, 0)]
+        first, last = self.outermost, steps[-1] if steps else None
+        if first is None or last is None:  # code after `break` is also run by workers that join later
             return None
-        within.made_at.append(place)
-        times = within.made_at.count(place)
-        return (within.loader_steps + 1) << 32 | zlib.crc32(f"{place} {times}".encode())
+        outer = first if self.round is None else self.round
+        within = outer if last is first else last
+        nested = [(each.ordinal, each.loader_pass.position) for each in steps[1:] if each is not None]
+        at = f"{nested} {place}"
+        within.made_at[at] = times = within.made_at.get(at, 0) + 1
+        return (outer.loader_steps + 1) << 32 | zlib.crc32(f"{at} {times}".encode())
 
     def begin_epoch(self) -> None:
         """Restart the numbering of loader passes at a new epoch."""

@@ -23,7 +23,7 @@ class StepRound:
         steps: Steps that this rank has completed.
         trained: True if any step has trained.
         last: The latest step of this rank; None before the first.
-        made_at: Places in the code at which this rank has made accumulators in it.
+        made_at: Places in the code at which this rank has made accumulators in it, and how many.
     """
 
     loader_pass: PassProgress
@@ -34,7 +34,7 @@ class StepRound:
     steps: int = 0
     trained: bool = False
     last: LoaderStep | None = None
-    made_at: list[str] = dataclasses.field(default_factory=list)
+    made_at: dict[str, int] = dataclasses.field(default_factory=dict)
     _sum: int | None = 0  # of the hashes of this rank's samples
 
     def add(self, step: LoaderStep, hashes: int | None, *, trained: bool) -> None:

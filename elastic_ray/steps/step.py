@@ -40,7 +40,7 @@ class LoaderStep:
         taken: The step belongs to a slow rank, and this rank executes it in addition to its own.
         given: The step belongs to this rank, and another rank executes it.
         loader_steps: Steps committed before this one, if it is not nested in another.
-        made_at: Places in the code at which it and steps nested in it have made accumulators.
+        made_at: Places in the code at which it has made accumulators, and how many.
         halved: Whether the step has more micro-batches than its shape, to measure the gradient's noise.
     """
 
@@ -62,7 +62,7 @@ class LoaderStep:
     taken: bool = False
     given: bool = False
     loader_steps: int = 0
-    made_at: list[str] = dataclasses.field(default_factory=list)
+    made_at: dict[str, int] = dataclasses.field(default_factory=dict)
     own_counts: list[float] = dataclasses.field(default_factory=list)
     counts: Sequence[Sequence[float]] | None = None
     backward: int = -1  # the latest micro-batch that had a backward pass

@@ -25,11 +25,14 @@ def _few() -> er.AdaptiveDataLoader:
     return er.AdaptiveDataLoader(TensorDataset(torch.ones(FEW, 2)), batch_size=3, shuffle=False)
 
 
-def trained(within: Callable[[], Any], after: Callable[[], Any] = lambda: None, *, leaves: bool = False) -> list[Any]:
+def trained(
+    within: Callable[[], Any], after: Callable[[], Any] = lambda: None, *, leaves: bool = False, late: bool = False
+) -> list[Any]:
     """Train two epochs; return the results of ``within``, called in each step, and of ``after``, after each epoch.
 
     Args:
         leaves: leave the epoch by ``break`` in its sixth step.
+        late: call ``within`` after the step's update.
     """
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
@@ -39,10 +42,13 @@ def trained(within: Callable[[], Any], after: Callable[[], Any] = lambda: None, 
     found = list[Any]()
     for _ in er.remaining_epochs_until(2):
         for number, (x,) in enumerate(train):
-            found.append(within())
+            if not late:
+                found.append(within())
             optimizer.zero_grad()
             wrapped(x).square().mean().backward()
             optimizer.step()
+            if late:
+                found.append(within())
             if leaves and number == 5:
                 break
         found.append(after())
@@ -75,6 +81,33 @@ def test_a_worker_joins_where_break_left_an_evaluation(moment: str) -> None:
     found = run_job(lambda: trained(lambda: evaluated(leaves=True)["n"]), script, first=THREE)
     assert found.groups == [THREE, (1, 3, 4)]
     assert {worker: len(sums) for worker, sums in found.results.items()} == {1: 17, 3: 17, 4: 13}
+
+
+def test_a_worker_joins_in_an_evaluation_after_the_update() -> None:
+    """That one comes by the step's backward pass first, which the others have behind them."""
+    script = [Kill(3, 2, "edge", last=True, joins=(4,))]
+    found = run_job(lambda: trained(lambda: evaluated()["n"], late=True), script, first=THREE)
+    assert found.groups == [THREE, (1, 3, 4)]
+    assert found.results[4] == [FEW] * 13
+    for worker in (1, 3):
+        assert [*found.results[worker][:3], *found.results[worker][4:]] == [FEW] * 16, "the fourth step is drawn again"
+
+
+def test_add_after_break_counts_in_the_step_around() -> None:
+    """That step is drawn again when a worker is lost at the end of the evaluation."""
+    total = threading.local()
+
+    def within() -> None:
+        total.rows = getattr(total, "rows", None) or er.Accumulator()
+        for _ in _few():
+            break
+        total.rows.add("n", 1.0)
+
+    found = run_job(
+        lambda: trained(within, lambda: total.rows["n"]), [Kill(3, 2, "end_of_pass", last=True)], first=THREE
+    )
+    assert found.groups == [THREE, (1, 3)]
+    assert [sums[0] for sums in found.results.values()] == [3 * 3.0 + 5 * 2.0] * 2
 
 
 class _Counted:

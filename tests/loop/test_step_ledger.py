@@ -226,6 +226,21 @@ def test_passes_that_are_no_nested_loops_are_refused(ledger: StepLedger, state: 
         ledger.end(outer.loader_pass)
 
 
+def test_a_nested_steps_accumulators_are_numbered_by_position(ledger: StepLedger, state: State) -> None:
+    """Ranks that have lost that step draw it again; others come to it for the first time."""
+    outer = begun(ledger, state)
+    around = ledger.number_in_step("here")
+    nested = begun(ledger, state)
+    first = [ledger.number_in_step("here") for _ in range(2)]
+    ledger.undo(ledger.end())
+    ledger.begin(step_of(nested.loader_pass, nested.ordinal))
+    assert [ledger.number_in_step("here") for _ in range(2)] == first
+    ledger.commit(ledger.end(), 1, gain)
+    ledger.begin(step_of(nested.loader_pass, nested.ordinal))
+    assert len({ledger.number_in_step("here"), *first, around}) == 4
+    assert outer.made_at == {"[] here": 1}, "what nested steps made is not kept"
+
+
 def test_a_pass_over_whole_batches_neither_trains_nor_nests(ledger: StepLedger, state: State) -> None:
     ledger.begin_pass()
     ledger.begin(step_of(state.progress.passes[0], whole=True))

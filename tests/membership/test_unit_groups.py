@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.communication.unit_group import UnitCommunicator, UnitGroup
-from elastic_ray.unit import place_in
+from elastic_ray.unit import Unit, place_in
 from tests.membership.groups import local_controller, member
 
 WORKERS = [(unit, position) for unit in (0, 1) for position in (0, 1)]
@@ -54,3 +55,16 @@ def test_group_called_off_on_one_worker_fails_its_unit(tmp_path: Path) -> None:
 
         found = in_two_units(tmp_path / str(close), work)
         assert all(isinstance(each, CommunicationFailedError) for each in found.values()), found
+
+
+def test_infinite_sums_of_parts_end_no_training(tmp_path: Path) -> None:
+    def work(position: int) -> list[float]:
+        group = UnitGroup(
+            place_in(Unit(shard=2), position, str(tmp_path / "unit" / "store")), cuda=False, timeout_s=20.0
+        )
+        own = {"inf": math.inf, "mixed": math.inf if position else -math.inf, "large": 1e308}
+        return [value for _, _, value in group.over_shards([((0, 1), name, value) for name, value in own.items()])]
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for infinite, mixed, large in pool.map(work, range(2)):
+            assert infinite == large == math.inf and math.isnan(mixed)
