@@ -103,9 +103,9 @@ class Communicator:
         leave_at_exit(self)
         until_s = time.monotonic() + form_timeout_s
         named = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        others = set(Connections.of_process())
         try:
             nonces, apart = _meet(named, rank, world_size, identity_of(gpu) if gpu is not None else "")
+            others = set(Connections.of_process())  # a late rank takes long, and other threads connect meanwhile
             device = dist.ProcessGroupGloo.create_device(hostname=host)
             self._gloo = _form_gloo(named, rank, world_size, device, until_s)
             gradient_store = dist.PrefixStore("gradients", named)  # type: ignore[attr-defined]

@@ -120,10 +120,8 @@ def start_transfer(wait: Callable[[], None]) -> None:
     thread.start()
 
 
-def _leave_all(process: int) -> None:
+def _leave_all() -> None:
     """Leave all groups of this process before the interpreter exits."""
-    if os.getpid() != process:
-        return  # a child that was forked shares the connections
     leaving = [threading.Thread(target=each.leave, args=(_LEAVE_S,), daemon=True) for each in list(_OPEN)]
     for each in leaving:
         each.start()
@@ -133,7 +131,8 @@ def _leave_all(process: int) -> None:
         each.join(_LEAVE_S)  # its wait has ended, and it has yet to come back from gloo
 
 
-atexit.register(_leave_all, os.getpid())
+atexit.register(_leave_all)
+os.register_at_fork(after_in_child=_OPEN.clear)  # the parent's groups, whose connections a child shares
 
 
 class NoGroup:

@@ -21,7 +21,6 @@ from elastic_ray.consensus.intents import (
     RanksDisagreeError,
     disagreement,
     joined_by_idle,
-    lacks_message,
     layouts_differ,
     notes_differ,
     transfer,
@@ -44,10 +43,10 @@ class Announcer:
     """Announcements of one rank in one group.
 
     Each rank contributes four numbers at its own position: its intent, the number of loader steps that it has
-    committed, a fingerprint of its parameters (0 if not requested), and the number of its phase. A phase consists of
-    an announcement (sent or only recorded) and the collectives that it announces; it must end before the next one
-    starts. An announcement that a rank makes while it waits may be outdated when the other ranks make theirs. In that
-    case the phase numbers differ, and all ranks announce again.
+    committed, a fingerprint of its parameters (0 if not requested; the number of the message if it waits for one), and
+    the number of its phase. A phase consists of an announcement (sent or only recorded) and the collectives that it
+    announces; it must end before the next one starts. An announcement that a rank makes while it waits may be outdated
+    when the other ranks make theirs. In that case the phase numbers differ, and all ranks announce again.
 
     Args:
         communicator: Communicator of a group with at least two ranks.
@@ -150,15 +149,16 @@ class Announcer:
                 self._all_in_phase()  # a rank that heard of a disagreement earlier may have ended because of it
             raise
 
-    def begin_transfer(self, peer: int, tag: int, *, received: bool) -> Announced:
-        """Count a message to or from one rank; return the announcement of a long wait for it."""
+    def begin_transfer(self, peer: int, tag: int, *, received: bool) -> tuple[Announced, int]:
+        """Count a message to or from one rank; return the announcement of a long wait for it, and its number."""
         self._transfers[received, peer, tag] += 1
-        return transfer(peer, tag, self._transfers[received, peer, tag], received=received)
+        return transfer(peer, tag, received=received), self._transfers[received, peer, tag]
 
-    def speak_in_transfer(self, what: Announced, loader_steps: int, since_s: float) -> None:
+    def speak_in_transfer(self, what: Announced, number: int, loader_steps: int, since_s: float) -> None:
         """Announce that this rank has waited for long for a message, and receive the others' announcements.
 
         Args:
+            number: the message's number, see :meth:`begin_transfer`.
             since_s: start of the wait [s, monotonic].
 
         Raises RanksDisagreeError: the other rank waits for a message of this one, or has returned.
@@ -167,39 +167,56 @@ class Announcer:
             return
         if self._work is not None and not self._work.is_completed():
             return
+        received, peer, tag, in_vain = what.transfer
         if self._work is not None:
             work, self._work = self._work, None
             self.communicator.wait(work)
-            self._check_transfers(what)
+            in_vain = self._waits_in_vain(what)
         before = self._entry, self._payload
-        self._entry, self._payload = (what.code, loader_steps, 0), ()
+        told = transfer(peer, tag, received=received, in_vain=in_vain)
+        self._entry, self._payload = (told.code, loader_steps, number), ()
         self._post(timeout_s=_FINISHED_S)
         self.communicator.keep_for(self._work)
         self._entry, self._payload = before
 
-    def _check_transfers(self, own: Announced | None = None) -> bool:
-        """True if a rank waits for a message.
+    def _waits_in_vain(self, own: Announced) -> bool:
+        """True if the rank whose message this one waits for has returned, or waits for one that this rank lacks.
 
-        Raises RanksDisagreeError: it waits for this rank, which does something else that takes all ranks.
+        Neither is certain yet: what this rank waits for may be on its way, which only the other rank knows.
 
-        Args:
-            own: This rank's own wait for a message, which another rank may yet end.
+        Raises RanksDisagreeError: the other rank waits in vain, too, or had returned before.
         """
-        codes = [int(code) for code in self._values[: self._world]]
-        waits = {rank: told.transfer for rank, code in enumerate(codes) if (told := _transfer_of(code)) is not None}
-        me, awaited = self.communicator.rank, None if own is None else own.transfer[1]
-        missing = [
+        codes, (_, awaited, _, _) = self._codes, own.transfer
+        told, before = _transfer_of(codes[awaited]), _transfer_of(codes[self.communicator.rank])
+        if told is None:
+            in_vain = codes[awaited] & 15 == Intent.FINISH
+            certain = in_vain and before is not None and before.transfer[3]
+        else:
+            in_vain = awaited in self._lacking()
+            certain = in_vain and told.transfer[3]
+        if certain:
+            self._refuse_transfer(own.code)
+        return in_vain
+
+    def _lacking(self) -> list[int]:
+        """Return the ranks that wait for a message of this rank which it has not started."""
+        waits = {rank: told.transfer for rank, code in enumerate(self._codes) if (told := _transfer_of(code))}
+        return [
             rank
-            for rank, (received, peer, tag, number) in waits.items()
-            if peer == me and lacks_message(self._transfers[not received, rank, tag], number)
+            for rank, (received, peer, tag, _) in waits.items()
+            if peer == self.communicator.rank and self._transfers[not received, rank, tag] < self.fingerprints[rank]
         ]
-        finished = awaited is not None and codes[awaited] & 15 == Intent.FINISH
-        if finished or any(awaited in (None, rank) for rank in missing):
-            codes[me] = self._entry[0] if own is None else own.code
-            steps = [int(each) for each in self._values[self._world : 2 * self._world]]
-            self._refused = RanksDisagreeError(disagreement(codes, steps))
-            raise self._refused
-        return bool(waits)
+
+    def _refuse_transfer(self, own_code: int) -> None:
+        codes = self._codes
+        codes[self.communicator.rank] = own_code
+        steps = [int(each) for each in self._values[self._world : 2 * self._world]]
+        self._refused = RanksDisagreeError(disagreement(codes, steps))
+        raise self._refused
+
+    @property
+    def _codes(self) -> list[int]:
+        return [int(code) for code in self._values[: self._world]]
 
     def done(self) -> None:
         """Record that all announced collectives have been started."""
@@ -208,11 +225,11 @@ class Announcer:
     @property
     def joined_by_idle(self) -> Announced | None:
         """Announcement of ranks with samples in which ranks without samples can participate; None if there is none."""
-        return joined_by_idle([int(code) for code in self._values[: self._world]])
+        return joined_by_idle(self._codes)
 
     @property
     def fingerprints(self) -> list[int]:
-        """Fingerprints in the latest announcement, in rank order."""
+        """Fingerprints in the latest announcement, in rank order; of a rank that waits for a message, its number."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
     def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:
@@ -325,11 +342,14 @@ class Announcer:
     def _all_in_phase(self) -> bool:
         """True if all ranks have announced the same phase.
 
-        Raises RanksDisagreeError: in the same phase, the ranks have announced actions that do not fit together.
+        Raises RanksDisagreeError: in the same phase, the ranks have announced actions that do not fit together, or one
+        waits for a message of this rank, which does something else that takes all ranks.
         """
         values, world = self._values, self._world
         codes, loader_steps, phases = values[:world], values[world : 2 * world], values[3 * world : 4 * world]
-        if self._check_transfers() or (phases != self._phase).any():
+        if self._lacking():
+            self._refuse_transfer(self._entry[0])
+        if any(_transfer_of(code) for code in self._codes) or (phases != self._phase).any():
             return False
         differ = (codes != codes[0]).any() and self.joined_by_idle is None
         if differ or (loader_steps != loader_steps[0]).any():

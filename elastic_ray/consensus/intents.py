@@ -37,7 +37,7 @@ class Intent(enum.IntEnum):
     TRANSFER = 14
 
 
-_TAG_BITS, _NUMBER_BITS = 15, 8
+_TAG_BITS = 15
 
 _SAME_CALLS = (
     "Every rank must make the same calls (backward, break, continue, return) in the same steps: let such a decision "
@@ -120,21 +120,20 @@ class Announced:
                 return f"waits to {verb} a message {to} rank {peer} (tag {tag}), which that rank has not {lacks}"
 
     @property
-    def transfer(self) -> tuple[bool, int, int, int]:
-        """True for a receiver; the other rank; the tag; and the message's number, modulo 256."""
-        rest, number = divmod(self.detail, 1 << _NUMBER_BITS)
-        return bool(self.index), rest >> _TAG_BITS, rest % (1 << _TAG_BITS), number
+    def transfer(self) -> tuple[bool, int, int, bool]:
+        """Arguments of :func:`transfer`: True for a receiver, the other rank, the tag, and ``in_vain``."""
+        rest, in_vain = divmod(self.detail, 2)
+        return bool(self.index), rest >> _TAG_BITS, rest % (1 << _TAG_BITS), bool(in_vain)
 
 
-def transfer(peer: int, tag: int, number: int, *, received: bool) -> Announced:
-    """Return the announcement of a rank that waits for its message number `number` from or to another rank."""
-    detail = (((peer << _TAG_BITS) | tag) << _NUMBER_BITS) | number % (1 << _NUMBER_BITS)
+def transfer(peer: int, tag: int, *, received: bool, in_vain: bool = False) -> Announced:
+    """Return the announcement of a rank that waits for a message from or to another rank.
+
+    Args:
+        in_vain: True if the other rank has returned, or waits for a message of this rank that it has not started.
+    """
+    detail = ((peer << _TAG_BITS) | tag) << 1 | in_vain
     return Announced(Intent.TRANSFER, int(received), detail)
-
-
-def lacks_message(made: int, number: int) -> bool:
-    """True if a rank that has made so many transfers has not made this one, whose number is known modulo 256."""
-    return 0 < (number - made) % (1 << _NUMBER_BITS) < 1 << (_NUMBER_BITS - 1)
 
 
 def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: Sequence[str] = ()) -> str:

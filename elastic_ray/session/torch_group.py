@@ -445,11 +445,11 @@ class Transfer(EndedWork):
         self._run.refuse_in_round("nothing may be sent from one rank to another", "do so after the pass")
         self._communicator, self._announcer = self._run.group.communicator, self._run.consensus.announcer
 
-        def begin() -> tuple[Any, Announced]:
+        def begin() -> tuple[Any, Announced, int]:
             work = start(self._communicator)
-            return work, self._announcer.begin_transfer(peer, tag, received=come is not None)
+            return work, *self._announcer.begin_transfer(peer, tag, received=come is not None)
 
-        self._begun: tuple[Any, Announced] | None = self._tried(begin)
+        self._begun: tuple[Any, Announced, int] | None = self._tried(begin)
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the transfer to complete; raises CommunicationFailedError if a rank is lost between steps."""
@@ -458,9 +458,9 @@ class Transfer(EndedWork):
             self._tried(functools.partial(self._end, *begun))
         return True
 
-    def _end(self, work: Any, told: Announced) -> None:
+    def _end(self, work: Any, told: Announced, number: int) -> None:
         steps, since_s = self._run.progress.loader_steps, time.monotonic()
-        speak = functools.partial(self._announcer.speak_in_transfer, told, steps, since_s)
+        speak = functools.partial(self._announcer.speak_in_transfer, told, number, steps, since_s)
         self._communicator.wait_all([work], speak=speak)
         if self._come is not None:
             self._come()

@@ -17,6 +17,7 @@ from elastic_ray.consensus.intents import (
     layouts_differ,
     notes_differ,
     returned_early,
+    transfer,
 )
 
 GRADIENTS, EDGE, IDLE = Announced(Intent.GRADIENTS), Announced(Intent.EDGE, 1), Announced(Intent.IDLE, 1)
@@ -31,7 +32,7 @@ def test_a_code_tells_everything_and_is_exact_in_float64(intent: Intent, index: 
 def test_codes_tell_kinds_numbers_and_details_apart() -> None:
     kinds = itertools.product(Intent, (0, 1, 255), (0, 1, 2**40 - 1))
     codes = [Announced(*each).code for each in kinds]
-    assert len(set(codes)) == len(codes) == 13 * 9
+    assert len(set(codes)) == len(codes) == 9 * len(Intent)
     assert Announced(Intent.EDGE, 256).code == Announced(Intent.EDGE, 0).code, "deeper loops share numbers"
     named = Announced(Intent.GRADIENTS, strategy="powersgd")
     assert named.code == GRADIENTS.code and named != GRADIENTS, "the name is no part of what must be equal"
@@ -76,6 +77,11 @@ def test_codes_tell_kinds_numbers_and_details_apart() -> None:
         (Announced(Intent.COLLECTIVE, 0, 8), "makes a collective of its own, within the step (which: 0000000008)"),
         (Announced(Intent.PLAN), "begins, or continues in a new group, a pass over a loader"),
         (Announced(Intent.FINISH), "has returned from the train function"),
+        (
+            transfer(2, 32767, received=True, in_vain=True),
+            "waits to receive a message from rank 2 (tag 32767), which t",
+        ),
+        (transfer(2, 1, received=False), "waits to send a message to rank 2 (tag 1), which that rank has not asked"),
     ],
 )
 def test_an_announcement_says_in_words_what_a_rank_does(what: Announced, text: str) -> None:

@@ -316,6 +316,19 @@ def test_no_process_can_connect_to_a_formed_group() -> None:
         assert list(pool.map(add_up, formed)) == [[3.0] * 3] * 2
 
 
+def test_sockets_opened_before_all_have_come_are_others() -> None:
+    with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        forming = pool.submit(member, controller, 0, 2)
+        while not controller.calls:
+            time.sleep(1e-3)
+        other, accepted = socket.socketpair()
+        with other, accepted:
+            pool.submit(member, controller, 1, 2).result()
+            forming.result().connections.shut_down()
+            other.sendall(b"hears")
+            assert accepted.recv(5) == b"hears"
+
+
 def test_ranks_that_send_long_after_forming_find_each_other() -> None:
     """NCCL connects a pair of ranks through the store when they first send to each other."""
     with local_controller() as controller:

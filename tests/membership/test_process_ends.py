@@ -33,3 +33,28 @@ def test_process_ends_in_order_while_a_receiver_waits() -> None:
     """Python would end that thread within gloo's code, which aborts the process."""
     ended = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=100, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+_FORKS = """
+import os
+from elastic_ray.communication.connections import leave_at_exit
+
+class Group:
+    def __init__(self, name):
+        self.name = name
+        leave_at_exit(self)
+
+    def leave(self, timeout_s):
+        print(self.name, flush=True)
+
+of_parent = Group("parent")
+if os.fork():
+    os.wait()
+else:
+    of_child = Group("child")
+"""
+
+
+def test_forked_process_leaves_the_groups_of_its_own() -> None:
+    ended = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.split() == ["child", "parent"]
