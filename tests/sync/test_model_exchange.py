@@ -161,6 +161,16 @@ def test_no_model_is_half_of_another(three: list[ModelExchange]) -> None:
     assert len(set(found)) > 3
 
 
+def test_nothing_is_asked_where_no_rank_is_left(three: list[ModelExchange]) -> None:
+    first, into = three[0], [torch.zeros(3)]
+    assert first.ask(LAYOUT, into) and not first.ask(LAYOUT, into), "one pull at a time"
+    assert first._pulled is not None and first._pulls is not None
+    first._pulled.exception(5.0)
+    first.arrived(into)
+    first._pulls.peers.clear()
+    assert not first.ask(LAYOUT, into)
+
+
 @pytest.mark.parametrize(("layout", "value"), [(LAYOUT, float("nan")), (LAYOUT, float("inf")), (LAYOUT + 1, 1.0)])
 def test_no_unfit_model_is_taken(three: list[ModelExchange], layout: int, value: float) -> None:
     first, second, _ = three
