@@ -208,8 +208,8 @@ class ModelExchange:
         return self._into is into and pulled.result()
 
     def ask(self, layout: int, into: Sequence[torch.Tensor]) -> bool:
-        """Pull another rank's newest model into these CPU tensors; False if a pull is in progress."""
+        """Pull another rank's newest model into these CPU tensors; False if a pull is in progress, or no rank left."""
         if self._pulled is not None or self._pulls is None:
             return False
         self._into, self._pulled = into, self._pulls.start(layout, into)
-        return True
+        return self._pulled is not None

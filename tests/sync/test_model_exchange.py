@@ -22,6 +22,8 @@ from tests.loop.ranks import Ranks
 from tests.sync.drifting import STEPS, Loop
 
 LAYOUT, SIZE = 7, 1 << 18
+Two = tuple[list[Replica], list[dict[str, torch.Tensor]]]
+"""Replicas of two ranks in one process, and the parameters of each."""
 
 
 class Told:
@@ -73,33 +75,52 @@ def alone(exchange: ModelExchange, peer: int) -> None:
     exchange._pulls.peers = {peer: exchange._pulls.peers[peer]}
 
 
-def test_steps_made_during_a_pull_count_in_full() -> None:
+@pytest.fixture
+def two() -> Iterator[Two]:
+    made: list[Replica] = []
     barrier, texts = threading.Barrier(2), dict[int, bytes]()
-    params = [torch.full((3,), 10.0), torch.full((3,), 20.0)]
+    params = [{"w": torch.full((3,), 10.0)}, {"w": torch.full((3,), 20.0)}]
     told: list[Any] = [Told(rank, texts, barrier) for rank in range(2)]
-    replicas = []
-    for each, param in zip(told, params, strict=True):
+    for each, named in zip(told, params, strict=True):
         context: Any = SimpleNamespace(
             group=SimpleNamespace(communicator=each), exchanges=[], membership=SimpleNamespace(voided=False)
         )
-        trainable: Any = SimpleNamespace(named={"w": param})
-        replicas.append(Replica(trainable, context))
+        trainable: Any = SimpleNamespace(named=named)
+        made.append(Replica(trainable, context))
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(Replica.enter_exchange, replicas, told))
-    first, second = replicas
+        list(threads.map(Replica.enter_exchange, made, told))
+    yield made, params
+    for replica in made:
+        replica.exchange.close()
+
+
+def test_steps_made_during_a_pull_count_in_full(two: Two) -> None:
+    (first, second), (params, _) = two
     for dropped, wanted in ((False, 10.0 + (20.0 - 10.0) / 2 - 1.0), (True, 14.0 - 1.0)):
         second.publish()
         first.publish()
         if dropped:
             first.drop_pull()
         assert first.exchange._pulled is not None and first.exchange._pulled.result(5.0)
-        params[0] -= 1.0
+        params["w"] -= 1.0
         PairAverager().mix(first)
-        assert params[0].tolist() == [wanted] * 3
+        assert params["w"].tolist() == [wanted] * 3
         assert first.exchange._pulled is not None and not first.exchange._pulled.result(5.0), "it has that one"
         assert first.pulled() is None
-    for each in replicas:
-        each.exchange.close()
+
+
+def test_pull_from_before_unfreezing_is_ignored(two: Two) -> None:
+    (first, second), (params, others) = two
+    second.publish()
+    first.publish()
+    assert first.exchange._pulled is not None and first.exchange._pulled.result(5.0)
+    params["unfrozen"], others["unfrozen"] = torch.full((2,), 1.0), torch.full((2,), 3.0)
+    second.publish()
+    PairAverager().mix(first)
+    assert params["w"].tolist() == [10.0] * 3
+    assert first.exchange._pulled is not None and first.exchange._pulled.result(5.0)
+    PairAverager().mix(first)
+    assert params["w"].tolist() == [15.0] * 3 and params["unfrozen"].tolist() == [2.0] * 2
 
 
 def test_a_rank_pulls_a_model_once(three: list[ModelExchange]) -> None:
@@ -138,6 +159,16 @@ def test_no_model_is_half_of_another(three: list[ModelExchange]) -> None:
         stop.set()
         publishing.join()
     assert len(set(found)) > 3
+
+
+def test_nothing_is_asked_where_no_rank_is_left(three: list[ModelExchange]) -> None:
+    first, into = three[0], [torch.zeros(3)]
+    assert first.ask(LAYOUT, into) and not first.ask(LAYOUT, into), "one pull at a time"
+    assert first._pulled is not None and first._pulls is not None
+    first._pulled.exception(5.0)
+    first.arrived(into)
+    first._pulls.peers.clear()
+    assert not first.ask(LAYOUT, into)
 
 
 @pytest.mark.parametrize(("layout", "value"), [(LAYOUT, float("nan")), (LAYOUT, float("inf")), (LAYOUT + 1, 1.0)])

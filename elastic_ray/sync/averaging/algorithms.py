@@ -92,7 +92,7 @@ class SMAAverager(Stateless):
 
 
 class PairAverager(Stateless):
-    """w_r <- w_r + (w_s - v_r) / 2 after a step, w_s the newest model that a random other rank s has published.
+    """w_r <- w_r + (w_s - v_r) / 2 before an update, w_s the newest model that a random other rank s has published.
 
     v_r is this rank's model when it asked: a mean with w_r itself would undo half of the steps made since. Source:
     KungFu's ``PairAveragingOptimizer`` (OSDI 2020), after AD-PSGD (Lian et al., ICML 2018), where both ranks adopt the
@@ -103,7 +103,7 @@ class PairAverager(Stateless):
         """Do nothing, because there is no mean over all ranks."""
 
     def run(self, model: Replica, steps: int) -> None:
-        """Do nothing, because models are averaged by :meth:`mix` after each step."""
+        """Do nothing, because models are averaged by :meth:`mix` before each update."""
 
     @torch.no_grad()
     def mix(self, model: Replica) -> None:

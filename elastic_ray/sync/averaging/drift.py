@@ -303,9 +303,7 @@ class Replica:
         self._flats: list[_Flat] = []
         self._incoming: list[_Flat] = []  # of a rank that is asked for its model
         self._into: list[torch.Tensor] = []
-        self._asked: list[
-            torch.Tensor
-        ] = []  # this rank's model when it asked; empty if the ranks' models changed since
+        self._asked: list[torch.Tensor] = []  # this rank's model when it asked; empty if it was replaced since
         self._layout = 0
         self._works: list[Any] | None = None  # of a mean that was begun
         self.exchange = ModelExchange()
@@ -377,8 +375,8 @@ class Replica:
                 self._asked = [each.flat.to("cpu", copy=True) for each in self._flats]
 
     def pulled(self) -> list[torch.Tensor] | None:
-        """Return another rank's parameters less this rank's when it asked; None if none have come since."""
-        if not self.exchange.arrived(self._into) or not self._asked:
+        """Return another rank's parameters less this rank's when it asked; None if none of these have come since."""
+        if not self.exchange.arrived(self._into) or not self._asked or self._outdated(list(self.named.values())):
             return None
         torch._foreach_sub_(self._into, self._asked)
         return _in_order(self._incoming)
@@ -387,11 +385,16 @@ class Replica:
         """Ignore the model that is being pulled, after this rank's own was replaced."""
         self._asked = []
 
+    def _outdated(self, params: Sequence[torch.Tensor]) -> bool:
+        """True if the flat buffers are not those of these parameters, because some were unfrozen."""
+        known = self._laid_out
+        return len(params) != len(known) or any(a is not b for a, b in zip(params, known, strict=True))
+
     @torch.no_grad()
     def _fill(self) -> None:
         """Copy the current parameters into the flat buffers."""
         params = list(self.named.values())
-        if len(params) != len(self._laid_out) or any(a is not b for a, b in zip(params, self._laid_out, strict=True)):
+        if self._outdated(params):
             self._laid_out = params
             self._flats, self._incoming = _lay_out(params), []
         for each in self._flats:
