@@ -21,7 +21,7 @@ class BranchError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BranchPlan:
-    """Plan of the branches of a job.
+    """Settings for branches of a job: short runs from one checkpoint that compare larger batches with the current one.
 
     Raises TypeError, ValueError: A field has the wrong type or is out of range.
     """
@@ -47,7 +47,7 @@ class BranchPlan:
             raise ValueError(f"tolerance must be above 0 and below 1, such as 0.01, but got {self.tolerance!r}")
 
     def sizes(self, batch_size: int, largest: int) -> tuple[int, ...]:
-        """Return the batches to compare, the current one first.
+        """Return the global batches to compare: the current one, then its multiples by ``factors`` up to ``largest``.
 
         Args:
             batch_size: Current batch [samples].
@@ -67,7 +67,7 @@ class BranchPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BranchLoss:
-    """Outcome of one branch."""
+    """Loss of one branch, and how much worse it is than the loss at the current batch."""
 
     batch_size: int
     steps: int  # optimizer steps that it has made
@@ -88,7 +88,7 @@ class BranchResult:
 
     @property
     def critical_batch(self) -> int | None:
-        """Largest batch at which the metric is at most ``tolerance`` worse; None if noise makes it unclear."""
+        """Largest batch whose loss is at most ``tolerance`` (a fraction) worse; None if noise hides the difference."""
         found = self.losses[0].batch_size
         for each in self.losses[1:]:
             if each.worse > self.tolerance and each.worse - each.error > 0:
@@ -123,7 +123,7 @@ class BranchResult:
 
 
 def compare(plan: BranchPlan, step: int, samples: int, curves: Mapping[int, Curve]) -> BranchResult:
-    """Compare the branches' losses over the second half of their samples.
+    """Return how the branches' losses compare over the second half of their samples.
 
     All branches train on the same samples in the same order. Let d_i be the difference of the mean losses in the i-th
     of n parts of that half, and L the mean loss at the current batch. Then worse = mean(d) / |L|, and error = std(d) /

@@ -58,7 +58,7 @@ class StepBack:
 
 
 class GrowthWatch:
-    """Monitor of one job's gradients, which limits the growth of the batch.
+    """Monitor of one job's gradients and losses, which limits the growth of the batch.
 
     Args:
         init_batch_size: Global batch M0 [samples], below which the batch never shrinks.
@@ -80,12 +80,12 @@ class GrowthWatch:
     def observe(
         self, *, batch_size: int, steps: int, signal: NoiseSignal | None, loss: tuple[int, float] | None = None
     ) -> None:
-        """Record a report.
+        """Record the batch, gradient signal and loss after the latest steps.
 
         Args:
             batch_size: Global batch of the latest steps [samples].
             steps: Steps of the whole run so far.
-            signal: Signal of the gradient; None if unknown.
+            signal: Signal of the gradient. If None (unknown), only ``steps`` is recorded.
             loss: Number of the latest report that had a loss, and the loss; None before the first.
         """
         self._steps = steps
@@ -133,7 +133,7 @@ class GrowthWatch:
         return self._signal is not None and self._signal.updates >= _SIZES
 
     def step_back(self) -> StepBack | None:
-        """Return a smaller batch if the gradients require one; otherwise, and when called again, return None."""
+        """Return a smaller batch if gradients or losses require one, once for each cause; otherwise None."""
         signal, now = self._signal, self._batch_size
         if signal is None or now <= self._least:
             return None
@@ -179,11 +179,11 @@ Ramp: TypeAlias = "tuple[tuple[float, int], ...]"
 
 
 def read_ramp(batch_size: Any) -> tuple[Any, Ramp]:
-    """Return the initial batch size, and the ramp that starts with it (empty for a single number).
+    """Return a loader's initial batch size, and its schedule of (progress, global batch), empty for a single number.
 
     Raises:
         TypeError: An entry is not a pair of numbers.
-        ValueError: The ramp does not start at 0, is not ascending, or reaches 1; or a batch is below 1.
+        ValueError: The schedule does not start at 0, is not ascending, or reaches 1; or a batch is below 1.
     """
     if not isinstance(batch_size, list | tuple):
         return batch_size, ()

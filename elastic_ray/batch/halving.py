@@ -23,10 +23,10 @@ LEAST_HALF = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Halving:
-    """Schedule of steps to be halved at one batch size.
+    """Schedule of the steps that a lone worker splits into two halves, to measure gradient noise at one batch size.
 
-    No step before ``since`` is halved. Without ``adapts``, steps count from 0, so that a monitor can name the steps
-    that it needs.
+    No step before ``since`` is halved. Without ``adapts``, the spacing is counted from step 0, so that a monitor can
+    name the steps that it needs.
 
     Example:
         >>> halving = Halving(since=0, adapts=True)
@@ -49,7 +49,7 @@ class Halving:
         return [(begin, end, min(spacing, most)) for (begin, spacing), end in zip(SPACINGS, ends, strict=True)]
 
     def due(self, step: int, samples: int) -> bool:
-        """True if the step after ``step`` committed ones is halved.
+        """True if the next step, after ``step`` committed steps, must be halved.
 
         Args:
             samples: Number of samples in the step; each half must have at least ``least``.
@@ -57,7 +57,7 @@ class Halving:
         return self.count(step, step + 1, samples) > 0
 
     def count(self, first: int, last: int, samples: int) -> int:
-        """Return the number of halved steps in ``first`` to ``last`` - 1, with ``samples`` samples per step."""
+        """Return how many of the steps ``first`` to ``last`` - 1 are halved, with ``samples`` samples per step."""
         if samples < 2 * self.least:
             return 0
         start = self.since if self.adapts else 0

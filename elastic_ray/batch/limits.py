@@ -79,7 +79,7 @@ class BatchLimits:
         return self.max_batch_size in (None, self.init_batch_size)
 
     def size_of(self, cut: BatchChoice, replicas: int) -> int:
-        """Return the global batch [samples] that results from a division on R workers.
+        """Return the global batch [samples] that results from the division ``cut`` on R = ``replicas`` workers.
 
         The result is R m (s + 1), or the largest allowed batch if that is less. In the latter case, some micro-steps
         have fewer samples than m, but no worker has fewer than its minimum.
@@ -102,7 +102,7 @@ class BatchLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class BatchChoice:
-    """Division of a global batch: samples per worker and micro-step, and accumulation steps."""
+    """Division of a global batch: m samples per worker and micro-step, and s micro-steps that only accumulate."""
 
     atomic_bsz: int  # m >= 1, most samples a worker takes in one micro-step
     accum_steps: int = 0  # s >= 0, micro-steps before the one that synchronises
@@ -113,7 +113,7 @@ class BatchChoice:
             raise ValueError(f"accum_steps must be 0 or more, but got {self.accum_steps}")
 
     def batch_size(self, replicas: int) -> int:
-        """Return the global batch M = R m (s + 1)."""
+        """Return the global batch M = R m (s + 1) [samples] on R = ``replicas`` workers."""
         return replicas * self.atomic_bsz * (self.accum_steps + 1)
 
 
@@ -126,7 +126,7 @@ def split(
     accumulation: bool = False,
     limit: int | None = None,
 ) -> BatchChoice:
-    """Return the division over R workers that is nearest to a global batch, rounding up if it is not even.
+    """Return the division over R = ``replicas`` workers nearest to a global batch M, rounding up if it is not even.
 
     share = ceil(M / R) samples per worker, in k = ceil(share / upper) micro-steps of m = ceil(share / k).
 
@@ -134,7 +134,7 @@ def split(
         lower: Smallest m; if shares are smaller, the batch grows.
         upper: Largest m; if shares are larger, the batch shrinks unless accumulation is allowed.
         accumulation: True if k may be above 1.
-        limit: Largest M, observed as long as every worker has a sample and its smallest m.
+        limit: Largest M, observed as long as every worker has a sample and its smallest m; None for no limit.
     """
     share = -(-batch_size // replicas)
     k = -(-share // upper) if upper is not None and accumulation else 1
@@ -148,7 +148,7 @@ def split(
 
 
 def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoice:
-    """Return the division over R workers, within ``limits``, that is nearest to a global batch.
+    """Return the division over R = ``replicas`` workers, within ``limits``, that is nearest to a global batch.
 
     If only one batch size is allowed, the division covers it, and :meth:`BatchLimits.size_of` returns that size for any
     number of workers.
@@ -164,7 +164,7 @@ def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoi
 
 
 def bounded(limits: BatchLimits, cut: BatchChoice, bound: int | None) -> BatchChoice:
-    """Return the division with at most ``bound`` samples per worker at once, because more do not fit into memory.
+    """Return the division with at most ``bound`` samples per worker at once (None: any), to fit into memory.
 
     If the batch is fixed or accumulation is allowed, more and smaller micro-steps keep the batch size. Otherwise, the
     batch shrinks.

@@ -80,12 +80,12 @@ class BatchPlanner:
 
     @property
     def tuner(self) -> BatchTuner | None:
-        """The job's tuner on the current GPU type; None before the loader is known."""
+        """Tuner that chooses the batch on the current GPU type; None before the loader is known."""
         return self._tuners.get(self._gpu)
 
     @property
     def wish(self) -> tuple[int | None, int | None]:
-        """Smallest and largest number of workers that a user's policy requests; None for no request.
+        """Smallest and largest number of workers that a user's policy requests; None for each that it does not.
 
         Every report repeats the request, so that a restarted controller knows it.
         """
@@ -104,7 +104,7 @@ class BatchPlanner:
 
     @property
     def own_model(self) -> GoodputModel | None:
-        """Model that the job has measured itself on the current GPU type; for several types, that of the fastest."""
+        """Model that the job has measured on the current GPU type (of several, on the fastest); None without one."""
         own = self.tuner.own_model if self.tuner is not None else None
         if own is not None or self._gpu is not None or not self._shares_by_type:
             return own
@@ -120,12 +120,12 @@ class BatchPlanner:
 
     @property
     def observations(self) -> dict[str, tuple[Observation, ...]]:
-        """Measured step times, keyed by GPU type; the tuples stay the same until a time changes by a tenth."""
+        """Step times to share with other jobs, keyed by GPU type; a tuple is replaced if a time changes by 10 %."""
         return dict(self._told)
 
     @property
     def atomic_bsz_ranges(self) -> dict[str, tuple[int, int]]:
-        """Bounds of a worker's batch, keyed by GPU type, for types that have bounds."""
+        """Fewest and most samples of a worker per micro-step, keyed by GPU type; types without bounds are left out."""
         bounds = {gpu: tuner.atomic_bsz_range for gpu, tuner in self._tuners.items() if gpu is not None}
         return {gpu: (found[0] or 1, found[1] or (1 << 30)) for gpu, found in bounds.items() if found is not None}
 
@@ -138,7 +138,7 @@ class BatchPlanner:
         return max(0.0, noise.var) * self.loader.limits.init_batch_size / noise.sqr
 
     def goodput(self) -> float | None:
-        """Return the goodput of the current configuration [samples/s]; None if there is no model yet."""
+        """Return the predicted goodput of the current configuration [samples/s]; None if there is no model yet."""
         report, model = self.latest, self.model
         if model is None or report is None or report.shape is None:
             return None
@@ -160,7 +160,7 @@ class BatchPlanner:
         return float(model.efficiency(report.batch_size))
 
     def open(self, loader: LoaderInfo | None) -> None:
-        """Open the planner with the limits of a worker's loader."""
+        """Set the loader whose limits apply; ignored if ``loader`` is None or one is set already."""
         if self.loader is not None or loader is None:
             return
         self.loader = self._unbound = loader
@@ -177,9 +177,10 @@ class BatchPlanner:
         return self._tuners[gpu]
 
     def choose(self, group: GenerationSpec, gpu: str | None = "") -> BatchChoice | None:
-        """Return the batch for a new generation on nodes of this GPU type.
+        """Return the division of the batch for a new generation; None before the loader is known.
 
-        Return None if the loader decides (a fixed batch).
+        Args:
+            gpu: GPU type of the generation's nodes; None if they have several types.
         """
         if self.loader is None or self._unbound is None:
             return None
@@ -205,25 +206,25 @@ class BatchPlanner:
         self.equal_shares = group.equal_shares
 
     def withdraw(self) -> None:
-        """Withdraw the latest choice, unless its generation has already been formed and sent a report."""
+        """Withdraw the latest :meth:`choose`, unless its generation has already been formed and sent a report."""
         if self.latest is not None and self.latest.generation >= self._chosen_for:
             return
         self._choice, self._replicas, self._gpu = self._before
 
     def advise(self, priors: Mapping[str, Prior]) -> tuple[BatchChoice, str] | None:
-        """Record measurements of other jobs; return the batch to change to and the reason, None for no change."""
+        """Record other jobs' models, keyed by GPU type; return the batch to change to and the reason, else None."""
         self._priors.update(priors)
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None
 
     def know(self, strategies: Mapping[str, FoundStrategy]) -> bool:
-        """Record the strategies that won races in jobs of the same model; True if they have changed."""
+        """Record winners of strategy races in jobs of the same model, keyed by group form; True if they changed."""
         news = strategies != self.known_strategies
         self.known_strategies = strategies
         return news
 
     def observe(self, report: StepReport) -> int | None:
-        """Record rank 0's report; return the previous batch size if the same workers now train with another one."""
+        """Record rank 0's report; return the previous global batch if the same workers just changed it, else None."""
         if self.latest is not None and _moment(report) < _moment(self.latest):
             return None  # Ray may deliver calls to an async actor out of order
         self.latest, self.held_batch = report, report.held_batch
@@ -252,11 +253,11 @@ class BatchPlanner:
 
     @property
     def unbound_limits(self) -> BatchLimits | None:
-        """The training loader's own limits; None before a worker is ready."""
+        """Training loader's limits, without the critical batch; None before a worker is ready."""
         return None if self._unbound is None else self._unbound.limits
 
     def set_critical_batch(self, batch_size: int) -> None:
-        """Limit the batch to this size, replacing the result of earlier branches [samples]."""
+        """Limit the global batch to this size [samples], or M0 if larger; replaces the result of earlier branches."""
         self.critical_batch = batch_size
         self._bound()
 
@@ -331,7 +332,7 @@ class BatchPlanner:
         self._fresh = True
 
     def due(self, now_s: float) -> TunerSnapshot | None:
-        """Return the snapshot to fit now; None if nothing has changed or the last fit is recent."""
+        """Return the snapshot to fit now; None without new measurements, or within ``fit_every_s`` of the last fit."""
         if self.tuner is None or not self._fresh or now_s - self._fitted_s < self._fit_every_s:
             return None
         self._fresh, self._fitted_s = False, now_s
@@ -343,7 +344,7 @@ class BatchPlanner:
         return snapshot
 
     def fitted(self, model: GoodputModel | None) -> tuple[BatchChoice, str] | None:
-        """Use a fit; return the batch to change to and the reason, None for no change."""
+        """Use the model fitted to :meth:`due`'s snapshot; return the batch to change to and the reason, else None."""
         if self._fitting is None:
             return None
         gpu, snapshot = self._fitting
@@ -352,7 +353,7 @@ class BatchPlanner:
         return self._reconsider() if gpu == self._gpu else None
 
     def close(self) -> None:
-        """Close the planner at the job's end, and report what was measured since the last fit."""
+        """Close the planner at the job's end, adding what was measured since the last fit to :attr:`observations`."""
         for gpu, tuner in self._tuners.items():
             self._tell(gpu, tuner.snapshot())
 
@@ -380,12 +381,12 @@ class BatchPlanner:
         return decision.choice, f"batch {decision.batch_size}: {decision.reason}"
 
     def take_notice(self) -> str:
-        """Return why the batch stays unchanged, once per cause and batch; empty if there is nothing new."""
+        """Return why the batch stays unchanged, once for each cause and batch; empty if there is nothing new."""
         notice, self._notice = self._notice, ""
         return notice
 
     def out_of_memory(self, atomic_bsz: int, *, more_than_equal: bool = False) -> str:
-        """Lower the local bound and return a message; raises ``BatchDoesNotFitError`` at the smallest batch.
+        """Lower the bound on samples per worker and return a message; raises ``BatchDoesNotFitError`` at the smallest.
 
         Args:
             atomic_bsz: Samples with which a worker failed.
@@ -404,7 +405,7 @@ class BatchPlanner:
 
 
 def told(before: tuple[Observation, ...], now: Iterable[Observation]) -> tuple[Observation, ...]:
-    """Return the measurements to report: earlier ones unless they have changed by a tenth, and new ones.
+    """Return the measurements ``now``, each replaced by the one in ``before`` if it has changed by less than a tenth.
 
     Medians move a little with every report, but measurements that are sent every second should rarely change. Counts
     are reported as 1, 10 or 100.

@@ -21,7 +21,7 @@ CHOSEN = "auto/"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseSignal:
-    """Strength of a model's gradient signal, and the number of estimates behind it."""
+    """Strength of a model's mean gradient relative to its noise, and the number of estimates so far."""
 
     present: bool  # the smoothed squared norm of the mean gradient stands out of its own standard error
     # present E ||g||^2 at the initial batch; its unit is the gradient's, or the optimizer's where it is of Adam's kind
@@ -41,7 +41,7 @@ def outdated(before: str, now: str, *, same_workers: bool) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Description of a wrapped model for the job."""
+    """Facts about a wrapped model that a worker reports to its job."""
 
     kind: str  # name of its class
     details: str  # digest of what decides how long its steps take
@@ -49,7 +49,7 @@ class ModelInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderInfo:
-    """Description of the training loader and its models for the job."""
+    """Facts about the training loader and its models that a worker reports to its job."""
 
     limits: BatchLimits  # what may be done with the batch
     dataset_size: int | None = None  # samples in an epoch, None where unknown

@@ -91,6 +91,7 @@ def adam_options(group: Mapping[str, Any], scale: float, factor: float, correcti
     Args:
         group: The user's options, for the initial batch.
         scale: Global / initial batch size.
+        factor: Factor of the learning rate, from the scaling rule.
         correction: c, by which the learning rate is also multiplied, see :func:`bias_correction`.
     """
     beta1, beta2 = group["betas"]
@@ -196,7 +197,7 @@ GROWTH_A_STEP = 2.0 ** (1 / 8)
 
 
 def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, ...]:
-    """Return factors whose growth since the previous step is limited; they may fall without limit.
+    """Return the factors, each at most 2^(1/8) times its previous value (or 1, if larger); they may fall freely.
 
     A larger batch, or a jump of the noise in one estimate, changes the factor at once. Its effect on the gradients
     shows only after some steps, and by then a rate that is too large has destroyed the run.

@@ -75,7 +75,7 @@ class TokenBatch:
         return None if self.most is None and len(self.ramp) == 1 else self.samples(largest)
 
     def limits(self, limits: BatchLimits, per_sample: float, most: int | None) -> tuple[TokenBatch, BatchLimits]:
-        """Return the batch and its limits in samples, for a given number of tokens per sample.
+        """Return the batch and its limits in samples, converted at ``per_sample`` tokens per sample.
 
         Args:
             most: Samples per epoch, which no batch exceeds; None if unknown.

@@ -55,7 +55,7 @@ class BatchDoesNotFitError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDecision:
-    """Decision on the batch, with its reason."""
+    """Decision on a job's global batch and its division among the workers, with the reason."""
 
     choice: BatchChoice  # the cut, per worker
     batch_size: int  # the global batch that it makes on the workers it was made for
@@ -124,7 +124,7 @@ class BatchTuner:
 
     @property
     def atomic_bsz_range(self) -> tuple[int | None, int | None] | None:
-        """Current bounds of the local batch, as passed to ``GoodputModel.best``; None for no bounds."""
+        """Fewest and most samples of a worker per micro-step, as ``GoodputModel.best`` expects; None for no bounds."""
         lower = None if self.limits.fixed else self.limits.lower
         return None if lower is None and self.upper is None else (lower, self.upper)
 
@@ -132,7 +132,7 @@ class BatchTuner:
     def model(self) -> GoodputModel | None:
         """Goodput model with the latest fit and noise scale; None if either is missing.
 
-        Other jobs provide each of them until the job has its own.
+        Until the job has measured a fit or a noise scale, other jobs' values are used.
         """
         prior = self._prior
         throughput = self._throughput or (prior.model.throughput_model if prior else None)
@@ -198,7 +198,7 @@ class BatchTuner:
         return news
 
     def set_noise(self, noise: NoiseScale | None) -> None:
-        """Use this smoothed noise scale from now on; None (unknown) keeps the existing one."""
+        """Use this smoothed noise scale in the goodput model; None (unknown) keeps the existing one."""
         self._noise = noise or self._noise
 
     def set_signal(
@@ -222,12 +222,12 @@ class BatchTuner:
         )
 
     def fit(self) -> GoodputModel | None:
-        """Fit the model now and use it; None if there are no steps or no noise scale yet."""
+        """Fit the goodput model and return the model in use, which may be a prior; None if there is neither."""
         self.set_model(fit_snapshot(self.snapshot()))
         return self.model
 
     def set_model(self, model: GoodputModel | None) -> None:
-        """Use a fit from now on; None keeps the existing one. The latest noise scale that was set stays in use."""
+        """Use a fitted model; None keeps the existing one. The latest noise scale that was set stays in use."""
         if model is not None:
             self._throughput = model.throughput_model
             self._noise = self._noise or model.noise
@@ -257,7 +257,7 @@ class BatchTuner:
         return f"{failed}; the local bound is now {bound}"
 
     def limit_local(self, bound: int | None) -> bool:
-        """Limit the local batch to ``bound``, as found by the ranks; True if the bound has changed."""
+        """Lower the bound on samples per worker and micro-step to ``bound``; True if the bound has changed."""
         if bound is None or (self.upper is not None and self.upper <= bound):
             return False
         self.upper = bound
@@ -266,7 +266,7 @@ class BatchTuner:
     def decide(
         self, nodes: int, replicas: int, current: BatchChoice | None, *, current_replicas: int | None = None
     ) -> BatchDecision:
-        """Return the batch for R workers on N nodes.
+        """Return the best batch within limits for R = ``replicas`` workers on N = ``nodes`` nodes.
 
         Args:
             current: The division in use; None before the first.

@@ -24,7 +24,7 @@ class BufferSync:
 
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Dtypes and shapes of the buffers, which must be equal on all ranks."""
+        """Dtype and shape of each buffer, in the module's order; must be equal on all ranks."""
         return [(str(b.dtype), tuple(b.shape)) for b in self._module.buffers()]
 
     @torch.no_grad()
@@ -65,7 +65,7 @@ class SavedBuffers:
         self._step: LoaderStep | None = None
 
     def save(self, step: LoaderStep | None, *, goes_on: bool) -> None:
-        """Save the buffers before a forward pass; with ``goes_on``, earlier steps have already started its update."""
+        """Save the buffers, unless this update has: in the same `step`, or with ``goes_on`` in an earlier one."""
         if self._saved and (goes_on or step is self._step):
             return
         self._step = step
@@ -82,7 +82,7 @@ class SavedBuffers:
             buffer.copy_(before)
 
     def mend(self) -> None:
-        """Restore the saved buffers if any buffer contains NaN or infinity."""
+        """Restore the saved buffers if the module's current buffers contain NaN or infinity."""
         if not all(bool(buffer.isfinite().all()) for buffer, _ in self._saved):
             self.restore()
 
@@ -127,7 +127,7 @@ class WrittenTensors:
 
     @torch.no_grad()
     def roll_back(self, before: list[_Written | None]) -> None:
-        """Restore the tensors to a snapshot."""
+        """Restore the tensors to ``before``, a snapshot from :meth:`remember`."""
         for (holder, name), known in zip(self._places, before, strict=True):
             if known is None or known.copied is None:
                 continue

@@ -64,7 +64,7 @@ torch.nn.parallel.DistributedDataParallel.register(ModelCopy)
 def describe_model(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, amp: bool, strategy: object = None
 ) -> ModelInfo:
-    """Return a description of a wrapped model."""
+    """Return the model's class name, and a hash of its parameters, optimizer, AMP use and strategy."""
     lines = [type(module).__qualname__, type(optimizer).__qualname__, f"amp={amp}"]
     lines += [
         f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}" for name, param in module.named_parameters()
@@ -92,7 +92,7 @@ _MOST_SHAPES = 4
 
 
 def peak_of(name: str) -> float | None:
-    """Return the peak performance of a device [FLOP/s]; None if unknown."""
+    """Return the dense half-precision peak [FLOP/s] of the GPU with this name; None if the model is unknown."""
     words = name.replace("-", " ").split()
     for known, peak in PEAK_FLOPS.items():
         if all(word in words for word in known.split()):
@@ -112,7 +112,7 @@ class ForwardFlops:
         self._shapes: set[tuple[int, ...]] = set()
 
     def call(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run the module's forward pass, counting its operations if the shape is new."""
+        """Run the module's forward pass and return its output, counting its operations if the shape is new."""
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
         shape = tuple(first.shape) if first is not None else ()
         if not shape or shape in self._shapes or len(self._shapes) >= _MOST_SHAPES:

@@ -142,7 +142,7 @@ class ModelParts:
     def replicated(
         self, builder: Any, tracker: NoiseTracker, grad_scale: Callable[[], float], *, check_finite: bool, scaler: Any
     ) -> KeptModel:
-        """Return the components of a model that is replicated on each rank."""
+        """Return the components of a model replicated on each rank; ``grad_scale`` returns AMP's loss scale."""
         run, module, optimizer = self._run, self._module, self._optimizer
         optimizers = optimizers_of(optimizer)
         ranges = group_ranges(optimizers) if len(optimizers) > 1 else [None]

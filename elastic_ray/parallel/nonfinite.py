@@ -16,7 +16,7 @@ class NonFiniteParametersError(FloatingPointError):
 
 
 def check_choice(nonfinite: object) -> str:
-    """Check the user's choice for non-finite gradients and return it.
+    """Return the user's choice for non-finite gradients after checking it.
 
     Raises ValueError: The choice is not one of ``NONFINITE``.
     """
@@ -26,7 +26,7 @@ def check_choice(nonfinite: object) -> str:
 
 
 def describe_gradients(model: int, step: int, ranks: Sequence[int], nonfinite: str) -> str:
-    """Return a message about non-finite gradients; ``ranks`` are the ranks where they arose, empty if unknown."""
+    """Return a message on non-finite gradients of model number ``model``; ``ranks`` had them, empty if unknown."""
     where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
     done = {"skip": "the update was left out", "raise": "training ends"}.get(nonfinite, "they were applied")
     return f"gradients of model {model} were NaN or infinite{where} in step {step}; {done}"

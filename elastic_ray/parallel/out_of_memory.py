@@ -19,7 +19,7 @@ from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 
 
 def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequence[Tensor]) -> Any:
-    """Return an output of ``module`` for a lost step, through which ``params`` get zero gradients.
+    """Return an output of ``module`` for a step given up for lack of memory; ``params`` get zero gradients from it.
 
     Raises:
         torch.OutOfMemoryError: Not even a single sample fits, or the arguments cannot be split.
@@ -32,7 +32,7 @@ def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequenc
 
 
 def in_parts(module: torch.nn.Module, args: Any, kwargs: Any, *, exact: bool) -> Any:
-    """Return the output of ``module`` without a graph, computed in parts of half the samples, a quarter, and so on.
+    """Return the output of ``module`` without an autograd graph, computed in halves of the batch, quarters, and so on.
 
     Args:
         exact: If True, the output must equal the output for all samples at once, so scalar outputs such as a mean over

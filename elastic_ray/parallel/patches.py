@@ -38,7 +38,7 @@ SCHEDULES = ("progress", "steps", SEESAW)
 
 
 def watch_backward() -> None:
-    """Patch backward so that a wrapped model that runs out of memory gives up the step instead of raising."""
+    """Patch torch's backward so that a wrapped model that runs out of memory skips the step instead of raising."""
     global _installed
     if _installed:
         return
@@ -157,7 +157,7 @@ def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> 
 
 
 def scale_rollback(scaler: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Return functions that capture and restore a scaler's scale; neither waits for the GPU."""
+    """Return two functions, to capture an AMP scaler's scale and to restore it; neither waits for the GPU."""
     return functools.partial(_unread_scale, scaler), functools.partial(_take_back_scale, scaler)
 
 
@@ -179,7 +179,7 @@ def _take_back_scale(scaler: Any, kept: Any) -> None:
 
 
 def patch_scaler(scaler: Any, run: Run) -> None:
-    """Adapt a scaler to gradient accumulation, and to the other workers of its unit."""
+    """Make an AMP scaler keep its scale during gradient accumulation and agree with the other workers of its unit."""
     _keep_scale_while_accumulating(scaler, run.ledger)
     if run.unit is not None and scaler.is_enabled():
         _agree_on_overflow(scaler, run.unit)
@@ -275,7 +275,7 @@ def complete(optimizer: torch.optim.Optimizer) -> None:
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers with separate state that another optimizer wraps, keyed by attribute name."""
+    """Return the optimizers with separate state that ``optimizer`` wraps, keyed by its attribute's name."""
     return {
         name: each
         for name, each in vars(optimizer).items()
@@ -311,7 +311,8 @@ def evaluated(
 ) -> tuple[Any, dict[str, Any]]:
     """Call a closure once before the update; return its value, and the arguments for the optimizer's own step.
 
-    Ranks thus see the gradients of the whole group when they decide whether to apply them, and at what rate.
+    The closure in these arguments only returns the known value. Ranks thus see the gradients of the whole group when
+    they decide whether to apply them, and at what rate.
 
     Raises ValueError: The optimizer calls the closure several times, or after moving parameters; raised in its step.
     """

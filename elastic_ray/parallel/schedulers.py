@@ -215,7 +215,7 @@ class LearningRates:
         return before
 
     def restore(self, before: Sequence[dict[str, Any]]) -> None:
-        """Restore the rates set by user code and schedulers; call this after the optimizer's step."""
+        """Restore the rates that :meth:`scale` returned; call this after the optimizer's step."""
         for group, options in zip(self._optimizer.param_groups, before, strict=False):
             group.update(options)
 
@@ -241,16 +241,16 @@ class LearningRates:
 
 
 def policies_of(schedule: str) -> list[Policy]:
-    """Return the adaptation policies that a schedule requires."""
+    """Return the adaptation policies that a schedule requires: one for ``"seesaw"``, none for any other schedule."""
     return [Seesaw()] if schedule == SEESAW else []
 
 
 def rules_of(
     rule: ScalingRule | str | None, schedule: str, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[ScalingRule | str | None]:
-    """Return the scaling rule of each optimizer.
+    """Return the scaling rule of each optimizer, which for ``"seesaw"`` is chosen by the schedule.
 
-    Raises ValueError: Both the schedule and the rule set the rates, or the rule applies to no optimizer.
+    Raises ValueError: ``"seesaw"`` is combined with a rule, or the rule ``"adam"`` applies to no optimizer.
     """
     if schedule == SEESAW:
         if rule is not None:
@@ -270,7 +270,7 @@ def rules_of(
 
 
 def check_readable(scheduler: Any) -> None:
-    """Check that a scheduler's factor is a pure function of progress.
+    """Check that a scheduler's factor depends on progress alone, so that ``"seesaw"`` can read its future values.
 
     Raises ValueError: The factor depends on a metric, or changes from call to call.
     """

@@ -30,7 +30,7 @@ class NotPlainError(TypeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """Stand-in for the n-th tensor of a state."""
+    """Stand-in, in an encoded state, for the state's n-th tensor."""
 
     index: int
 

@@ -36,7 +36,7 @@ class Facts:
         return json.dumps(self.facts).encode()
 
     def difference(self, communicator: Communicator, fingerprints: Sequence[int]) -> str:
-        """Return an error text on how the ranks differ; empty if they agree. Called on every rank.
+        """Return an error text on how the ranks differ; empty if they agree. Call this on every rank.
 
         Args:
             fingerprints: Fingerprint of each rank; 0 for a rank without one.
@@ -64,13 +64,13 @@ class Facts:
 
 
 def common_rank(fingerprints: Sequence[int], joined: Sequence[bool]) -> int:
-    """Return the first of the ranks that share the most common fingerprint, preferring ranks that did not just join."""
+    """Return the first rank with the most common fingerprint, preferring ranks that did not just join; 0 is none."""
     known = [rank for rank, value in enumerate(fingerprints) if value]
     return min(known, key=lambda rank: (joined[rank], -fingerprints.count(fingerprints[rank]), rank))
 
 
 def differing(ones: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """Return the names of the facts that differ, in order; floats are compared with a tolerance."""
+    """Return the names of facts that differ, ignoring None; floats are compared with a tolerance of 1 %."""
     return [name for name in dict.fromkeys([*ones, *others]) if not _alike(ones.get(name), others.get(name))]
 
 
@@ -120,7 +120,7 @@ _WAY_OUT = (
 
 
 class ReplicasDifferError(RuntimeError):
-    """Error raised if ranks hold different parameters after the same steps, or use different data."""
+    """Error raised if ranks hold different parameters after the same steps, or train on different data."""
 
 
 def digest(what: object) -> int:
@@ -129,7 +129,7 @@ def digest(what: object) -> int:
 
 
 def packed(layout: Mapping[str, str]) -> bytes:
-    """Return the layout as JSON bytes."""
+    """Return a layout (description of each registered state, keyed by name) as JSON bytes."""
     return json.dumps(layout, sort_keys=True).encode()
 
 
@@ -191,7 +191,7 @@ class DataPlan(Facts):
 
 
 def check_ends(fingerprints: Sequence[int]) -> None:
-    """Compare the parameters that the ranks hold after the last epoch.
+    """Check that all ranks hold the same parameters after the last epoch.
 
     Args:
         fingerprints: Fingerprint of each rank's parameters; 0 for a rank without one.

@@ -94,7 +94,7 @@ def shared_out(tree: Any, rank: int, world_size: int) -> Any:
 
 
 def only_pieces(tree: Any) -> Any:
-    """Return the dicts of a tree, keeping only leaves that are non-empty `Pieces`.
+    """Return a tree as nested dicts that keep only its non-empty `Pieces`.
 
     A list becomes a dict keyed by position.
     """

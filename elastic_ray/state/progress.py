@@ -23,7 +23,7 @@ BITS = (1 << 32) - 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Link in a run's chain of proofs; any changed, added or missing line breaks the chain."""
+    """Link in a run's chain of proofs (hashed facts on each training pass); any changed or missing link breaks it."""
 
     before: int  # the link that it follows; 0 for the first of a run, and after a checkpoint that does not know it
     link: int  # its own number, from that and its facts; never 0
@@ -31,7 +31,7 @@ class Link:
 
     @classmethod
     def after(cls, before: int, facts: Mapping[str, Any]) -> Link:
-        """Return the link with these facts that continues the chain after link number `before`."""
+        """Return the link with these facts that continues the chain after link number `before` (0: none)."""
         told = f"{before} {dump(dict(facts), sort_keys=True)}".encode()
         number = int.from_bytes(hashlib.blake2b(told, digest_size=_LINK_BYTES).digest(), "big") or 1
         return cls(before=before, link=number, facts=facts)
@@ -74,7 +74,7 @@ class PassProgress:
         self.hashed = None if self.hashed is None or hashes is None else (self.hashed + hashes) & BITS
 
     def end(self) -> None:
-        """End the pass."""
+        """Mark the pass as done."""
         self.done = True
 
     def follow(self, other: PassProgress) -> None:
@@ -91,7 +91,7 @@ _STORED_AS = {"passes": "loops", "loader_steps": "ticks", "optimizers_stepped": 
 
 @dataclasses.dataclass(slots=True)
 class RunProgress:
-    """Progress of a run, and all other values except tensors that ranks must share."""
+    """Progress of a run, and all other plain values that its ranks must share."""
 
     epoch: int = 0  # epoch in progress, from 0
     epochs: int | None = None  # declared number of epochs, None before it is known
@@ -134,7 +134,7 @@ class RunProgress:
         return self.epochs is not None and self.epoch + 1 >= self.epochs
 
     def end_epoch(self) -> None:
-        """End the epoch in progress."""
+        """Count the current epoch as done, and discard the progress of its passes."""
         self.epoch += 1
         self.passes.clear()
         self.collectives_before = self.collectives
@@ -150,22 +150,22 @@ class RunProgress:
             self.collectives_before = self.collectives
 
     def forget_passes(self, ordinal: int) -> None:
-        """Discard passes from this number on, which were nested in a step that has ended or is lost."""
+        """Discard the epoch's passes from number `ordinal` on, nested in a step that has ended or is lost."""
         del self.passes[ordinal:]
 
     def commit(self, generation: int) -> None:
-        """Commit a step of any loader in this generation."""
+        """Count a committed step of any loader, and record its generation."""
         self.loader_steps += 1
         self.lineage = generation
         self.collectives_before = self.collectives
 
     def commit_training(self, gain: float) -> None:
-        """Count a committed training step, with its statistical gain."""
+        """Count a committed training step; ``gain`` is the number of steps at the initial batch that it is worth."""
         self.steps += 1
         self.done += gain
 
     def count_weights(self, weight: float, samples: int) -> None:
-        """Count the weight of a step's samples, for the mean number of tokens per sample."""
+        """Add a step's total weight (its tokens) and samples to the mean number of tokens per sample."""
         self.weighed += weight
         self.weighed_samples += samples
         mean = self.weighed / self.weighed_samples
@@ -182,12 +182,12 @@ class RunProgress:
         self.collectives_before = self.collectives
 
     def prove(self, facts: Mapping[str, int | None]) -> None:
-        """Append the facts about an ended training pass as the next link of the chain."""
+        """Append the facts about an ended training pass as the next link of the chain of proofs."""
         link = Link.after(self.proof, facts)
         self.proof, self.last_pass = link.link, {**facts, "before": link.before, "link": link.link}
 
     def follow_passes(self, furthest: int) -> None:
-        """Adopt the number of passes that another rank has ended, if larger."""
+        """Set the number of ended passes to ``furthest``, another rank's number, if larger."""
         self.ended_passes = max(self.ended_passes, furthest)
         self.collectives_before = self.collectives
 
@@ -197,7 +197,7 @@ class RunProgress:
         self.meeting = False
 
     def count_report(self, agreed: int) -> int:
-        """Count another report of the run; return its number, following the ``agreed`` reports known to all ranks."""
+        """Count another ``report`` call, and return its number; all ranks have agreed on at least ``agreed`` calls."""
         self.reports = max(self.reports, agreed) + 1
         return self.reports
 
@@ -215,30 +215,30 @@ class RunProgress:
             self.memory_bound = bound if self.memory_bound is None else min(bound, self.memory_bound)
 
     def add_sums(self, added: Iterable[tuple[tuple[int, int], str, float]]) -> None:
-        """Add the contributions of all ranks, by accumulator and name."""
+        """Add contributions of all ranks, given as (accumulator key, name, value), to the sums."""
         for key, name, value in added:
             sums = self.sums.setdefault(key, {})
             sums[name] = sums.get(name, 0.0) + value
 
     def keep_sums(self) -> None:
-        """Drop sums of other epochs. Those made outside epochs also stay, for code after the loop."""
+        """Drop sums of other epochs, but keep sums made before the first epoch, for code after the loop."""
         kept = (-1, self.epoch)
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
 
     def reset_sums(self, key: tuple[int, int]) -> None:
-        """Make an accumulator empty, and record that it exists."""
+        """Set the accumulator with this key to empty, creating it if needed."""
         self.sums[key] = {}
 
     def restore_effects(self, effects: Effects) -> None:
-        """Restore the effects of user code to those recorded in ``effects``."""
+        """Restore the sums and the number of reports to those of an earlier :meth:`effects`."""
         self.sums, self.reports = effects.sums, effects.reports
 
     def effects(self) -> Effects:
-        """Return a copy of the effects of user code so far."""
+        """Return a copy of the sums and the number of reports, for :meth:`restore_effects`."""
         return Effects(sums=copy.deepcopy(self.sums), reports=self.reports)
 
     def after(self, ordinal: int, count: int, gain: float) -> RunProgress:
-        """Return a copy that counts the current step as done.
+        """Return a copy that counts the current step, of ``count`` samples and this gain, as done.
 
         Args:
             ordinal: Number of loader passes of the epoch that had started when the step did.
@@ -250,14 +250,14 @@ class RunProgress:
         return done
 
     def summary(self) -> Progress:
-        """Return the progress for the allocator, with ``stride`` epochs counted as one."""
+        """Return the progress for the allocator, in which ``stride`` epochs count as one."""
         epochs = None if not self.epochs else self.epochs / self.stride
         return Progress(done=self.done, epoch_ends=tuple(self.epoch_ends), epochs=epochs, stride=self.stride)
 
     def resume_point(self, samples_left: int = 0) -> ResumePoint:
-        """Return the resume point of a checkpoint of this state.
+        """Return the resume point of a checkpoint of this state; ``samples_left`` is stored with it.
 
-        A checkpoint taken when every loader pass of the epoch has ended resumes at the next epoch.
+        A checkpoint of a state in which every loader pass of the epoch has ended resumes at the next epoch.
         """
         point = self
         if self.passes and all(each.done for each in self.passes):
@@ -277,7 +277,7 @@ class RunProgress:
 
     @property
     def place(self) -> str:
-        """Position as text, which is identical for ranks at the same position."""
+        """Epoch, steps and passes as text, which is identical for ranks at the same position."""
         positions = ", ".join(f"{each.position} samples{' and done' if each.done else ''}" for each in self.passes)
         return f"epoch {self.epoch} after {self.steps} steps" + (f" (passes: {positions})" if positions else "")
 
@@ -321,5 +321,5 @@ class Effects:
 
 
 def in_no_generation(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored state for use in a new job, whose generations are counted from the first again."""
+    """Return a stored state without its generation, for a new job, which counts generations from the first again."""
     return {**state, "lineage": 0, _STORED_AS["optimizers_stepped"]: 0}

@@ -64,12 +64,15 @@ class Replicas:
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
     def begin(self) -> None:
-        """Enter a group, discarding checks made in another one, and modes, of which a joiner knows none."""
+        """Enter a group: discard the previous group's checks, and recorded training modes, which a joiner lacks."""
         self._checked, self.next_check = -1, 0
         self.trained.clear()
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
-        """True if the ranks must compare all parameters after ``steps`` steps."""
+        """True if the ranks must compare all parameters after ``steps`` steps: after 1, 10 and every 100.
+
+        Also due if ``always``, or ``at_end`` of a pass if many steps were made since the last comparison.
+        """
         late = at_end and steps - self._checked >= min(_EVERY, self._checked // _PART_OF_ALL)
         due = always or late or steps in _EARLY or steps % _EVERY == 0
         return due and steps != self._checked and bool(self._modules) and not self._drift()
@@ -84,7 +87,7 @@ class Replicas:
         return hash(tuple((p.data_ptr(), p._version) for p in parameters))
 
     def leave(self, steps: int, loader_steps: int) -> None:
-        """Record the parameters at the end of the loop over epochs, before later code changes them on one rank alone.
+        """Record a fingerprint at the end of the loop over epochs, before code changes parameters on one rank alone.
 
         Nothing is recorded if code in the last epoch has already changed them after its steps.
         """
@@ -251,7 +254,7 @@ def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def different_ranks(told: Sequence[int], joined: Sequence[bool]) -> tuple[int, ...]:
-    """Return the ranks whose digest differs from that of most members; joiners do not count in the majority."""
+    """Return the ranks whose digest differs from that of most ranks; joiners do not count in the majority."""
     members = [each for each, late in zip(told, joined, strict=True) if not late] or list(told)
     common = max(set(members), key=lambda value: (members.count(value), -members.index(value)))
     return tuple(rank for rank, value in enumerate(told) if value != common)
@@ -276,7 +279,7 @@ def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], 
 
 
 def check_alike(ranks: Sequence[int], joined: Sequence[bool], told: str, step: int) -> None:
-    """Raise ReplicasDifferError if ranks that have already trained differ among themselves."""
+    """Raise ReplicasDifferError, with the text ``told``, if any of ``ranks`` had trained before this group."""
     if any(not joined[rank] for rank in ranks):
         raise ReplicasDifferError(
             f"all ranks must hold the same state before a group starts, but after {step} steps {told}. Code that "

@@ -14,7 +14,7 @@ class UnreadableStateError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """Position of a checkpoint in its run.
+    """Position of a checkpoint in its run: epoch, samples used in each pass, steps and reports.
 
     It is written as JSON beside every checkpoint, under the field names of the first version.
     """
@@ -109,12 +109,12 @@ class StartingPoint:
         self._taken = False
 
     def take_checkpoint(self) -> Any:
-        """Return the checkpoint to user code that requests it and continues after it."""
+        """Return the checkpoint to user code, which then continues after it; None at the start of a run."""
         self._taken = True
         return self._checkpoint
 
     def first_epoch(self) -> int:
-        """Return the first epoch of user code that counts epochs itself.
+        """Return the epoch from which user code that counts epochs itself must start.
 
         Raises RuntimeError: The run can continue only from the checkpoint, but user code has not requested it.
         """
@@ -138,7 +138,7 @@ class StartingPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """Captured states with which a worker starts."""
+    """Captured states with which a worker starts, from a rerun or an automatic checkpoint."""
 
     states: dict[str, Any]  # from before a rerun in this process, or of an automatic checkpoint
     path: str = ""  # of that automatic checkpoint; empty for a rerun

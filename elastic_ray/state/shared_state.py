@@ -49,7 +49,7 @@ _SAME_STATES = "train_loop_per_worker must register the same state on every work
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """Result of an exchange of state."""
+    """Result of an exchange of state between the ranks of a new group."""
 
     received: bool  # this rank was behind and took over another's state
     passes: int  # ended loader passes of the rank that is furthest (see ``RunProgress.ended_passes``)
@@ -127,7 +127,7 @@ class SharedState:
         return any(isinstance(state, DictState) and state.target is target for state in self._states.values())
 
     def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
-        """Register small state (schedulers, scalers) to be rolled back if user code changes it in a lost step."""
+        """Register small state (schedulers, scalers) to be captured at each step and restored if the step is lost."""
         self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore))
 
     def check_plain(self) -> None:
@@ -138,7 +138,7 @@ class SharedState:
         check_plain(self.capture())
 
     def snapshot(self) -> None:
-        """Store a copy of the small state at the start of a step.
+        """Copy the state from :meth:`register_rollback` at the start of a step.
 
         Raises RuntimeError: A state cannot be captured; the message names it.
         """
@@ -149,7 +149,7 @@ class SharedState:
         self._snapshots = []
 
     def begin_round(self) -> None:
-        """Copy all states, so that the steps of a round can be undone together.
+        """Copy all states at the start of a round (local steps that are committed together), to undo it if lost.
 
         Raises RuntimeError: As in :meth:`snapshot`.
         """
@@ -162,7 +162,7 @@ class SharedState:
         self._before_round = None
 
     def lose_round(self) -> None:
-        """Discount the steps of the round; :meth:`exchange` finds out if another rank has committed it."""
+        """Reset progress to the start of the round; :meth:`exchange` finds out if another rank has committed it."""
         self._round_lost = self._before_round is not None
         if self._before_round is not None:
             self._before_round[0].limit_memory(self.progress.memory_bound)  # what a step has found out holds
@@ -182,7 +182,7 @@ class SharedState:
             generators.restore()
 
     def roll_back(self) -> None:
-        """Restore the small state to the start of the step or, within a round, all state to the start of the round.
+        """Restore the state from :meth:`snapshot` or, within a round, all state from :meth:`begin_round`.
 
         Raises RuntimeError: A state cannot be restored; the message names it.
         """
@@ -196,7 +196,7 @@ class SharedState:
             each.take_back(snapshot)
 
     def capture(self) -> dict[str, Any]:
-        """Return all states by name; tensors are not copied."""
+        """Return all states, keyed by name, and the run's progress; tensors are not copied."""
         return {**{key: state.capture() for key, state in self._states.items()}, **self._position()}
 
     def _position(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class SharedState:
         return found
 
     def capture_to_save(self) -> dict[str, Any]:
-        """Return all states, including those held for all ranks; see ``GroupDependent.prepare_to_save``."""
+        """Return all states, with divided states complete on the rank that gathered them (``prepare_to_save``)."""
         return self.capture() | {
             key: state.capture_to_save() for key, state in self._states.items() if isinstance(state, SharedOut)
         }
@@ -257,7 +257,7 @@ class SharedState:
         }
 
     def install(self, trees: dict[str, Any], skip: set[str] | frozenset[str] = frozenset()) -> None:
-        """Restore captured states.
+        """Restore the captured states ``trees``, except those in ``skip``.
 
         Raises:
             RuntimeError: This rank registered a state that is not among the captured ones, or a state cannot be
@@ -293,7 +293,7 @@ class SharedState:
 
     @property
     def unique(self) -> bool:
-        """True if this worker's state would be lost with the worker."""
+        """True if this worker has state beyond a checkpoint that it loaded, which would be lost with the worker."""
         return self.complete and not self.loaded
 
     def _take_progress(self, progress: RunProgress) -> None:
@@ -488,7 +488,7 @@ class RegisteredState:
         self._remembered = Remembered()
 
     def remember(self) -> Remembered:
-        """Return a copy of the state's current values, to be restored if the step is lost."""
+        """Return a copy of the state's current values, for :meth:`roll_back`."""
         self._remembered.take((self.state.capture(), self._undone.capture() if self._undone is not None else None))
         return self._remembered
 

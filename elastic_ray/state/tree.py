@@ -47,7 +47,7 @@ class SharedOut(Stateful, Protocol):
     """State that is divided among the ranks; :meth:`capture` returns the whole."""
 
     def capture_to_save(self) -> Any:
-        """Return the whole state if this rank holds it."""
+        """Return the complete state if this rank holds it, otherwise only the part common to all ranks."""
 
     def capture_to_keep(self) -> Any:
         """Return the state that all ranks hold, and this rank's part of the divided state."""
@@ -107,7 +107,7 @@ def check_plain(trees: Mapping[str, Any]) -> None:
 
 
 def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Split a tree into its (small) skeleton and its tensors, in order.
+    """Split a tree into its skeleton, with indices in place of tensors, and the list of its tensors.
 
     Raises NotPlainError: The tree is nested too deeply, or contains itself.
     """
@@ -377,7 +377,7 @@ class OptimizerState:
 
 
 def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
-    """Return a parameter's optimizer state as local parts, divided as the parameter is."""
+    """Return a parameter's optimizer state, with local parts as DTensors that are divided like ``param``."""
     part = getattr(param, "_local_tensor", None)
     if part is None:
         return values

@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class UnreadTensor:
-    """Stand-in in a captured tree for a tensor of a checkpoint that has not been read."""
+    """Stand-in, in a state from a checkpoint, for a tensor that has not been read yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,16 +32,16 @@ class UnreadTensor:
         return dataclasses.replace(self, device=device, rows_dtype=dtype)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return rows of a tensor with at least one dimension, [stop - start, ...]; same errors as :meth:`read`."""
+        """Read rows ``start`` to ``stop`` - 1, [stop - start, ...]; raises the same errors as :meth:`read`."""
         width = math.prod(self.shape[1:])
         return self.part(start * width, stop * width).view(stop - start, *self.shape[1:])
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Return elements of the flattened tensor, [stop - start]; same errors as :meth:`read`."""
+        """Read elements ``start`` to ``stop`` - 1 of the flattened tensor; raises the same errors as :meth:`read`."""
         return self.elements(start, stop).to(self.device, self.rows_dtype)
 
     def whole(self) -> Tensor:
-        """Return the whole tensor in its shape; same errors as :meth:`read`."""
+        """Read the whole tensor onto its device, in its shape; raises the same errors as :meth:`read`."""
         return self.part(0, math.prod(self.shape)).view(self.shape)
 
     def read(self) -> Tensor:
@@ -57,7 +57,7 @@ class UnreadTensor:
 
 
 def read_all(tree: Any) -> Any:
-    """Return a tree with all tensors read, each to its device; the same object if there is nothing to read."""
+    """Return a tree with all unread tensors read, each to its device; the same object if there are none."""
     if isinstance(tree, UnreadTensor):
         return tree.whole()
     if isinstance(tree, Mapping):

@@ -24,7 +24,7 @@ _LEFT = "the other ranks are not in this step any more"
 
 
 class Replay:
-    """Replay of user code until this worker catches up with the other ranks; effects on received state are undone.
+    """Rerun of user code until this worker catches up with the other ranks; effects on received state are undone.
 
     Args:
         between_epochs: True if the code first passes through loader passes of earlier epochs.
@@ -41,11 +41,11 @@ class Replay:
 
     @staticmethod
     def needed(progress: RunProgress) -> bool:
-        """True if the other ranks have already started the current epoch, so that this worker must replay its code."""
+        """True if the other ranks have begun a loader pass or collective of the epoch, which this rank must replay."""
         return bool(progress.passes) or progress.joined_at is not None
 
     def reach_pass(self, ordinal: int) -> bool:
-        """Record that the code has reached pass number `ordinal` of the epoch; True if it has caught up."""
+        """Record that the code has reached the epoch's pass `ordinal`; True if it has caught up with the others."""
         if ordinal < self._ordinal:
             return False
         self.before_pass = False
@@ -53,7 +53,7 @@ class Replay:
         return self._collective is None
 
     def reach_collective(self, number: int) -> bool:
-        """Record that the code has reached collective number `number`; True if it has caught up."""
+        """Record that the code has reached its collective number `number`; True if it has caught up with the others."""
         if self.before_pass or self._collective is None or number < self._collective:
             return False
         self._take_back()
@@ -66,7 +66,7 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LostStep:
-    """Facts about a lost step that matter once a new group has been found."""
+    """Facts about a lost step that are needed to resume in the next group."""
 
     nested: bool  # whether it lies within a step of another pass
     outer_lost: bool  # whether that one has failed as well, or its gradients wait for an update: they may be gone
@@ -161,7 +161,7 @@ class StepLedger:
         return self.state.progress.epoch if self._in_epoch else -1
 
     def number_in_step(self, place: str) -> int | None:
-        """Return the number of an accumulator made now, within a step; None between steps.
+        """Return an unused number for an accumulator that code at ``place`` makes within a step; None between steps.
 
         It follows from the steps committed before, where nested passes are, the place in the code, and how often the
         step has been there. A step that is drawn again thus gives the same numbers again, whichever accumulators
@@ -187,7 +187,7 @@ class StepLedger:
         """Start to replay user code up to the others' position; the received state already contains its effects.
 
         Args:
-            between_epochs: Replay up to the next pass that starts; otherwise up to the others' position in the epoch.
+            between_epochs: True to replay up to the next pass that starts, False up to the others' place in the epoch.
         """
         if between_epochs and self.replays_passes:
             return
@@ -205,7 +205,7 @@ class StepLedger:
         return self._replay is not None and self._replay.before_pass
 
     def reach_collective(self, number: int) -> None:
-        """End the replay if user code has reached the collective `number` in which the others are."""
+        """End the replay if user code has reached collective number `number` and the other ranks are in it."""
         if self._replay is not None and self._replay.reach_collective(number):
             self._replay = None
 
@@ -226,13 +226,13 @@ class StepLedger:
         return ordinal
 
     def end_pass(self, ended: PassProgress) -> None:
-        """Mark a loader pass as done, after all ranks have left it."""
+        """Mark the progress ``ended`` of a loader pass as done, after all ranks have left the pass."""
         ended.end()
         if self.depth == 0:
             self._samples_left = 0
 
     def abandon(self, left: PassProgress) -> None:
-        """Abandon a pass that user code left in the middle of a step, by ``break`` or by an exception."""
+        """Record that user code left this pass in the middle of a step, by ``break`` or an exception."""
         if any(step.loader_pass is left for step in (*self._outer, self.step) if step is not None):
             self.abandoned += 1
 
@@ -244,7 +244,7 @@ class StepLedger:
         return self.step
 
     def begin_round(self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool) -> None:
-        """Start a round of ``steps`` steps, before the first of them.
+        """Start a round of ``steps`` local steps, which the ranks commit together after averaging their models.
 
         Args:
             counts: Samples of each step; empty if unknown.
@@ -255,7 +255,7 @@ class StepLedger:
         self.round = StepRound(loader_pass, loader_pass.position, self.state.progress.loader_steps, counts, steps)
 
     def leave_rest(self, step: LoaderStep, generation: int, gain: Callable[[float], float]) -> None:
-        """Count the remaining steps of the round after the loop was left, whether or not other ranks execute them.
+        """Count the remaining steps of the round as committed after the loop was left, even if no rank executes them.
 
         All ranks thus leave the round at the same point. The samples that were used are then unknown.
         """
@@ -268,7 +268,7 @@ class StepLedger:
             self.round.leave()
 
     def end_round(self, hashes: int | None) -> None:
-        """Count the round that all ranks have voted for; ``hashes`` is the sum over the samples used in it."""
+        """End the round that all ranks have committed; ``hashes`` sums the hashes of its samples, None if unknown."""
         if self.round is not None:
             self.round.loader_pass.advance(0, hashes)
             self.trains_in_rounds = self.round.trained
@@ -343,9 +343,10 @@ class StepLedger:
     def commit(
         self, step: LoaderStep, generation: int, gain: Callable[[float], float], hashes: int | None = None
     ) -> bool:
-        """Count a step that has ended.
+        """Count a step that has ended: its samples and, if it trained, its optimizer step.
 
         Args:
+            generation: Current generation, recorded as that of the last step.
             gain: Returns the statistical progress of a step at a given scale.
             hashes: Sum of the hashes of the step's sample indices (in a round, of this rank's); None if unknown.
 
@@ -372,7 +373,7 @@ class StepLedger:
         return trained
 
     def undo(self, step: LoaderStep, *, gradients_wait: bool = False) -> LostStep:
-        """Undo a lost step: restore state that user code changed in it. Call :meth:`resume` afterwards.
+        """Undo a lost step: restore state that user code changed in it. Call :meth:`resume` with the result afterwards.
 
         Args:
             gradients_wait: Whether gradients of the surrounding step wait for an update.
@@ -390,7 +391,7 @@ class StepLedger:
     def resume(self, lost: LostStep, cause: str) -> None:
         """Resume in the group found after :meth:`undo`; a surrounding step that no rank finished is also drawn again.
 
-        The nested pass continues first, so that user code gets its result; only then does the failure take effect.
+        The nested pass continues first, so that user code gets its result; only then does the failure ``cause`` count.
         """
         outer_lost = lost.outer_lost or not self.reduced  # its shares were cut for a group that is gone
         if lost.nested and outer_lost and lost.before == self._place:
@@ -420,13 +421,13 @@ class StepLedger:
         self._trains = True
 
     def fail(self, cause: str) -> None:
-        """Fail the current step after a collective failed, so that this rank applies none of it."""
+        """Mark the current step as lost for this ``cause`` after a collective failed, so that no update is applied."""
         if self._failure is None:
             self._failure = cause
             self._follow()
 
     def clear_failure(self) -> None:
-        """Clear the failure of a previous group; in the new one, ranks share steps once all have trained."""
+        """Clear the failure when a new group is entered; ranks share steps again only once all have trained in it."""
         self.trains_in_rounds = False
         self._failure, self._around = None, (None, 0)
         if self._left is not None:
@@ -441,7 +442,7 @@ class StepLedger:
 
     @property
     def depth_in_group(self) -> int:
-        """Number of passes in the middle of whose steps this rank follows the others; -1 while it catches up."""
+        """Number of nested passes whose current step this rank shares with the others; -1 during a replay."""
         return -1 if self.replaying else self.depth if self._left is None else self._left.depth
 
     @property
@@ -450,7 +451,7 @@ class StepLedger:
         return self._left is not None and self.depth > self._left.depth
 
     def leave_steps(self, depth: int) -> None:
-        """Leave the steps beyond ``depth`` while the group changes; the code in them runs on, without effect."""
+        """Leave the steps nested deeper than ``depth`` in a change of group; their code runs on without effect."""
         step = (*self._outer, self.step)[depth]
         assert step is not None, "this rank is in more steps than the others"
         sums = copy.deepcopy(self.state.progress.sums) if self._left is None else self._left.sums
@@ -462,7 +463,7 @@ class StepLedger:
         self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
 
     def end_left(self, step: LoaderStep) -> bool:
-        """Return to the others at the end of a step that was left; True if they have committed it meanwhile."""
+        """End a step that was left, and adopt the group's progress; True if the other ranks have committed the step."""
         left, self._left = self._left, None
         assert left is not None and left.progress is not None, "a group was entered"
         if not left.depth:
@@ -509,7 +510,7 @@ class StepLedger:
                 self._moment("after_step")
 
     def resume_point(self, gain: Callable[[float], float]) -> ResumePoint:
-        """Return the resume point of a checkpoint taken now; a step counts as done if the model contains its update.
+        """Return the resume point of a checkpoint saved now; a step counts as done if the model contains its update.
 
         Args:
             gain: Returns the statistical progress of a step at a given scale.
@@ -529,25 +530,25 @@ class StepSums:
         self._made: dict[int, int] = {}
 
     def new_key(self, scope: int) -> tuple[int, int]:
-        """Return the key of an accumulator made between steps: scope (an epoch, -1 outside epochs) and number there."""
+        """Return the key of an accumulator made between steps: its scope (epoch, or -1) and its number within it."""
         self._made[scope] = number = self._made.get(scope, -1) + 1
         return scope, number
 
     def expected(self, progress: RunProgress) -> bool:
-        """True if any rank may have added to an accumulator: all ranks create the same ones at the same points."""
+        """True if the current epoch or code outside epochs has accumulators, to which any rank may have added."""
         return bool(progress.sums) or -1 in self._made or progress.epoch in self._made
 
     def add(self, depth: int, key: tuple[int, int], name: str, value: float) -> None:
-        """Add to a sum in the innermost current step."""
+        """Add ``value`` to the sum ``name`` of the accumulator ``key``, in the step at nesting depth ``depth``."""
         sums = self._pending.setdefault(depth, {}).setdefault(key, {})
         sums[name] = sums.get(name, 0.0) + value
 
     def of(self, depth: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
-        """Return the contributions of the step at ``depth``."""
+        """Return the sums of the step at nesting depth ``depth``, by accumulator key and name."""
         return self._pending.get(depth, {})
 
     def undo_beyond(self, depth: int) -> None:
-        """Drop the contributions of steps deeper than ``depth``, which are lost or counted."""
+        """Drop the contributions of steps nested deeper than ``depth``, which are lost or already counted."""
         self._pending = {at: sums for at, sums in self._pending.items() if at <= depth}
 
 
@@ -572,21 +573,21 @@ class SampleTally:
         self._heard = None
 
     def size(self, world_size: int) -> int:
-        """Return the number of values, equal for a single rank, so that its buckets stay the same with joiners."""
+        """Return the number of values sent with the vote, the same for any number of ranks."""
         return _PARTS
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this rank's sum, split into parts that are exact as floats."""
+        """Return the sum of the hashes of this rank's samples, split into parts that are exact as float32."""
         step = self._ledger.outermost or self.ended
         own = 0 if step is None or step.hashed is None else step.hashed()
         return [float(own & _MASK), float(own >> _WIDTH & _MASK), float(own >> 2 * _WIDTH)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Store the sums over all ranks."""
+        """Store the sum of the hashes over all ranks, for :meth:`take`."""
         low, middle, high = sums
         self._heard = (round(low) + (round(middle) << _WIDTH) + (round(high) << 2 * _WIDTH)) & BITS
 
     def take(self, step: LoaderStep | StepRound) -> int | None:
-        """Return the sum of the hashes of the committed samples, modulo 2^32; None if unknown."""
+        """Return the sum of the hashes of all ranks' samples, modulo 2^32, and clear it; None if unknown."""
         heard, self._heard, self.ended = self._heard, None, None
         return heard if step.hashed is not None else None

@@ -9,7 +9,7 @@ import torch
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an allocator of the host or of a GPU ran out of memory."""
+    """True if the error means that an allocation in host or GPU memory failed."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     # torch's CPU allocator raises a plain RuntimeError
@@ -17,7 +17,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def let_go(error: BaseException) -> None:
-    """Free the objects held by a failed pass's frames, mainly activations, and the GPU allocator's caches."""
+    """Free the objects held by the frames of a failed pass, mainly activations, and the GPU allocator's caches."""
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = None
     free_caches()

@@ -38,7 +38,7 @@ class StepRound:
     _sum: int | None = 0  # of the hashes of this rank's samples
 
     def add(self, step: LoaderStep, hashes: int | None, *, trained: bool) -> None:
-        """Add a step that this rank has completed, with the sum of its samples' hashes (None if unknown)."""
+        """Add a step that this rank has completed; ``hashes`` sums the hashes of its samples, None if unknown."""
         if not step.taken:
             self.left, self.steps, self.last = self.left - 1, self.steps + 1, step
         self.trained = self.trained or trained
@@ -55,5 +55,5 @@ class StepRound:
 
     @property
     def hashed(self) -> Callable[[], int] | None:
-        """Function that returns the sum of the hashes of this rank's samples in the round; None if unknown."""
+        """Function that returns the sum of the hashes of this rank's samples so far; None if any are unknown."""
         return None if self._sum is None else functools.partial(int, self._sum)

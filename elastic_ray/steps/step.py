@@ -24,7 +24,7 @@ class LoaderStep:
         shape: Division of the loader's full steps on each rank.
         ordinal: Number of loader passes of the epoch that had started when the step did.
         can_switch: Returns True if a group of a given size may start after the step.
-        leads: Whether the loader is the job's leading one, whose steps are the training's.
+        leads: Whether the loader is the job's training loader, whose steps count as the job's steps.
         whole: Each rank has one whole batch, for evaluation. In a pass's last step, some ranks may have none.
         sample_tag: Digest of the samples that all ranks read identically for the step; 0 if there are none.
         hashed: Returns the sum of the hashes of this rank's indices, once its batches are fetched. None if the loader
@@ -84,7 +84,7 @@ class LoaderStep:
         self.given, self.hashed = True, None if self.hashed is None else int
 
     def begin_micro(self, micro: int) -> None:
-        """Start a micro-step, before its micro-batch is handed out."""
+        """Start micro-step number ``micro`` of the step, before its micro-batch is handed out."""
         self.micro, self.is_last_micro = micro, micro == self.micro_steps - 1
 
     def weigh(self, count: float) -> None:
@@ -108,12 +108,12 @@ class LoaderStep:
 
     @property
     def work(self) -> Sequence[Sequence[float]]:
-        """``work[rank][micro]``: weights that the loop has set on all ranks, if known, else numbers of samples."""
+        """``work[rank][micro]``: weights that the loop has set, if known for all ranks, else numbers of samples."""
         return self.counts if self.counts is not None and len(self.counts) == len(self.sizes) else self.sizes
 
     @property
     def counted(self) -> float | None:
-        """Sum of the weights that the loop has set on all ranks; None if they have not exchanged weights."""
+        """Sum of the weights that the loop has set on all ranks; None until the ranks have exchanged them."""
         if len(self.sizes) == 1:
             return sum(self.own_counts)
         known = self.counts is not None and len(self.counts) == len(self.sizes)
@@ -157,7 +157,7 @@ class LoaderStep:
         return _part(self.counts[rank][self.micro], sum(map(sum, self.counts)))
 
     def own_weight(self, rank: int) -> float:
-        """Return the current micro-batch's weight among the rank's own samples; provisional, as in :meth:`weight`."""
+        """Return the current micro-batch's fraction of the rank's own samples; provisional, as in :meth:`weight`."""
         if not self.own_counts:
             return self.sizes[rank][self.micro] / sum(self.sizes[rank])
         if self.counts is None:
@@ -205,10 +205,12 @@ class StepClock:
         uneven: bool = False,
         steps: int = 1,
     ) -> None:
-        """Record the end of one or more committed steps.
+        """Record the end of one or more committed steps. Times are discarded in the first steps after a restart.
 
         Args:
             shape: Shape of the batch; None if the steps did not train (evaluation).
+            micro_steps: Micro-steps of each step; a step with another number than ``shape`` has is not timed.
+            samples: Number of samples in a step.
             strategy: Key of the synchronisation strategy. None while a strategy is being chosen; such steps are not
                 timed.
             uneven: The ranks had unequal shares; such times are kept separate.
@@ -246,7 +248,7 @@ class StepClock:
         self._change_s = time.monotonic() if self._change_s is None else self._change_s
 
     def group_stands(self) -> None:
-        """Record that a new group was formed. Another one is formed if it breaks before its ranks are identical."""
+        """Record that a new group was formed. If it breaks before its ranks are identical, another group is formed."""
         self._stands_s = time.monotonic()
 
     def resume(self, generation: int) -> Pause:
@@ -268,7 +270,7 @@ class StepClock:
         return pause
 
     def take(self) -> tuple[BatchChoice | None, int, float, float]:
-        """Return shape, number of steps, and median step and micro-step time [s] since the previous call."""
+        """Return shape, number of steps, median step time [s] and median micro-step time [s] since the last call."""
         steps, micros = self._steps, self._micros
         self._steps, self._micros = deque(maxlen=_KEPT), deque(maxlen=_KEPT)
         return (

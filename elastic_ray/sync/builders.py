@@ -65,7 +65,7 @@ class AllReduce:
         return Reduce(bucket_bytes=self.bucket_bytes, wire=self.wire, topology=self.topology)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy for a model and a group."""
+        """Return a strategy that all-reduces all gradients with these settings."""
         way = "all_reduce" if self.topology == "native" else self.topology
         return dense(self._reduce, profile, self.wire.name or way)
 
@@ -89,7 +89,7 @@ class PowerSGD:
         check_whole("rank", self.rank, least=1, error=StrategyError)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy for a model and a group."""
+        """Return a strategy that compresses gradient matrices to this rank."""
         return dense(Reduce(wire=Wire(rank=self.rank)), profile, "powersgd")
 
 
@@ -102,7 +102,7 @@ class PS:
     """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy for a model and a group."""
+        """Return a strategy in which rank 0 owns all tensors."""
         return dense(Owner(placement="first"), profile, "ps")
 
 
@@ -111,7 +111,7 @@ class PSLoadBalancing:
     """Variant of ``PS`` in which each rank owns some of the tensors, balanced by bytes (AutoDist: PSLoadBalancing)."""
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy for a model and a group."""
+        """Return a strategy whose tensors are owned by all ranks, balanced by bytes."""
         return dense(Owner(placement="balanced"), profile, "ps_balanced")
 
 
@@ -130,7 +130,7 @@ class PartitionedAR:
         Reduce(parts=self.parts)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy for a model and a group."""
+        """Return a strategy that all-reduces each bucket in ``parts`` concurrent parts."""
         return dense(Reduce(parts=self.parts), profile, "partitioned_ar")
 
 
@@ -150,7 +150,7 @@ class RandomAxisPartitionAR:
         Reduce(parts=self.parts, axis=-1, seed=self.seed)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy for a model and a group."""
+        """Return a strategy that divides each tensor along an axis drawn from ``seed``."""
         return dense(Reduce(parts=self.parts, axis=-1, seed=self.seed), profile, "random_axis_partition_ar")
 
 
@@ -177,7 +177,7 @@ class Parallax:
         Reduce(wire=self.wire)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy for a model and a group."""
+        """Return a strategy that exchanges rows for this model's embedding tables, and all-reduces the rest."""
         return Strategy(
             rules=tuple(
                 Rule(pattern=exactly(name), sync=Rows(update=self.update))
@@ -331,7 +331,7 @@ class AdaptiveSGD:
         return Average(algorithm="sma", alpha=self.alpha, period=1, until=self.change_step)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy for a model and a group."""
+        """Return a strategy that averages models by SMA until ``change_step``, and all-reduces gradients afterwards."""
         return Strategy(average=self._average, name="adaptive_sgd")
 
 
@@ -363,12 +363,12 @@ class Auto:
 
 
 def exactly(name: str) -> str:
-    """Return a glob that matches only this name."""
+    """Return a glob pattern that matches only this name, with special characters escaped."""
     return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
-    """Return a strategy that applies `sync` to all parameters, except that sparse gradients are exchanged as rows."""
+    """Return a strategy called `name` that applies `sync` to all parameters, but exchanges sparse gradients as rows."""
     rules = tuple(
         Rule(pattern=exactly(name), sync=Rows()) for param in profile.params if param.sparse for name in param.names
     )

@@ -17,7 +17,7 @@ Number: TypeAlias = float | Tensor
 
 
 def added(numbers: Iterable[Number]) -> Number:
-    """Return the sum of numbers, on the device of the first GPU tensor if any; a model may span several GPUs."""
+    """Return the sum of numbers and scalar tensors, on the device of the first GPU tensor if there is one."""
     found: Number = 0.0
     for each in numbers:
         if not isinstance(found, Tensor) and found == 0.0:
@@ -30,7 +30,7 @@ def added(numbers: Iterable[Number]) -> Number:
 
 
 def read(numbers: Sequence[Number]) -> list[float]:
-    """Return all numbers as floats, waiting only once per device."""
+    """Return all numbers and scalar tensors as floats, waiting only once per device."""
     found = [0.0 if isinstance(each, Tensor) else float(each) for each in numbers]
     places: dict[torch.device, list[int]] = {}
     for place, each in enumerate(numbers):

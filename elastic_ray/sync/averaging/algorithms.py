@@ -30,7 +30,7 @@ class Averager(Protocol):
         """
 
     def prepare(self, model: Replica) -> None:
-        """Start the collectives that :meth:`run` needs, while the ranks still vote on the preceding steps."""
+        """Start the collectives that :meth:`run` needs, while the ranks still vote on the steps of the period."""
 
     def begin(self, model: Replica) -> None:
         """Initialise the algorithm's state, or that of new parameters, from parameters that are equal on all ranks."""
@@ -46,7 +46,7 @@ class Stateless:
     """Base class of algorithms without state between averages."""
 
     def prepare(self, model: Replica) -> None:
-        """Start to sum the ranks' models."""
+        """Start to sum the ranks' models, for the mean that :meth:`run` needs."""
         model.begin_mean()
 
     def begin(self, model: Replica) -> None:
@@ -69,7 +69,7 @@ class LocalSGDAverager(Stateless):
     """
 
     def run(self, model: Replica, steps: int) -> None:
-        """Replace this rank's model with the mean over ranks."""
+        """Replace this rank's parameters with their mean over all ranks."""
         _take(model, model.mean(), 1.0)
 
 
@@ -87,16 +87,17 @@ class SMAAverager(Stateless):
         self._alpha = alpha
 
     def run(self, model: Replica, steps: int) -> None:
-        """Move this rank's model towards the mean by ``alpha``."""
+        """Move this rank's parameters by the fraction ``alpha`` of the distance to their mean over all ranks."""
         _take(model, model.mean(), self._alpha)
 
 
 class PairAverager(Stateless):
     """w_r <- w_r + (w_s - v_r) / 2 before an update, w_s the newest model that a random other rank s has published.
 
-    v_r is this rank's model when it asked: a mean with w_r itself would undo half of the steps made since. Source:
-    KungFu's ``PairAveragingOptimizer`` (OSDI 2020), after AD-PSGD (Lian et al., ICML 2018), where both ranks adopt the
-    mean. A model is pulled while steps are made, and none is waited for. If none has come, the rank keeps its own.
+    w_s is the newest model that a random other rank s has published, and v_r is this rank's model when it requested
+    w_s: a mean with w_r itself would undo half of the steps made since. Source: KungFu's ``PairAveragingOptimizer``
+    (OSDI 2020), after AD-PSGD (Lian et al., ICML 2018), where both ranks adopt the mean. Models are pulled during
+    steps, and no rank waits for one. If none has arrived, the rank keeps its own.
     """
 
     def prepare(self, model: Replica) -> None:
@@ -107,7 +108,7 @@ class PairAverager(Stateless):
 
     @torch.no_grad()
     def mix(self, model: Replica) -> None:
-        """Average with the model that was pulled meanwhile, publish the result, and pull another one."""
+        """Average with the model pulled during the step (if any), publish the result, and start another pull."""
         away = model.pulled()
         if away is not None:
             params = list(model.named.values())
@@ -144,7 +145,7 @@ class DiLoCoAverager:
                 self._momentum[name] = torch.zeros_like(self._anchor[name])
 
     def prepare(self, model: Replica) -> None:
-        """Start to sum the ranks' models."""
+        """Start to sum the ranks' models, for the mean that :meth:`run` needs."""
         model.begin_mean()
 
     @torch.no_grad()

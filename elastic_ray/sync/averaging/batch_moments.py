@@ -18,14 +18,14 @@ _MOST = 1 - 2**-6  # with all of g^2 taken out, rounding could leave a negative 
 
 
 def weight(shares: float, beta1: float, step: float) -> float:
-    """Return w for which E[(1 - w) g^2 + w m^2] is E[G^2], G the mean of K independent gradients such as g.
+    """Return w such that (1 - w) g^2 + w m^2 has the expectation of G^2, where G is the mean of K gradients like g.
 
     m, Adam's bias-corrected first moment after t steps, averages over them: E[g^2] = s + n, E[G^2] = s + n / K, and
     E[m^2] = s + a n with a = (1 - beta1) / (1 + beta1) (1 + beta1^t) / (1 - beta1^t), if s, the square of the expected
     gradient, changes slowly. So w = (1 - 1 / K) / (1 - a), at most 63/64.
 
     Args:
-        shares: K, size of the batch over that of the share.
+        shares: K, the size of the whole batch divided by the size of one rank's share.
         step: t, from 1.
     """
     power = beta1**step
@@ -35,13 +35,14 @@ def weight(shares: float, beta1: float, step: float) -> float:
 
 @torch.no_grad()
 def scale_moments(optimizer: torch.optim.Optimizer, shares: float) -> None:
-    """Replace g^2, which the optimizer's latest step added to v, with an estimate of the whole batch's G^2.
+    """Correct Adam's second moments after a step on one rank's share, to those of the whole batch's gradient.
 
-    Optimizers of other classes are unchanged: Adam with a decay within the gradient, subclasses, and a fused step under
-    AMP, which may not have been made.
+    In the latest contribution to v, g^2 of the share is replaced by an estimate of the whole batch's G^2. Optimizers of
+    other classes are unchanged: Adam with a decay within the gradient, subclasses, and a fused step under AMP, which
+    may not have been made.
 
     Args:
-        shares: Size of the batch over that of the share of which the gradient is.
+        shares: Size of the whole batch / size of the share from which the gradient was computed.
     """
     if type(optimizer) not in _KINDS or shares <= 1 or getattr(optimizer, "found_inf", None) is not None:
         return

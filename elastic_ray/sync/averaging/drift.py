@@ -33,7 +33,7 @@ _SCALE, _TRACKER = "scale", "_growth_tracker"
 
 
 class Drift:
-    """Scheduler of one model's averages, which also makes its replicas identical when required.
+    """Scheduler of one model's averages, which also makes the ranks' replicas identical when required.
 
     Models are averaged between two steps, after all ranks have committed the same step. The *consensus* is the mean
     over ranks of the parameters and of the optimizer's floating-point state; averaging only parameters would leave
@@ -105,7 +105,7 @@ class Drift:
         return self._marker
 
     def begin_step(self) -> None:
-        """Start averaging at a loader's first step, before which replicas need not be identical."""
+        """Initialise averaging at a loader's first step; until then, replicas need not be identical."""
         if (
             not self._begun
             and self.average is not None
@@ -117,7 +117,7 @@ class Drift:
             self._averager.begin(self._replica)
 
     def note_update(self) -> None:
-        """Record an optimizer step; warn once if it is outside of a loader's loop, where it will not be averaged."""
+        """Record an optimizer step; outside of a loader's loop, where models are not averaged, warn once."""
         if self.average is None or not self.on:
             return
         self._changed = True
@@ -135,7 +135,7 @@ class Drift:
             self._averager.prepare(self._replica)
 
     def after_step(self, *, ends: bool) -> None:
-        """Average the replicas if the committed step ends a period; make them identical if averaging ``ends`` now."""
+        """Average the replicas if the committed step ends a period; if averaging ``ends``, make them identical."""
         average, steps = self.average, self._context.states.progress.steps
         if average is None or self._averager is None or (average.until is not None and steps > average.until):
             return
@@ -156,11 +156,14 @@ class Drift:
         return isinstance(self._averager, PairAverager)
 
     def enter_exchange(self, communicator: Communicator) -> None:
-        """Exchange models within a group; called on every rank. Raises CommunicationFailedError: the group broke."""
+        """Start to exchange models (pair averaging) in a new group; called on every rank.
+
+        Raises CommunicationFailedError: the group broke.
+        """
         self._replica.enter_exchange(communicator)
 
     def collapse(self) -> None:
-        """Set all replicas to the consensus; called on every rank after the same committed step.
+        """Set all replicas to the consensus (their mean); called on every rank after the same committed step.
 
         Raises CommunicationFailedError: the group broke; this rank's model is unchanged.
         """
@@ -357,7 +360,7 @@ class Replica:
         return _in_order(self._flats)
 
     def enter_exchange(self, communicator: Communicator) -> None:
-        """Exchange models within a group; called on every rank. Raises CommunicationFailedError: the group broke."""
+        """Connect to the group's ranks, to pull their models; called on every rank, raises CommunicationFailedError."""
         membership = self._context.membership
         self._incoming = []  # a pull of the former group may still write there
         self.exchange.enter(communicator, called_off=lambda: membership.voided)

@@ -21,7 +21,7 @@ _UNKNOWN_ROWS = 0.1  # share of a table's rows that a rank is taken to touch in 
 
 
 def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[ParamInfo], world_size: int) -> int:
-    """Return the bytes, after compression, that each rank passes to collectives for some buckets in one step.
+    """Return the bytes, after compression, that each rank sends in one step for some of the plan's buckets.
 
     For tables of which touched rows are sent, the result is an estimate until rows have been observed. For averaged
     models, it is the traffic of one period divided by its number of steps.
@@ -115,7 +115,7 @@ _LEAST_BYTES = 4 * _MIB
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Strategy that this model, optimizer and group can use, with its plan."""
+    """Strategy that can be used with this model, optimizer and group, and its synchronisation plan."""
 
     strategy: Strategy
     plan: SyncPlan
@@ -124,7 +124,7 @@ class Candidate:
 def candidates(
     profile: ModelProfile, topology: Topology, *, exact: bool, works: Callable[[SyncPlan], bool] = lambda plan: True
 ) -> tuple[Candidate, ...]:
-    """Return the distinct candidates in the order of their trials; all-reduce of all dense parameters is first.
+    """Return the distinct strategies that can be raced, in the order of their trials; plain all-reduce is first.
 
     Args:
         exact: Whether to return only strategies that give the same result as plain data-parallel training.
@@ -142,7 +142,7 @@ def candidates(
 
 
 def what_is_done(plan: SyncPlan) -> object:
-    """Return a value that is equal for plans with the same buckets and methods, even if ``bucket_bytes`` differ."""
+    """Return a value that is equal for plans that do the same, even if their ``bucket_bytes`` differ."""
 
     def work(sync: Sync) -> Sync:
         return sync if isinstance(sync, Rows) else dataclasses.replace(sync, bucket_bytes=PLAIN.bucket_bytes)

@@ -25,7 +25,7 @@ _ENOUGH_FOR_TWO = 6  # steps of one in a round that can be made in two turns
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """State of a race: the candidate that runs the next step, or the winner."""
+    """State of a race between strategies: the candidate that runs the next step, or the winner."""
 
     turn: int
     over: bool = False
@@ -41,7 +41,7 @@ def most_candidates(steps: int) -> int:
 
 
 def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
-    """Return the state of a race between `count` candidates after the steps so far.
+    """Return the state of a race between `count` candidates after the steps made so far.
 
     Args:
         history: Candidate and duration of each step.
@@ -120,7 +120,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """State of the choice for one topology."""
+    """State of the automatic choice of a strategy in a group of one topology."""
 
     strategy: Strategy  # to be in force
     settled: bool = False  # it is kept
@@ -163,7 +163,7 @@ Consider = Callable[[Mapping[str, int], Strategy], Sequence[Strategy]]
 
 
 def leave(choice: Choice) -> Strategy:
-    """Return the strategy with which to continue in a new group; a strategy on trial is not kept."""
+    """Return the strategy with which to continue in a new group: the chosen one, not one that is only being tried."""
     return choice.strategy if choice.settled or not choice.options else choice.options[0]
 
 

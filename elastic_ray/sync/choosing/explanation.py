@@ -79,7 +79,7 @@ def explain(
     step_s: float | None = None,
     bucket_s: Mapping[int, float] | None = None,
 ) -> StrategyTable:
-    """Return a table that explains the current plan.
+    """Return a table that explains how the current plan synchronises each parameter, and why.
 
     Args:
         profile: Profile of the model, with the number of touched rows if known.

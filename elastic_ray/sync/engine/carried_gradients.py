@@ -82,7 +82,7 @@ class CarriedGradients:
         return int(self._beneath)
 
     def look(self, param: torch.Tensor) -> None:
-        """Check after a pass whether the watched parameter's gradient was added to that of the last update."""
+        """Check after a pass whether a parameter watched as a sample was added to the gradient of the last update."""
         if self._updated is None:
             self.watched = None
         grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)
@@ -282,7 +282,7 @@ class OwedGradients:
         self._holds = True  # not taken over from another rank
 
     def follow(self, layout: BucketLayout, places: Sequence[Sequence[int]], params: Sequence[ParamInfo]) -> None:
-        """Move residuals and factors to the buckets of a new layout, parameter by parameter.
+        """Move residuals and low-rank factors to the buckets of a new layout, parameter by parameter.
 
         Args:
             places: Indices of each bucket's parameters in ``params``.
@@ -324,7 +324,7 @@ class OwedGradients:
         self._settling.append(dataclasses.replace(self._plain.pop(index), residual=residual))
 
     def before_change(self) -> None:
-        """Sum the residuals over all ranks.
+        """Sum the residuals over all ranks before a planned change of group, so that no rank's residual is lost.
 
         Raises CommunicationFailedError: the group broke; each rank keeps its own residual.
         """

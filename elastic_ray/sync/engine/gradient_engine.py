@@ -111,12 +111,12 @@ class GradientEngine(Participant):
 
     @property
     def plan(self) -> SyncPlan:
-        """Current synchronisation plan."""
+        """Current synchronisation plan: buckets, the operation of each, and owners."""
         return self._in_force.plan
 
     @property
     def strategy(self) -> Strategy:
-        """Current strategy."""
+        """Strategy that currently synchronises the model."""
         return self.plan.strategy
 
     @property
@@ -126,7 +126,7 @@ class GradientEngine(Participant):
 
     @property
     def strategy_key(self) -> str | None:
-        """Key of strategies whose step times may be pooled; None while a strategy is being chosen."""
+        """Key under which step times are recorded; equal keys are comparable. None while a strategy is being chosen."""
         force = self._in_force
         return force.own_key if force.tuner is None else force.key
 
@@ -163,7 +163,7 @@ class GradientEngine(Participant):
 
     @property
     def is_open(self) -> bool:
-        """True if there are accumulated gradients that have not been applied yet."""
+        """True if gradients of earlier steps are accumulated in ``.grad`` and have not been applied yet."""
         return self._carried.is_open
 
     @property
@@ -187,7 +187,7 @@ class GradientEngine(Participant):
         self._in_force.ask_topology(topology)
 
     def explain_strategy(self) -> StrategyTable:
-        """Return a table of how the gradients are synchronised, and why."""
+        """Return a table of how each parameter's gradient is synchronised, and why."""
         return self._in_force.explain()
 
     def require_statistics(self, user: str) -> None:
@@ -241,7 +241,7 @@ class GradientEngine(Participant):
             )
 
     def before_forward(self) -> None:
-        """Include unfrozen parameters, and apply a pending change of the strategy, before the forward pass."""
+        """Adapt buckets before a forward pass to unfrozen parameters and to a pending change of the strategy."""
         force = self._in_force
         if force.tuner is not None:
             force.before_forward()
@@ -256,7 +256,7 @@ class GradientEngine(Participant):
             self._expect_examples(self._statistics.examples)
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
-        """Start or stop measuring gradient noise from single samples in the layers; return True if it is measured."""
+        """Start (``wanted``) or stop measuring noise from single samples' gradients; return True if it is measured."""
         known = self._statistics.examples
         if wanted and known is not None and known.every == every:
             return True
@@ -296,7 +296,7 @@ class GradientEngine(Participant):
         return self._reducer.no_sync()
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Complete the reductions with the other ranks after this rank's backward pass has raised an exception."""
+        """Complete the reductions of a backward pass that raised; ``give_zeros`` supplies missing gradients."""
         self._reducer.end_lost_pass(give_zeros)
 
     def before_update(self) -> None:
@@ -344,7 +344,7 @@ class GradientEngine(Participant):
             scale_moments(optimizer, step.count / own if own else 1.0)
 
     def rebuild(self) -> None:
-        """Rebuild the buckets after a change of the trained parameters."""
+        """Rebuild the gradient buckets after a change of the trained parameters."""
         self._reducer.rebuild()
 
     @property
@@ -373,7 +373,7 @@ class GradientEngine(Participant):
         return self._drift.pulls
 
     def enter_exchange(self, communicator: Communicator) -> None:
-        """Exchange the model with the ranks of a group; raises CommunicationFailedError if the group breaks."""
+        """Start to exchange models in a new group (pair averaging); raises CommunicationFailedError if it breaks."""
         self._drift.enter_exchange(communicator)
 
     @property
@@ -383,12 +383,12 @@ class GradientEngine(Participant):
 
     @property
     def steps_to_average(self) -> int:
-        """Number of steps until the next average of the model."""
+        """Number of steps until the next average of the model; 1 if gradients are reduced."""
         return self._drift.steps_to_average
 
     @property
     def settled(self) -> bool:
-        """True if replicas are identical and this rank can save everything after the committed steps."""
+        """True if all replicas are identical and this rank can save the complete state after the committed steps."""
         return self._drift.settled and self._sharded.settled and self._divided.settled
 
     def fix_drift(self) -> int:
@@ -453,17 +453,20 @@ class GradientEngine(Participant):
             self._drift.collapse()
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Make diverged replicas identical in a new group, before its ranks exchange their state."""
+        """Make diverged replicas identical in a new group, before its ranks exchange state; see ``Drift.reconcile``."""
         self._drift.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def prepare_to_save(self) -> None:
-        """Gather complete tables and the complete optimizer state on rank 0, until the next update."""
+        """Gather complete tables and optimizer state on rank 0, where they stay until the next update."""
         for table in self._sharded.tables:
             table.gather()
         self._divided.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Prepare a change of group: sum residuals, make replicas identical, and hand over the leavers' state."""
+        """Prepare a change of group; ``stays`` holds, for each rank, True if it stays. Called on every rank.
+
+        Residuals are summed, replicas are made identical, and state that only leaving ranks hold is sent to others.
+        """
         for table in self._sharded.tables:
             table.hand_over(stays)
         self._divided.hand_over(stays)
@@ -505,7 +508,7 @@ class GradientEngine(Participant):
         self._carried.roll_back(remembered)
 
     def capture(self) -> Any:
-        """Return carried gradients, the strategy's state, and the strategy if it differs from the initial one."""
+        """Return accumulated gradients, the strategy's state, and the strategy if it differs from the initial one."""
         drift = self._drift.capture()
         average = {"average": drift} if drift else {}
         return {**self._carried.capture(), **self._in_force.capture(), **self._owed.capture(), **average}

@@ -92,7 +92,7 @@ def group_ranges(optimizers: Sequence[torch.optim.Optimizer]) -> list[slice]:
 
 
 class JointDenominators:
-    """Denominators by which several optimizers divide gradients; see ``Denominators``."""
+    """Values by which several Adam-like optimizers divide gradients; see ``Denominators``."""
 
     def __init__(self, parts: Sequence[TiledOptimizer]) -> None:
         self._parts = [each.denominators for each in parts]
@@ -131,13 +131,13 @@ class JointTiles:
         self._owners: tuple[object, ...] = ()
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Adapt to a new bucket layout, after a change of the strategy, the parameters or the group."""
+        """Adopt the tiles of a new bucket layout, after a change of the strategy, the parameters or the group."""
         for each in self._parts:
             each.follow(plan, profile)
 
     @property
     def owners(self) -> object:
-        """Owners of each tile; a new object whenever they change."""
+        """Ranks that own each tile; a new object whenever owners change, so that callers can compare by identity."""
         found = tuple(each.owners for each in self._parts)
         if len(found) != len(self._owners) or any(a is not b for a, b in zip(found, self._owners, strict=True)):
             self._owners = found
@@ -175,7 +175,7 @@ class JointTiles:
 
     @property
     def settled(self) -> bool:
-        """True if this rank can save all states."""
+        """True if this rank can save the complete state of every optimizer."""
         return all(each.settled for each in self._parts)
 
     def gather(self) -> None:
@@ -184,11 +184,11 @@ class JointTiles:
             each.gather()
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send states that only leaving ranks own to ranks that stay; called on every rank."""
+        """Send states that only leaving ranks own to ranks for which ``stays`` is True; called on every rank."""
         for each in self._parts:
             each.hand_over(stays)
 
     def enter_group(self) -> None:
-        """Enter a new group with the states of all optimizers."""
+        """Enter a new group, and divide the states of all optimizers among its ranks."""
         for each in self._parts:
             each.enter_group()

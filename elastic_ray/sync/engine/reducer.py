@@ -137,7 +137,7 @@ class GradientReducer:
         self._hooks = []
 
     def enter_group(self) -> None:
-        """Announce the buckets again in a new group or after a new layout; they must be equal on all ranks."""
+        """Mark the buckets' layout as not yet compared, so that the ranks of a new group announce it again."""
         self._announcements = Announcements(self._number, self._layout)
         if self._group.group.world_size == 1:
             self._layout.release()
@@ -175,7 +175,11 @@ class GradientReducer:
             self._layout.release()  # a rank that is alone uses it in such steps only
 
     def close(self, *, refuses_own: bool) -> None:
-        """Close the accumulation of gradients when the optimizer steps; later gradients belong to another loss."""
+        """Close the accumulation of gradients when the optimizer steps; later gradients belong to another loss.
+
+        Args:
+            refuses_own: Whether to raise RuntimeError if some gradients were not averaged over the ranks.
+        """
         if refuses_own and (self._step is None or self._step is not self._ledger.step):
             self._carried.refuse_own()
         self._open = False

@@ -55,9 +55,10 @@ def is_plain(plan: BucketPlan) -> bool:
 def make_bucket(
     plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer | JointTiles
 ) -> GradientBucket:
-    """Return the bucket for a plan, with ``tail`` extra elements.
+    """Return the bucket for a plan, with ``tail`` extra elements for control values.
 
     Args:
+        index: Position of the bucket in the order of reduction.
         owners: Optimizer state, which knows the ranks that own each part.
     """
     if isinstance(plan.sync, Rows):
@@ -292,7 +293,7 @@ class Reduction:
         return PROBE_EVERY if self._compresses and self._group.world_size > 1 else 1
 
     def launch(self, index: int) -> None:
-        """Start the first round of a filled bucket; the last bucket may include the tail."""
+        """Start the first round of collectives of the filled bucket `index`; the last bucket may include the tail."""
         layout, gradients = self._layout, self._group.group.communicator.gradients
         self._began_s[index] = time.perf_counter()
         if index == 0:
@@ -385,7 +386,7 @@ class Reduction:
         return self._finite is True
 
     def take_totals(self, values: Sequence[float]) -> None:
-        """Determine whether the pass is finite from the values of :attr:`totals` or, if they overflow, all buckets."""
+        """Find out if the pass was finite from the ranks' sums of :attr:`totals`, or from all buckets on overflow."""
         if values and self._finite is None:
             # A sum may overflow where no gradient has.
             self._finite = math.isfinite(sum(values)) or all(bucket.is_finite() for bucket in self._layout.buckets)
@@ -399,7 +400,7 @@ class Reduction:
         return [rank for rank, (bad,) in enumerate(rows) if bad]
 
     def settle(self) -> None:
-        """Add residuals to the local gradients if no other rank's gradients are summed with them.
+        """Add compression residuals to the local gradients if no other rank's gradients are summed with them.
 
         If models are averaged, each rank's update has a weight of 1 / ranks in the mean, so the residual is
         multiplied by the number of ranks.
@@ -553,5 +554,5 @@ class SummingGroup:
         return self.group.world_size if self.model.average is None or not self.model.on else 1
 
     def share(self, step: LoaderStep) -> float:
-        """Return the weight of this rank's current micro-batch in the sum."""
+        """Return the weight of this rank's current micro-batch in the step's mean, or in its own if it is alone."""
         return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)

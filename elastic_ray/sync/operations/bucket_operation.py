@@ -19,11 +19,11 @@ class MeasuredGradient(Protocol):
 
     @property
     def index(self) -> int:
-        """Index that identifies the gradients within the model."""
+        """Index that identifies these gradients (a bucket or rows) within the model."""
 
     @property
     def group(self) -> int:
-        """Index of the parameter group."""
+        """Index of the optimizer's parameter group to which the gradients belong."""
 
     @property
     def sliced(self) -> bool:
@@ -55,10 +55,10 @@ class BucketOperation(Protocol):
         """Start the next round after ``finished`` rounds and return its works; none once the bucket holds the sum."""
 
     def commit(self) -> None:
-        """Commit the step."""
+        """Keep the operation's state (such as residuals) as it is after the step."""
 
     def void(self) -> None:
-        """Discard the pass, and keep the operation's state from before it."""
+        """Discard the current pass, and restore the operation's state from before it."""
 
 
 _FORMS = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -85,7 +85,7 @@ class Bucket:
 
     @property
     def tail(self) -> torch.Tensor:
-        """Extra elements at the end of the buffer."""
+        """Extra elements at the end of the buffer, for control values that are reduced with the gradients."""
         return self.memory.tail
 
     @property
@@ -146,7 +146,7 @@ class Bucket:
                 param.grad = view.clone()
 
     def adopt(self, places: Sequence[int]) -> None:
-        """Move new gradients of some parameters into the buffer, so that few gradients are in memory twice."""
+        """Move new gradients of the parameters at these positions into the buffer, so that few are in memory twice."""
         taken = [place for place in places if not self._there[place]]
         params = [self.params[each] for each in taken]
         grads = [param.grad for param in params]
@@ -178,11 +178,11 @@ class Bucket:
         self.carried.copy_(self.body)
 
     def share(self, factor: float) -> torch.Tensor:
-        """Return the buffer multiplied by ``factor``, for :meth:`add`."""
+        """Return a copy of the gradients multiplied by ``factor``, which :meth:`add` can add to the buffer."""
         return self.body * factor
 
     def carried_share(self, factor: float = 1.0) -> torch.Tensor | None:
-        """Return the gradients kept by :meth:`carry`, multiplied by ``factor``, for :meth:`add`."""
+        """Return the gradients kept by :meth:`carry`, multiplied by ``factor``; None if there are none."""
         return self.carried if self.carried is None or factor == 1.0 else self.carried * factor
 
     def flat_gradient(self) -> torch.Tensor:

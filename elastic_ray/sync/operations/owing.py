@@ -68,7 +68,7 @@ class Residual:
         return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
 
     def leave(self, flat: torch.Tensor | None, scale: float) -> None:
-        """Set the residual that a pass leaves, which includes ``scale``; None if it leaves none."""
+        """Set the residual that a pass leaves, which is multiplied by AMP's ``scale``; None if it leaves none."""
         self._fresh = Owed(flat, scale)
 
     def drop(self) -> None:
@@ -148,7 +148,7 @@ class OwingOperation(abc.ABC):
         self.residual.leave(None, scale)
 
     def commit(self) -> None:
-        """Make the outcome of the step final."""
+        """Make the outcome of the step final: its residual is added to the next step."""
         self.residual.commit()
 
     def void(self) -> None:
@@ -203,13 +203,13 @@ class Compression(Protocol):
         """
 
     def commit(self) -> None:
-        """Make the outcome of the step final."""
+        """Make the outcome of the step final; its factors are the starting point of the next step."""
 
     def void(self) -> None:
         """Discard the current pass, whose collectives may have been abandoned."""
 
     def drop(self) -> None:
-        """Discard the outcome of the last pass."""
+        """Discard the state from the last pass, whose sum was not finite."""
 
     def factors(self) -> dict[int, torch.Tensor]:
         """Return the low-rank factors, equal on all ranks, keyed by the parameter's position in the bucket."""
