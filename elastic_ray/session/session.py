@@ -322,7 +322,7 @@ class Session:
         return step is not None and self.atomic_bsz > step.equal_bsz
 
     def step_report(self) -> StepReport | None:
-        """Return this rank's measurements since the previous call, for the controller; None before any group."""
+        """Return this rank's measurements since the previous call; None before the first group."""
         run, adaptation = self.run, self.adaptation
         spec = run.group.generation_spec
         if spec is None:
