@@ -50,7 +50,11 @@ class SharedValues:
     events: int = 0  # how many events there were
 
     def advance(self, passed_s: float, workers: int, samples: int) -> None:
-        """Count a committed step, which ended `passed_s` after the previous one."""
+        """Add a committed step to the elapsed time, the worker-seconds and the samples.
+
+        Args:
+            passed_s: Time since the previous step's end [s].
+        """
         self.elapsed_s += passed_s
         self.worker_s += passed_s * workers
         self.samples += samples
@@ -518,7 +522,7 @@ class PolicyBallot:
         return entered
 
     def size(self, world_size: int) -> int:
-        """Return the number of values that travel with the control sums."""
+        """Return the number of values that the ballot adds to the control sums (numbers all-reduced in each step)."""
         return _SIZE * self._policies
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
@@ -536,7 +540,7 @@ class PolicyBallot:
 
 
 def flag_and_digest(said: Any) -> list[float]:
-    """Return one rank's contribution for one policy; zeros for None."""
+    """Return one rank's contribution for one policy: 1, then each digit of a digest and its square; zeros for None."""
     if said is None:
         return [0.0] * _SIZE
     number = int.from_bytes(

@@ -164,7 +164,7 @@ class WatchedMetrics:
         """Enter a group; the metrics stay valid."""
 
     def size(self, world_size: int) -> int:
-        """Return the number of values that travel with the control sums."""
+        """Return the number of values that this object adds to the control sums (numbers all-reduced in each step)."""
         return 1 + 2 * len(self._names) if self._names else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:

@@ -61,7 +61,7 @@ def write_note(storage: RunStorage, state: StateFile) -> None:
 
 
 def new_path(storage: RunStorage, steps: int, token: str) -> str:
-    """Return the path for an automatic checkpoint after ``steps`` steps."""
+    """Return the path for an automatic checkpoint after ``steps`` steps; ``token`` makes the path unique."""
     return posixpath.join(storage.path, DIRECTORY, f"step_{steps:012d}_{token}")
 
 
@@ -128,7 +128,7 @@ def copy_state(storage: RunStorage, state: StateFile, target: RunStorage) -> Non
 
 
 def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
-    """Delete all automatic checkpoints except ``state`` and the newest with fewer steps, keeping ``keep`` in all.
+    """Delete all automatic checkpoints except ``state`` and the newest ``keep - 1`` with fewer steps.
 
     Checkpoints with more steps are always deleted: they were corrupt, and the job continued from an earlier one.
     """
@@ -140,7 +140,7 @@ def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
 
 
 def keep_last(storage: RunStorage, state: StateFile) -> None:
-    """Keep only this automatic checkpoint, and mark it as the result of a finished job."""
+    """Delete all automatic checkpoints except this one, and mark it as the result of a finished job."""
     path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
     replace_file(storage.filesystem, path, posixpath.basename(state.path).encode(), private=storage.private)
     for each in state_files(storage):

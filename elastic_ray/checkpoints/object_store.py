@@ -47,9 +47,9 @@ def put_checkpoint(checkpoint: Any) -> Any | None:
 
 @contextlib.contextmanager
 def fetched_checkpoint(reference: Any | None) -> Iterator[Checkpoint | None]:
-    """Provide the checkpoint of a reference, in this process's memory, for the duration of the context.
+    """Provide a checkpoint stored by :func:`put_checkpoint`, for the duration of the context.
 
-    The value is None if the checkpoint no longer exists.
+    The value is None if ``reference`` is None, or if the files no longer exist or cannot be fetched in time.
     """
     from ray.train import Checkpoint
 

@@ -111,7 +111,7 @@ class RunStorage:
 
     @property
     def where(self) -> str:
-        """Directory as text, for messages."""
+        """Path or URI of the directory, for messages."""
         return self.path if self.local else f"{self.filesystem.type_name.removeprefix('py::')}://{self.path}"
 
     @property
@@ -182,7 +182,7 @@ class RunStorage:
         return tuple(events)
 
     def event_lines(self) -> Iterator[str]:
-        """Return the lines of ``events.jsonl``."""
+        """Return an iterator over the lines of ``events.jsonl``, including proofs of passes."""
         return self._events.read()
 
     def last_written_s(self) -> float:

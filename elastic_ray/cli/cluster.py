@@ -147,7 +147,7 @@ class JobClient:
         return status
 
     def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """Return the job's events from number ``since`` on."""
+        """Return the job's events without the oldest ``since``, in order."""
         return tuple(self.ask("events", since))
 
     def workers(self) -> tuple[WorkerInfo, ...]:
@@ -155,7 +155,10 @@ class JobClient:
         return tuple(self.ask("workers"))
 
     def wait_for(self, reached: Callable[[JobStatus], bool], timeout_s: float) -> JobStatus | None:
-        """Return the job's status once ``reached`` holds, or its last one if the job is gone; None on a timeout."""
+        """Wait until ``reached`` is true of the job's status, and return that status; None on a timeout.
+
+        If the job ends first, its last known status is returned.
+        """
         deadline, last = time.monotonic() + timeout_s, self.answers.status
         with contextlib.suppress(JobGoneError):
             while not reached(last := self.status()):
@@ -242,7 +245,7 @@ def ended_job(name: str) -> EndedJobNote | None:
 
 
 def not_found(name: str, there: Sequence[str]) -> click.ClickException:
-    """Return an error that says that a job does not exist or has ended."""
+    """Return an error that says how job ``name`` ended or, if it is unknown, lists the running jobs ``there``."""
     if (ended := ended_job(name)) is not None:
         return click.ClickException(f"job {name!r} has ended: {ended.status.phase.value}, {ended.cause}")
     running = f"running: {', '.join(sorted(there))}" if there else "no job runs"

@@ -355,6 +355,6 @@ def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:
 
 
 def decisions(snapshot: CoreSnapshot, job: str | None, last: int) -> tuple[DecisionRecord, ...]:
-    """Return the last decisions, oldest first; only those about ``job`` unless it is None."""
+    """Return the last ``last`` decisions, oldest first; only those about ``job`` unless it is None."""
     log = [record for record in snapshot.log if job is None or record.job == job]
     return tuple(log[len(log) - min(last, len(log)) :])

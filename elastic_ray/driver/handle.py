@@ -81,7 +81,7 @@ def _opened(value: Sealed | None) -> Any:
 
 
 def all_reports(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float) -> list[Report]:
-    """Return all reports of a job that has ended: older ones from storage, the last ones from its outcome."""
+    """Return all reports of an ended job, oldest first: older ones from storage, the last ones from its outcome."""
     last = outcome.reports[0].index - 1 if outcome.reports else 0
     if last < outcome.first_report:
         return list(outcome.reports)
@@ -249,9 +249,8 @@ class JobHandle:
         """Return an explanation of the job's number of workers, and of the effect of one more worker.
 
         Returns:
-            An object that ``str()`` formats. None if the job has ended, or if the allocator is not running or does not
-            know
-            the job yet.
+            An object that ``str()`` formats. None if the job has ended, if the allocator is not running, or if it does
+            not know the job yet.
 
         Raises:
             TimeoutError: The allocator does not respond.
@@ -307,7 +306,7 @@ class JobHandle:
         self._ask("resize", workers)
 
     def release(self) -> None:
-        """Return control of the job's size to the allocator after :meth:`resize`."""
+        """Let the allocator choose the job's size again, after :meth:`resize`."""
         self._ask("release")
 
     def pause(self, reason: str = "paused by JobHandle.pause()") -> None:

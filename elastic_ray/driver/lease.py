@@ -44,7 +44,7 @@ class LeaseKeeper:
     """
 
     def __init__(self, job: str, controller: Any, *, lease_s: float, away_s: float) -> None:
-        """Start renewing the lease."""
+        """Start the thread that renews the lease."""
         self._away_s, self._job, self._controller, self._lease_s = away_s, job, controller, lease_s
         self._ended = threading.Event()
         self._wake = threading.Event()
@@ -73,7 +73,7 @@ class LeaseKeeper:
         return self._ending
 
     def answer(self, status: JobStatus) -> None:
-        """Store a status received from the controller."""
+        """Store a status received from the controller as the job's latest."""
         self.last = status
 
     def look(self) -> None:
@@ -81,7 +81,7 @@ class LeaseKeeper:
         self._wake.set()
 
     def leave(self) -> None:
-        """Stop renewing without ending the job: it ends when its lease runs out, unless another process attaches."""
+        """Stop renewing the lease: the job ends when its lease runs out, unless another process attaches."""
         self._leaving.set()
         self._wake.set()
         if threading.current_thread() is not self._thread:
@@ -89,7 +89,7 @@ class LeaseKeeper:
         atexit.unregister(self.leave)
 
     def lost(self, error: BaseException) -> None:
-        """Record that the controller is gone."""
+        """Record that the controller is gone; the job counts as failed, unless its results were fetched."""
         if self._collected is not None:  # it has closed because everything was fetched
             self._end(self._collected)
             return

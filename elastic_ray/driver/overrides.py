@@ -108,7 +108,7 @@ class Overrides:
         return {variable: value for variable, value in values.items() if value}
 
     def named(self, name: str | None) -> str | None:
-        """Return the job's name, with a suffix for a replay."""
+        """Return the given job name, with a suffix if the job is a replay; None if no name is given."""
         return f"{name}-replay-{self.replay}" if name is not None and self.replay else name
 
     def scheduled(self, given: SchedulingConfig) -> SchedulingConfig:
@@ -122,7 +122,7 @@ class Overrides:
             raise ValueError(f"{SCHEDULING}: {error}") from None
 
     def scaling(self, given: Any, default: type[Any]) -> Any:
-        """Return a ``ScalingConfig`` with the overridden fields replaced."""
+        """Return a ``ScalingConfig`` with the overridden fields replaced; ``default`` is its class, used for None."""
         config = default() if given is None else given
         if not isinstance(config, default):
             return given  # its reader refuses it

@@ -26,7 +26,7 @@ _DELETES = 10
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Range of a run's steps between two of its checkpoints."""
+    """Range of a run's steps between two of its automatic checkpoints, to be trained again."""
 
     run: RunStorage
     before: StateFile | None  # checkpoint to start from; None for the beginning of training
@@ -57,7 +57,7 @@ class Window:
 
     @property
     def steps(self) -> str:
-        """Description of the range of steps, in words."""
+        """Description of the range of steps, such as ``steps 100 to 200``."""
         return f"steps {0 if self.before is None else self.before.steps} to {self.after.steps}"
 
     @property
@@ -66,7 +66,7 @@ class Window:
         return RunStorage(posixpath.join(posixpath.dirname(self.run.path), self.name), self.run.filesystem)
 
     def prepare(self) -> None:
-        """Create the replay job's directory, containing only the checkpoint to start from."""
+        """Create the replay job's directory anew, containing only the checkpoint to start from, if there is one."""
         storage = self.replayed
         self.remove()
         storage.create()
@@ -99,7 +99,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """Outcome of a replay."""
+    """Outcome of a replay: how much its final model differs from the run's."""
 
     steps: str  # which steps, in words
     differences: Mapping[str, float]  # by tensor, the largest difference over the largest value

@@ -126,7 +126,7 @@ def impossible(
 
 
 def workers_on(node: Node, bundle: Resources) -> int:
-    """Return the number of workers that fit on an otherwise empty node."""
+    """Return the number of workers with the resources ``bundle`` that fit on an otherwise empty node."""
     return min(int((node.total.get(name, 0.0) + TOLERANCE) / amount) for name, amount in bundle.items())
 
 

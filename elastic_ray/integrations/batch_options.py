@@ -58,7 +58,7 @@ class BatchOptions:
         )
 
     def apply(self, loader: er.AdaptiveDataLoader) -> None:
-        """Let a loader adapt its batch size if the options allow it.
+        """Call the loader's ``autoscale_batch_size`` with these options; do nothing if they leave its batch fixed.
 
         Raises RuntimeError and ValueError as ``autoscale_batch_size`` does, and ValueError if the loader already has a
         different largest batch.
@@ -95,7 +95,7 @@ class LoggedValues:
         self._last: dict[str, float] = {}
 
     def report(self, values: Mapping[str, Any]) -> None:
-        """Report the numbers in ``values``; every rank must call this. Other types are left to the framework."""
+        """Report the numbers in ``values``, and the last value of every earlier name; every rank must call this."""
         session = current_session()
         for name, value in values.items():
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # text, or a tensor of several

@@ -34,7 +34,7 @@ class LateWrapped(torch.nn.Module):
                 self._wrapped.append(wrapper)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass."""
+        """Run the forward pass of the wrapped model, or of the plain model before it is wrapped."""
         return (self._wrapped[0] if self._wrapped else self.module)(*args, **kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

@@ -44,7 +44,7 @@ class PassEpochs:
         return session
 
     def add_model(self, module: torch.nn.Module) -> None:
-        """Register a model that the code trains."""
+        """Register a model whose buffers and gradients :meth:`rehearsal` must restore."""
         self._models.append(module)
 
     def begin_pass(self, loader: object) -> bool:
@@ -72,7 +72,7 @@ class PassEpochs:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Run the loop body on a batch that does not count: the block's changes to buffers and gradients are undone."""
+        """Run the loop body on a batch that does not count: buffers are restored afterwards, and gradients cleared."""
         kept = [(buffer, buffer.clone()) for module in self._models for buffer in module.buffers()]
         try:
             yield
@@ -154,12 +154,12 @@ def check(function: str, given: Mapping[str, Any]) -> None:
 
 
 def model(module: torch.nn.Module, **options: Any) -> RayTrainModel:
-    """Wrap a model for ``prepare_model``."""
+    """Wrap a model for ``prepare_model``; ``options`` are those of DDP, and its device options are ignored."""
     return RayTrainModel(module, {name: value for name, value in options.items() if name not in _OF_DDP})
 
 
 def loader(data_loader: DataLoader[Any], device: torch.device, auto_transfer: bool = True) -> RayTrainLoader:
-    """Wrap a loader for ``prepare_data_loader``."""
+    """Wrap a loader for ``prepare_data_loader``; ``auto_transfer`` has no effect."""
     return RayTrainLoader(data_loader, device)
 
 

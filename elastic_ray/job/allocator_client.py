@@ -49,11 +49,11 @@ class AllocatorClient:
         self._beating: asyncio.Task[None] | None = None
 
     def soon(self) -> None:
-        """Request an early heartbeat, because something has changed."""
+        """Request that the next heartbeat be sent early, because the job's state has changed."""
         self._due_s = 0.0
 
     def tick(self, now_s: float) -> None:
-        """Send a heartbeat if one is due [s, monotonic]."""
+        """Send a heartbeat if one is due at time ``now_s`` [s, monotonic]."""
         beats = self._beating is not None and not self._beating.done()
         if beats or now_s < self._due_s:
             return  # what has changed since the one under way was made goes with the next

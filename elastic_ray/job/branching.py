@@ -36,7 +36,7 @@ _TRIES = 3  # to copy a checkpoint, which the job may delete for a newer one
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BranchRun:
-    """Comparison of branches of one job.
+    """Comparison of branches (copies of one job that train at different batches).
 
     Attributes:
         spec: Specification of the branched job.
@@ -53,7 +53,10 @@ class BranchRun:
     waits_s: float
 
     def measure(self, start: Callable[[JobSpec], Any]) -> BranchResult:
-        """Run the branches, wait for their ends and return the comparison of their losses.
+        """Run the branches one after the other, and return the comparison of their losses.
+
+        Args:
+            start: Returns the controller of a new job with the given specification.
 
         Raises BranchError: no checkpoint exists yet, a branch failed, or the losses are inconclusive. OSError: storage
         cannot be used.
@@ -154,7 +157,10 @@ class Branch:
         self.storage.filesystem.open_output_stream(self._mark).close()
 
     def remove(self) -> None:
-        """Delete the directory. Raises BranchError: it has no marker file, so it may belong to the user."""
+        """Delete the branch's directory.
+
+        Raises BranchError: the directory has no marker file, so it may belong to the user.
+        """
         path, filesystem = self.storage.path, self.storage.filesystem
         if filesystem.get_file_info(path).type.name == "NotFound":
             return

@@ -37,7 +37,7 @@ class ReportIntake:
         self.queue = ReportQueue(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
 
     async def hear(self, message: WorkerReport, workers: int) -> None:
-        """Handle a report; returns when the worker that made it may continue training."""
+        """Handle a report of a job with ``workers`` workers; return when the reporter may continue."""
         if message.again:
             # Of an earlier controller; any checkpoint of it has been found in storage.
             if (report := self._record.report_again(message, workers)) is not None:
@@ -53,7 +53,7 @@ class ReportIntake:
         await self.queue.wait_for_reader(message.index)
 
     def restore(self, checkpoint: StoredCheckpoint) -> None:
-        """Handle a checkpoint that rank 0 stored before it was lost and could report it."""
+        """Handle a checkpoint that rank 0 stored, but could not report before it was lost."""
         self._take(self._record.restored(checkpoint))
 
     def _take(self, report: Report) -> None:
@@ -61,7 +61,11 @@ class ReportIntake:
         self._trackers.report(report)
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after`` (already handled); None if none arrives within ``wait_s``."""
+        """Return the next report after number ``after``, waiting up to ``wait_s`` [s]; None if none arrives in time.
+
+        Args:
+            after: Number of the last report that the caller has handled; None if it has handled none.
+        """
         wanted = self.queue.wanted(after)
         if self.queue.gone(wanted):
             report = await self._writer.report(wanted, self.queue.oldest - 1)
@@ -71,7 +75,7 @@ class ReportIntake:
     async def catch_up(self, first_report: int) -> None:
         """Handle the reports that the previous controller stored; ``first_report`` is the run's first (0: none known).
 
-        Raises OSError: the files cannot be read.
+        Raises OSError: the stored reports cannot be read.
         """
         for report in await self._writer.catch_up(first_report):
             self._take(report)

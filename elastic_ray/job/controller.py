@@ -70,7 +70,10 @@ _PREFIX = "job:"
 
 
 def start(spec: JobSpec) -> Any:
-    """Return the job's controller, warm or new. Raises ValueError: a controller with that name is alive."""
+    """Return the actor of the job's new controller: an idle pre-started process if one exists, otherwise a new one.
+
+    Raises ValueError: a controller with that name is alive.
+    """
     stored = with_stored_train_loop(spec)
     try:
         return _warm(stored) or _create(stored)
@@ -118,7 +121,7 @@ def _warm(spec: JobSpec) -> Any | None:
 
 
 def prepare_next() -> None:
-    """Start a warm controller for the next job of this runtime environment, unless one exists. Blocks for a moment."""
+    """Start an idle (warm) controller for this runtime environment's next job, unless one exists. Blocks briefly."""
     kind = f"{CONTROLLERS}{environment_key({})}/"
     if set(names_of_actors(kind)) <= {own for own, _ in aliases(_PREFIX)}:
         create_on_head(JobController, f"{kind}{secrets.token_hex(4)}", None, spoken(), max_restarts=-1)
@@ -176,7 +179,7 @@ class JobController:
             return True
 
     async def leave(self) -> None:
-        """End this controller if it has no job."""
+        """End this warm controller if no job has been assigned to it."""
         async with self._takes:
             if not self._own_name:
                 self._end()
@@ -250,16 +253,16 @@ class JobController:
         return tuple(self._job.record.events[since:])
 
     async def resize(self, workers: int) -> None:
-        """Hold the job at this number of workers.
+        """Hold the job at this number of workers until :meth:`release`.
 
-        Raises ValueError: the number is outside the job's range, or the loader's limits have no use for so many.
+        Raises ValueError: the number is outside the job's range, or exceeds what the loader's batch limits can use.
         """
         await self._recovered.wait()
         self._job.hold(workers)
         await self._persist_state()
 
     async def release(self) -> None:
-        """Return control of the job's size to the allocator."""
+        """Let the allocator choose the job's size again, after :meth:`resize`."""
         await self._recovered.wait()
         self._job.hold(None)
         await self._persist_state()
@@ -280,7 +283,7 @@ class JobController:
         await self._persist_state()
 
     async def weigh(self, weight: float) -> None:
-        """Set the weight of this job's speed relative to other jobs; overrides ``SchedulingConfig.weight``."""
+        """Set the weight of this job's speed relative to other jobs, instead of ``SchedulingConfig.weight``."""
         await self._recovered.wait()
         self._job.weigh(weight)
         await self._persist_state()
@@ -295,12 +298,12 @@ class JobController:
         return self._job.branches.outcome()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after`` (already handled); None if none arrives within ``wait_s``."""
+        """Return the next report after number ``after``, waiting up to ``wait_s`` [s]; None if none arrives in time."""
         await self._recovered.wait()
         return await self._job.reports.next(after, wait_s)
 
     async def stop(self, *, now: bool = False, reason: str = "stop() was called") -> None:
-        """Stop the job: saved after the current step or, with ``now``, at once in the middle of it."""
+        """Stop the job: after the current step, with a save if possible, or at once and unsaved if ``now``."""
         await self._known()
         if now:
             self._job.stop_reason = f"{reason}, now"
@@ -324,7 +327,7 @@ class JobController:
         self._closed.set()
 
     async def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """Apply the allocator's decision for this job."""
+        """Apply the allocator's decision for this job; same arguments as :meth:`JobSupervisor.allocate`."""
         await self._recovered.wait()
         self._job.allocate(nodes, reason, draining)
 
@@ -346,7 +349,7 @@ class JobController:
         job.finish(JobPhase.FAILED, error=ImpossibleResourcesError(reason.explained))
 
     async def push(self, message: WorkerMessage) -> bool:
-        """Handle a worker's message; returns True if the job continues."""
+        """Handle a worker's message; return False if the job has ended, so that the worker can stop."""
         await self._recovered.wait()
         job = self._job
         await job.messages.hear(message)
@@ -358,7 +361,12 @@ class JobController:
         return self._job.saved(message)
 
     async def greet(self, worker: str, token: str) -> ControllerAnswer:
-        """Return whether a process belongs to this controller; ``worker`` is empty for an idle process."""
+        """Return whether a process is a worker of this controller's job, or must reintroduce itself after a restart.
+
+        Args:
+            worker: Id of the worker; empty for an idle process.
+            token: Secret that the controller gave to the worker's process.
+        """
         if self._reconnection is not None:
             return ControllerAnswer.INTRODUCE if worker else ControllerAnswer.STRANGER
         return ControllerAnswer.KNOWN if self._job.group.actors.knows(worker, token) else ControllerAnswer.STRANGER
@@ -376,7 +384,7 @@ class JobController:
         return await self._bootstrap.meet(call)
 
     async def claim_fault(self, index: int) -> bool:
-        """Claim fault ``index`` of the fault script; True if it has not been claimed before."""
+        """Claim fault number ``index`` of the test's fault script; True for the first claim only."""
         await self._recovered.wait()
         return self._job.claim_fault(index)
 

@@ -54,7 +54,7 @@ class ControllerHost:
         self._main = loop.create_task(self._watch())
 
     async def take_up(self, spec: JobSpec, owner: ProcessOwner) -> bool:
-        """Run this trial, unless it already runs here; returns False if this host is full or closing."""
+        """Run this trial's controller in this process; return False if the host is full or closing, otherwise True."""
         assert spec.trial is not None, "only trials are hosted"
         run = spec.trial.controller
         if run in self._controllers:

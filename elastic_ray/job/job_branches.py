@@ -30,7 +30,10 @@ class JobBranches:
         self._last_step, self._looked_s = 0, 0.0
 
     def begin(self, plan: BranchPlan, start: Callable[[JobSpec], Any]) -> None:
-        """Start a comparison in the background. Raises BranchError: the job cannot be branched."""
+        """Start a comparison in the background; ``start`` returns the controller of a new job.
+
+        Raises BranchError: the job cannot be branched, or a comparison is already in progress.
+        """
         if self._is_running:
             raise BranchError(f"job {self._parts.spec.job!r} cannot be branched: a comparison is already in progress")
         run = self._run_of(plan, idle=False)
@@ -52,7 +55,7 @@ class JobBranches:
         return self._running is not None and not self._running.done()
 
     def tick(self, start: Callable[[JobSpec], Any], now_s: float) -> None:
-        """Start a comparison on idle slots each time the job's steps have doubled, if the job enables this."""
+        """Start a comparison on idle slots each time the job's steps have doubled, if ``branch_when_idle`` is set."""
         if not self._parts.spec.elastic.branch_when_idle or now_s - self._looked_s < _LOOK_S or self._is_running:
             return
         self._looked_s, plan, report = now_s, BranchPlan(), self._planner.latest
@@ -126,6 +129,6 @@ class JobBranches:
             self.set(found)
 
     def set(self, batch_size: int) -> None:
-        """Limit the job's batch to at most ``batch_size``."""
+        """Limit the job's global batch to at most ``batch_size`` samples, in the planner and on all workers."""
         self._planner.set_critical_batch(batch_size)
         self._parts.group.actors.post(self._parts.group.training(), CriticalBatch(batch_size=batch_size))

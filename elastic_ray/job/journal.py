@@ -116,7 +116,7 @@ class Journal:
         return key_of(self._controller, self._folder + name)
 
     def put(self, name: str, text: str) -> None:
-        """Record a note under a name; returns at once. It is deleted with the journal."""
+        """Queue a text to be written under a name in the journal; returns at once."""
         with self._lock:
             self._pending[name] = text
             if self._thread is None:

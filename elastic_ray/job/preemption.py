@@ -28,16 +28,16 @@ class Preemption:
         return self._then is not None
 
     def begin(self, then: Allocated, now_s: float) -> None:
-        """Start to preempt the job; ``then`` is the allocation to apply afterwards."""
+        """Start to preempt the job; ``then`` is the allocation to apply once it is saved."""
         self._then, self.reason = then, then.reason
         self._since_s, self._reminded_s = now_s, float("-inf")
 
     def follow(self, then: Allocated) -> None:
-        """Replace the allocation to apply afterwards; it cannot apply sooner, as ranks may already have stopped."""
+        """Replace the allocation to apply after the save, which still happens, as ranks may already have stopped."""
         self._then = then
 
     def remind(self, now_s: float) -> bool:
-        """True if the workers must be asked (again) to save."""
+        """True if the request to save must be sent (again) to the workers; records that it is sent now."""
         due = self.active and now_s - self._reminded_s >= _REMIND_S
         if due:
             self._reminded_s = now_s

@@ -48,7 +48,7 @@ class Notifier:
             self._background.start(self.tell("waiting", f"it has waited for {waited_s / 60:.0f} min: {message}"))
 
     async def tell(self, what: str, reason: str) -> None:
-        """Call the webhook and wait for the answer, with a time limit; does nothing without a webhook."""
+        """Send event ``what`` with its reason to the webhook, if any, and wait for the answer, with a time limit."""
         if not self._url:
             return
         job = self._spec.job
@@ -96,7 +96,7 @@ class JobShutdown:
         self.vacated: asyncio.Task[None] | None = None
 
     def record(self, phase: JobPhase, error: BaseException | Raised | None, reason: str, *, complete: bool) -> None:
-        """Record the job's end; unless ``complete`` is True, its outcome waits for :meth:`record_again`."""
+        """Record the job's end, or with ``complete=False`` only its phase and reason, until :meth:`record_again`."""
         self._error = error
         if complete:
             self._record.end(phase, error=error, return_value=self.return_value, message=reason)

@@ -122,7 +122,7 @@ class JobSupervisor:
     def hold(self, workers: int | None) -> None:
         """Hold the job at this number of workers; None leaves its size to the allocator.
 
-        Raises ValueError: the number is outside the job's range, or the loader's limits have no use for so many.
+        Raises ValueError: the number is outside the job's range, or exceeds what the loader's batch limits can use.
         """
         if workers is not None:
             views.check_size(workers, self._spec, self._planner)
@@ -130,7 +130,7 @@ class JobSupervisor:
         self.allocator.soon()
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of this job's speed relative to other jobs."""
+        """Set the weight of this job's speed relative to other jobs, instead of ``SchedulingConfig.weight``."""
         self._weight = weight
         self.allocator.soon()
 
@@ -245,7 +245,7 @@ class JobSupervisor:
             self.shutdown.return_value = value
 
     def happened(self, note: Note) -> None:
-        """Handle a note that a group has started to train, has changed or has failed."""
+        """Handle a group's note that it started to train, changed or failed; adds an event and updates the phase."""
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
         started = {**history.told_of_start(time.monotonic()), "owner": self._spec.owner, "metric": self._spec.metric}
@@ -310,7 +310,11 @@ class JobSupervisor:
         return self._saved or self.group.history.saves_soon(time.monotonic())
 
     def suspend(self, why_not_saved: str) -> None:
-        """Handle that all ranks stopped at the same step; ``why_not_saved`` is empty if rank 0 saved the job."""
+        """Handle that all ranks stopped at the same step: end the job, restart it, or wait for a new allocation.
+
+        Args:
+            why_not_saved: Reason why rank 0 has not saved the job; empty if it has.
+        """
         if self._starter.looking or self.record.phase.ended:
             return
         if not self._preemption.active:  # a worker took this controller for gone
@@ -332,7 +336,7 @@ class JobSupervisor:
             self.begin_again()
 
     def begin_again(self) -> None:
-        """Prepare to start with new workers once the allocator assigns nodes."""
+        """Prepare to start with new workers once the allocator assigns nodes, after a preemption or pause."""
         self.record.clear_waiters()
         then = self._preemption.end()
         waits = then is not None and not then.nodes
@@ -429,7 +433,7 @@ class JobSupervisor:
         await self._starter.open()
 
     def tell_others(self, now_s: float) -> None:
-        """Update the writer, trackers and metrics; called about ten times a second from start to end."""
+        """Update the storage writer, trackers and metrics; called about ten times a second from start to end."""
         self._writer.tick(now_s)
         self._trackers.tick(now_s, self._planner, self.group.machine.current)
         self._metrics.tick(now_s)
@@ -499,7 +503,7 @@ class BatchChanges:
         self._record, self._background, self._events = parts.record, parts.background, parts.events
 
     def tick(self, now_s: float) -> None:
-        """Start a fit if one is due; called about ten times a second [s, monotonic]."""
+        """Start a fit of the model if one is due at ``now_s`` [s, monotonic]; called about ten times a second."""
         snapshot = self._planner.due(now_s)
         if snapshot is not None:
             self._background.start(self._fit(snapshot))

@@ -71,7 +71,7 @@ class StragglerReplacement:
         return {node: ratio for node, (ratio, last_s) in self._slow.items() if now_s - last_s < _REMEMBER_S}
 
     def hear(self, report: StepReport, now_s: float) -> None:
-        """Handle rank 0's report on the current stragglers, and replace workers if necessary [s, monotonic]."""
+        """Handle rank 0's report on current stragglers at ``now_s`` [s, monotonic]; replace workers if necessary."""
         current = self._group.machine.current
         if current is None or report.generation != current.generation:
             return
@@ -230,7 +230,7 @@ class WorkerMessages:
         self.torn = False
 
     def run_ended(self, worker: str, result: RunResult) -> None:
-        """Handle the end of a worker's run of the train function."""
+        """Handle the end of a worker's run of the train function: returned, left, saved, lost its group or raised."""
         trains = self._group.machine.current is not None
         match result:
             case RunFinished(steps=steps) if (error := self._errors.at_end(steps)) is not None:

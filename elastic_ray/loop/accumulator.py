@@ -95,7 +95,7 @@ class Accumulator(Mapping[str, float]):
         self._session.run.sums.add(self._session.ledger.depth, self._key, name, float(value))
 
     def reset(self) -> None:
-        """Reset all sums; call this on every rank, between two passes of a loader."""
+        """Discard all sums, so that every name starts at 0; call this on every rank, between two passes of a loader."""
         self._run_or_present().progress.reset_sums(self._key)
 
     def _run_or_present(self) -> Session:

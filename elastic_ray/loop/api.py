@@ -43,7 +43,7 @@ def current_session() -> Session:
 
 
 def session_of_new_model() -> Session:
-    """Return the session for a model that is being wrapped.
+    """Return the session in which a model that is being wrapped trains.
 
     Outside a trainer, wrapping a model after the first epoch, or after a failed start, starts another run in the same
     process (a notebook cell that is run again, or the next cross-validation fold). The new run adopts the loaders made

@@ -145,7 +145,7 @@ class JobMembership(GenerationChanges):
 
     @property
     def target_workers(self) -> int:
-        """Number of workers that the job should have."""
+        """Number of workers that the allocator has decided for the job, on all nodes together."""
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:
@@ -346,9 +346,12 @@ class JobMembership(GenerationChanges):
 
 
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-    """Return the members that must leave their nodes, and other workers to release at once.
+    """Return (members that must leave their nodes, other workers to release at once), given the target.
 
     Members marked for replacement leave once as many new workers are ready, or if the target has no room for them.
+
+    Args:
+        target: Number of workers that the job should have on each node, keyed by node.
     """
     leavers: list[WorkerRecord] = []
     unwanted: list[WorkerRecord] = []
@@ -394,7 +397,7 @@ def next_group(
         leavers: Members that must leave.
         sizes: Allowed numbers of workers.
         patient: Whether to wait for an allowed size; False if the requested resources may never become free.
-        hurry: Whether to wait for nothing, because a leaver's node is about to go away.
+        hurry: Whether to form the group at once, because a leaver's node is about to shut down.
     """
     members = roster.members()
     leaving = {w.worker for w in leavers}

@@ -52,7 +52,7 @@ class WorkerRecord:
         return number(self.worker)
 
     def enter(self, phase: WorkerPhase, now_s: float) -> None:
-        """Enter a phase."""
+        """Enter a phase at ``now_s`` [s]."""
         self.phase, self.since_s = phase, now_s
 
     def built(self, now_s: float, *, loaded: int, has_state: bool) -> None:
@@ -66,7 +66,7 @@ class WorkerRecord:
         self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 
     def join(self, now_s: float, *, others: bool) -> None:
-        """Make the worker a member of a generation, which continues from the state of ``others`` if True."""
+        """Make the worker a member of a generation; ``others`` is True if it joins workers that already train."""
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures, self.joined_others = 0, others
 
@@ -89,7 +89,7 @@ class InFlight:
 
     @property
     def begun(self) -> bool:
-        """True if it is certain that the members enter the generation."""
+        """True if it is certain that the members enter the generation, which then can no longer be cancelled."""
         return self.forced or self.effective_s is not None
 
     @property
@@ -165,7 +165,7 @@ class Roster:
 
     @property
     def expects_joiners(self) -> bool:
-        """True if any worker has a process but is not a member yet."""
+        """True if any worker is starting or ready, but not a member yet."""
         return bool(self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY))
 
     def entering(self) -> list[WorkerRecord]:

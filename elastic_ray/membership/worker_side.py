@@ -146,7 +146,7 @@ class WorkerMembership:
         self._forming.start()
 
     def is_void(self, generation: int) -> bool:
-        """True if the generation was cancelled."""
+        """True if the generation was cancelled, or is older than the oldest valid one."""
         return generation < self._void_below or generation in self._cancelled
 
     def _void_groups(self) -> None:

@@ -76,7 +76,7 @@ def busiest(by_position: Sequence[Sequence[WorkerMeasures]]) -> tuple[WorkerMeas
     """Return, for each unit of workers, the measures of the worker that was busy for longest.
 
     Args:
-        by_position: For each position within a unit, the measures of the workers at that position of all units.
+        by_position: ``by_position[p][u]`` is the measures of the worker at position p within unit u.
     """
     return tuple(
         max(workers, key=lambda each: each.compute_s + each.data_s) for workers in zip(*by_position, strict=True)
@@ -93,7 +93,11 @@ def mib(count: int) -> float:
 
 
 def traffic_fields(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, float]:
-    """Return the fields of ``WorkerMeasures`` for the bytes transferred between two readings of a group's traffic."""
+    """Return the bytes between two readings as fields of ``WorkerMeasures``: ``<operation>_mib`` to data [MiB].
+
+    Args:
+        before, after: Bytes passed to a group's collectives so far, keyed by operation.
+    """
     return {f"{name}_mib": mib(count - before.get(name, 0)) for name, count in after.items()}
 
 

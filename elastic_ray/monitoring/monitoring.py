@@ -52,7 +52,7 @@ class Monitoring:
             self.meter.ask()
 
     def take_report(self, metrics: Mapping[str, object], number: int) -> None:
-        """Record the loss in the run's report ``number``, if the report contains one."""
+        """Record the number under ``loss`` in the run's report ``number``; ignore a report without one."""
         loss = metrics.get("loss")
         if isinstance(loss, (int, float)) and not isinstance(loss, bool):
             self.loss = number, float(loss)
@@ -134,7 +134,7 @@ class StepMeter:
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
 
     def leave_out(self) -> None:
-        """Discard a step that was started here but is run by another worker."""
+        """Exclude a step that was started here, but is executed by another worker, from the averages per step."""
         self._of = max(1, self._of - 1)
 
     def waited_for_data(self, seconds: float) -> None:
@@ -178,11 +178,11 @@ class StepMeter:
             self._sending.begin()
 
     def size(self, world_size: int) -> int:
-        """Return the number of values that this meter adds to the control sums."""
+        """Return the number of values that this meter adds to the control sums (numbers all-reduced in each step)."""
         return len(FIELDS) * world_size if self.on else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this worker's row of measures, which is fixed when its gradients are first complete."""
+        """Return this worker's measures for the control sums, fixed when its gradients are first complete."""
         if not self.on:
             return ()
         self._waits_since_s = now_s = self._clock()

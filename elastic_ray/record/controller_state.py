@@ -19,7 +19,7 @@ _MOST_VALUE = 1 << 16  # bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerState:
-    """State of a job that its controller saves for a successor."""
+    """State of a job that its controller saves for the controller that replaces it."""
 
     job: str
     run: str  # its run (:func:`run_of`); a trial that is paused and continues has another one

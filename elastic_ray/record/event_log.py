@@ -39,7 +39,7 @@ class EventLog:
         self._keep(event)
 
     def note(self, kind: EventKind, reason: str, **facts: Any) -> None:
-        """Add an event that leaves the job's size unchanged."""
+        """Add an event that leaves the job's size unchanged; ``facts`` are further fields of the event."""
         workers = self._machine.world_size
         self.add(kind, workers, workers, reason, **facts)
 

@@ -59,7 +59,7 @@ class Losses:
         return self._max_failures <= 0 or self.failures + self.raised <= self._max_failures
 
     def settled(self) -> None:
-        """Record that a group is training again after the last loss."""
+        """Record that a group is training again, so that a later loss counts separately."""
         self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:
@@ -126,7 +126,12 @@ class SizeHistory:
         self._first_s = self.settled_s if state.most_workers else None
 
     def launched(self, now_s: float, at_s: float) -> None:
-        """Record that processes are starting while no group trains; ``at_s`` is ``now_s`` since the epoch [s]."""
+        """Record that processes are starting while no group trains.
+
+        Args:
+            now_s: Current time [s, monotonic].
+            at_s: The same time [s since the epoch].
+        """
         if self._launched_s is None:
             self._launched_s, self.launched_at_s = now_s, at_s
 
@@ -135,7 +140,7 @@ class SizeHistory:
         return max(0.0, now_s - self._launched_s) if self._launched_s is not None else 0.0
 
     def told_of_start(self, now_s: float) -> dict[str, float]:
-        """Return how long the start has taken, as the detail of an event; empty if no processes are starting."""
+        """Return ``{"start_s": duration so far}`` of the current start, for an event; empty if none is in progress."""
         return {"start_s": self.starting_s(now_s)} if self._launched_s is not None else {}
 
     def start_ended(self) -> None:
@@ -164,5 +169,5 @@ class SizeHistory:
         return self._stuck[1] > STUCK_FAILURES
 
     def saves_soon(self, now_s: float) -> bool:
-        """True if the job has not trained long enough to be expected to have saved a checkpoint."""
+        """True if the job has not trained long enough to be expected to have saved its first automatic checkpoint."""
         return now_s - (self._first_s or 0.0) < 2.0 * FIRST_INTERVAL_S

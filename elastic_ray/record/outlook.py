@@ -44,13 +44,13 @@ class TimeSpent:
         return min(1.0, self.training_s / self.total_s) if self.total_s > 0 else None
 
     def without_group(self, lasted_s: float, started_for_s: float) -> TimeSpent:
-        """Return the times after a span without a group; processes were starting in its last ``started_for_s``."""
+        """Return the times after another ``lasted_s`` without a group, with processes starting at its end."""
         starting_s = min(max(0.0, started_for_s), lasted_s)
         waiting_s = self.waiting_s + (lasted_s - starting_s)
         return dataclasses.replace(self, waiting_s=waiting_s, starting_s=self.starting_s + starting_s)
 
     def with_group(self, lasted_s: float, paused_s: float, *, catching_up: bool) -> TimeSpent:
-        """Return the times after a span in which a group trained, except for ``paused_s`` of pauses."""
+        """Return the times after another ``lasted_s`` in which a group trained, except for ``paused_s`` of pauses."""
         pause_s = min(max(0.0, paused_s), lasted_s)
         name = "catching_up_s" if catching_up else "training_s"
         trained_s = getattr(self, name) + (lasted_s - pause_s)
@@ -89,7 +89,7 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
 
 
 def steps_to_reach(events: Iterable[JobEvent]) -> int:
-    """Return the step up to which a job must redo steps that it lost; 0 if it has nothing to redo."""
+    """Return the step up to which a job redoes steps that it lost, according to its events; 0 if none were lost."""
     goal = 0
     for event in events:
         goal = _goal(goal, event)
@@ -216,7 +216,7 @@ def eta_range(
 
 
 def reports_to_end(reports: int, most: int | None) -> float | None:
-    """Return the progress (0 to 1) of a run that ends with report number ``most``; None if there is no such limit."""
+    """Return a run's progress, ``reports / most`` (0 to 1), if it ends with report ``most``; None without a limit."""
     return min(1.0, max(0, reports) / most) if most else None
 
 

@@ -39,7 +39,7 @@ _NO_GPU = None, None
 
 
 def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
-    """Return the largest number of workers that the job can use, at least its minimum."""
+    """Return the largest number of workers that the job's limits and loader allow, at least its minimum."""
     most = spec.max_workers if planner.loader is None else min(spec.max_workers, planner.loader.max_workers)
     return max(spec.min_workers, spec.scheduling.allowed_sizes.at_most(most))
 

@@ -116,7 +116,7 @@ class Participant:
 
     @property
     def steps_to_average(self) -> int:
-        """Number of steps until the next average of the model."""
+        """Number of steps until the next average of the model; 1 if it is averaged after the current step."""
         return 1
 
     @property

@@ -285,7 +285,7 @@ class Registry:
             self.halving_changes += 1
 
     def have_chosen(self, number: int) -> bool:
-        """True if the strategies of the first `number` models have all been chosen."""
+        """True if each of the first `number` models has a chosen strategy, with no search in progress."""
         return all(each.strategy_key is not None for each in self.gradients[:number])
 
     @property
@@ -370,9 +370,7 @@ class Registry:
         return max((each.marker for each in self.gradients), default=0)
 
     def drift_layout(self, *, trained: int) -> int:
-        """Return a digest that must be equal on all ranks to average models after a step.
-
-        The digest is 0 if no model is averaged.
+        """Return a digest, to be compared across ranks, of the models that are averaged after a step; 0 for none.
 
         Args:
             trained: Number of steps that have trained, or whether the current step has.

@@ -173,12 +173,17 @@ class Run:
         self.controller.tell(kind, text, {"number": number})
 
     def moment(self, name: str) -> None:
-        """Mark that the run has reached a named moment, at which scripted faults may be injected."""
+        """Inject the scripted faults that are due at this named moment; do nothing outside tests."""
         if self.faults is not None:
             self.faults.at(name, worker=self.worker, rank=self.group.rank, step=self.states.progress.steps)
 
     def refuse_in_round(self, what: str, way_out: str) -> None:
-        """Raise RuntimeError if the loop is within a round, whose steps each rank makes independently."""
+        """Raise RuntimeError if the loop is within a round, whose steps each rank makes independently.
+
+        Args:
+            what: Action to refuse, as the start of the message.
+            way_out: Advice at the end of the message.
+        """
         step = self.ledger.outermost
         if step is not None and step.leads and self.registry.drifting and self.registry.round_period > 1:
             raise RuntimeError(
@@ -188,7 +193,7 @@ class Run:
             )
 
     def leave_group(self) -> None:
-        """Close connections to other ranks other than those of the communicator."""
+        """Close connections to other ranks, except those of the communicator."""
         self.shares.close()
         for each in self.exchanges:
             each.close()

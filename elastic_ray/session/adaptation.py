@@ -72,7 +72,7 @@ class Adaptation:
 
     @property
     def rate_factor(self) -> float:
-        """Product of the factors that policies have applied to learning rates."""
+        """Product of all factors by which policies have scaled learning rates; 1 if none has."""
         return self.runner.values.rate_factor
 
     @property
@@ -99,14 +99,14 @@ class Adaptation:
         return self.runner.values.stopped is not None
 
     def ends(self, loader_pass: PassProgress) -> bool:
-        """True if a policy has ended the training in this pass."""
+        """True if a policy has ended the training during ``loader_pass``, so that this pass must stop early."""
         stopped, progress = self.runner.values.stopped, self._progress
         if stopped is None or stopped[0] != progress.epoch or stopped[1] >= len(progress.passes):
             return False
         return progress.passes[stopped[1]] is loader_pass
 
     def held_shape(self) -> BatchChoice | None:
-        """Return the batch set by policies as divided in the current group; None if the job chooses the batch."""
+        """Return the policies' global batch, divided for the current group size; None if the job chooses the batch."""
         info, batch_size = self._run.registry.loaders.info, self.held_batch
         if info is None or batch_size is None:
             return None
@@ -145,12 +145,12 @@ class Adaptation:
             self._coming = self.runner.coming_batches(self._view())
 
     def end_epoch(self) -> None:
-        """Call ``after_epoch`` before the epoch ends."""
+        """Call the policies' ``after_epoch`` hook, unless it has already been called for this epoch."""
         if self.runner and self.runner.values.end_epoch(self._progress.epoch):
             self._call("after_epoch")
 
     def end_train(self) -> None:
-        """Call ``after_train`` after the train function has returned."""
+        """Call the policies' ``after_train`` hook, after the train function has returned."""
         if self.runner:
             self._call("after_train")
             self.runner.end(self._progress.steps)

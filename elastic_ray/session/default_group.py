@@ -30,7 +30,7 @@ class _AllRanks(UserDict[int, int]):
 
 
 class _OwnRank(_AllRanks):
-    """Mapping of this worker's present rank to rank 0 of a group that it is alone in."""
+    """Mapping of this worker's current rank to rank 0, for a group that consists of this worker alone."""
 
     @property
     def data(self) -> dict[int, int]:  # type: ignore[override]
@@ -43,7 +43,7 @@ def _create(store: Any, rank: int, size: int, timeout: Any) -> DefaultGroup:
 
 
 def is_ours() -> bool:
-    """True if the default group of this process is the job's."""
+    """True if torch's default process group in this process is the job's elastic group."""
     return bool(_UNITS) or isinstance(dist.GroupMember.WORLD, DefaultGroup)
 
 
@@ -63,7 +63,7 @@ def install() -> None:
 
 
 def install_unit(unit: UnitGroup) -> None:
-    """Initialise ``torch.distributed`` with a unit's fixed group, in which elastic-ray takes no part."""
+    """Initialise ``torch.distributed`` with a unit's fixed group of workers, which elastic collectives do not use."""
     if not _ORIGINALS:
         _accept(dist)
     if dist.is_initialized():

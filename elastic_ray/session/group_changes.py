@@ -375,14 +375,19 @@ _NUMBERS = 255  # that a rank tells the others, beside 0 for one within a step
 
 @dataclasses.dataclass(slots=True)
 class CollectiveResults:
-    """Results of collectives since all ranks were last known to be at the same point, in order."""
+    """Recorded results of user collectives, in order, since all ranks were last known to be at the same point."""
 
     first: int = 0
     contents: list[bytes] = dataclasses.field(default_factory=list)
     place: tuple[int, int] = (0, 0)  # committed steps and ended passes then
 
     def begin(self, number: int, place: tuple[int, int]) -> None:
-        """Drop older results, because all ranks have reached ``place`` after ``number`` collectives."""
+        """Drop the recorded results if ``place`` is new, because all ranks have reached it.
+
+        Args:
+            number: Number of collectives completed before ``place``; the next recorded result has this index.
+            place: Position in the run that all ranks share.
+        """
         if place != self.place:
             self.first, self.contents, self.place = number, [], place
 
@@ -394,7 +399,7 @@ class CollectiveResults:
             self.first += 1
 
     def of(self, number: int) -> bytes | None:
-        """Return the result of collective `number`; None if it is not kept."""
+        """Return the result of the collective with index ``number`` in the run; None if it is not kept."""
         index = number - self.first
         return self.contents[index] if 0 <= index < len(self.contents) else None
 
@@ -438,7 +443,7 @@ class UserCollectives:
         return self._run.states.progress
 
     def next_known(self) -> bytes | None:
-        """Return the next collective's recorded result if this worker catches up between steps; else None."""
+        """Return the next collective's recorded result while this worker replays code between steps; otherwise None."""
         progress, kept = self._progress, self._results
         if not kept.contents or self._run.ledger.depth or kept.place != _place(progress):
             return None

@@ -49,7 +49,7 @@ class LoaderPasses:
         self._stepped_in = 0  # latest generation in which a step that is within no other was committed
 
     def check_group(self, loader_pass: PassProgress) -> None:
-        """Switch to the next group before a step is divided, if the current group was called off."""
+        """Switch to the next group before a step is divided among ranks, if the current group was called off."""
         run = self._run
         known = run.membership if run.wishes is None else run.wishes  # what all workers of a unit know
         if known.voided and run.ledger.depth == 0:
@@ -107,7 +107,7 @@ class LoaderPasses:
         return True
 
     def begin_step(self, step: LoaderStep) -> None:
-        """Start a step, before its first micro-batch is handed out."""
+        """Start a step, before its first micro-batch is yielded, and call the policies' ``before_step``."""
         run = self._run
         within = run.ledger.round is not None
         if run.registry.drifting and not within and run.ledger.depth == 0 and (step.leads or run.registry.may_train):
@@ -131,7 +131,7 @@ class LoaderPasses:
                 run.shares.begin_round(run.states.progress.loader_steps, len(counts))
 
     def makes_step(self, step: LoaderStep) -> bool:
-        """True if this rank executes the started step; False if another rank does, or the round is lost."""
+        """True if this rank executes the started step itself; False if another rank does, or the round is lost."""
         run = self._run
         if run.ledger.round is None or step.taken or not run.shares.active:
             return True
@@ -148,7 +148,7 @@ class LoaderPasses:
         return False
 
     def step_of_another(self) -> tuple[int, int] | None:
-        """Return rank and number of a step that this rank executes for another one; None if all steps have started."""
+        """Return (rank, step number) of a step to execute on behalf of another rank; None if there is none."""
         if not self._run.shares.active:
             return None
         try:
@@ -176,7 +176,7 @@ class LoaderPasses:
         return batch
 
     def enter(self) -> PassProgress:
-        """Enter the next loader pass of this epoch, at the position that it has already reached.
+        """Start this epoch's next loader pass and return its progress; a resumed pass keeps its position.
 
         Raises RuntimeError: A pass over whole batches is in progress.
         """
@@ -187,7 +187,7 @@ class LoaderPasses:
         return self._run.states.progress.passes[ordinal]
 
     def end_epoch(self) -> None:
-        """End the epoch, including passes whose iterators still wait for their ``next``."""
+        """End the epoch: commit steps whose loop was left, end their passes and call the policies' ``after_epoch``."""
         self._run.ledger.abandoned = self._run.ledger.depth
         self.settle()
         self._adaptation.end_epoch()
@@ -294,7 +294,7 @@ class LoaderPasses:
         return True
 
     def end_round(self, *, ends_pass: bool = True, abandoned: bool = False) -> bool:
-        """End the current round, if any, with a vote of all ranks, and average models.
+        """End the current round (steps between two averagings of models), if any: the ranks vote, then average models.
 
         Args:
             ends_pass, abandoned: Same as in :meth:`edge`.
@@ -452,7 +452,7 @@ class LoaderPasses:
                 self._catch_up()
 
     def settle(self) -> None:
-        """Commit steps that were left by ``break``, and end their passes."""
+        """Commit each step whose loop was left by ``break``, and end its pass."""
         while (step := self._run.ledger.take_abandoned()) is not None:
             loader_pass, total, ended = step.loader_pass, step.total, self._run.states.progress.ended_passes
             self.edge(ends_pass=True, abandoned=True)

@@ -131,7 +131,7 @@ class Session:
         return self.run.synced
 
     def fail_opening(self) -> None:
-        """Allow the run to be opened again; outside a trainer, a new model starts another run instead."""
+        """Record that the run failed to start, so that it may be opened again, or replaced by a run of a new model."""
         self.opening_failed, self.in_epochs = True, False
         self.registry.loaders.failed = True
 
@@ -152,7 +152,7 @@ class Session:
 
     @property
     def preempted(self) -> bool:
-        """True if the ranks have agreed to stop now and resume later."""
+        """True if the ranks have agreed to stop after the current step, so that the job resumes later."""
         return self.run.agreed.preempted and not self.run.agreed.stop
 
     def mark_replaced(self) -> None:
@@ -247,7 +247,10 @@ class Session:
             ) from error
 
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
-        """Return the state with which a rerun in this process continues; None if there is no complete state."""
+        """Return (states by name, progress) with which a rerun in this process continues.
+
+        Rolls back the step in progress. None if this worker has not joined, or the failure came during an update.
+        """
         if not self.synced or self.ledger.updating:
             return None
         self.states.roll_back()
@@ -277,7 +280,7 @@ class Session:
         return self.passes.enter()
 
     def resume_point(self) -> ResumePoint:
-        """Return the resume point of a checkpoint taken now; a step counts as done if the model contains its update."""
+        """Return the resume point of a checkpoint saved now; includes a current step that the model contains."""
         return self.ledger.resume_point(self.registry.models.gain)
 
     def tell_of_early_report(self) -> None:
@@ -291,7 +294,7 @@ class Session:
             )
 
     def count_report(self, *, saves: bool = False) -> int:
-        """Count a call of ``report`` and return its number in the run; ``saves`` if it has a checkpoint."""
+        """Count a call of ``report`` and return its number in the run; ``saves`` is True if it passes a checkpoint."""
         self.run.agreed.wants_comparison |= saves
         if self.rank and self.run.agreed.is_unrecorded():
             self.run.tell_once("warning", UNRECORDED, 0)
@@ -300,7 +303,7 @@ class Session:
         return reports
 
     def may_save(self) -> bool:
-        """True if all ranks hold the same model; if not, request that they do after the next step."""
+        """True if all ranks hold the same model; otherwise request that the models be made equal after the next step."""
         settled = self.registry.settled
         if not settled:
             self.run.agreed.wants_consensus = True
@@ -314,12 +317,12 @@ class Session:
 
     @property
     def takes_more(self) -> bool:
-        """True if this rank processes more than its equal share of the step."""
+        """True if this rank's largest micro-batch in the current step exceeds that of an equal division."""
         step = self.ledger.outermost
         return step is not None and self.atomic_bsz > step.equal_bsz
 
     def step_report(self) -> StepReport | None:
-        """Return rank 0's measurements since the previous call; None before the first generation."""
+        """Return this rank's measurements since the previous call; None before the first group."""
         run, adaptation = self.run, self.adaptation
         spec = run.group.generation_spec
         if spec is None:

@@ -98,7 +98,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return made_group(str(options["group_name"]), SoloGroup()) if self.rank() in ranks else None
 
     def split_group(self, *args: Any, **options: Any) -> Any:
-        """Raise ValueError, because all ranks form one group."""
+        """Raise ValueError: the job's group cannot be split, because all ranks form one group."""
         raise ValueError(_SUBGROUP.format(what="split_group()"))
 
     merge_remote_group = split_group
@@ -434,7 +434,7 @@ class Transfer(EndedWork):
     """Point-to-point transfer of a tensor; in a lost step nothing is sent or received.
 
     Args:
-        come: Called with a received tensor's arrival; None for a sent one.
+        come: Called when a received tensor has arrived; None for a sent one.
     """
 
     def __init__(

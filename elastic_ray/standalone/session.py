@@ -258,7 +258,7 @@ def standalone_session() -> Session:
 
 
 def own_gpu(local_rank: int, chosen: int, count: int) -> int:
-    """Return the index of the GPU that this process uses.
+    """Return the index of the GPU that this process uses: the chosen one, else ``local_rank`` modulo ``count``.
 
     Args:
         chosen: Index of the current GPU; 0 unless user code has chosen another.

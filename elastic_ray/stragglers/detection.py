@@ -260,7 +260,7 @@ class StragglerConfig:
             raise ValueError(f"patience_s must be above 0 seconds and finite, but got {self.patience_s}")
 
     def goes_beyond(self, other: StragglerConfig) -> bool:
-        """True if this configuration's response does more than the response of ``other``."""
+        """True if this response is stronger than that of ``other``, which comes earlier in ``RESPONSES``."""
         return RESPONSES.index(self.response) > RESPONSES.index(other.response)
 
     @property
@@ -281,7 +281,7 @@ class StragglerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlowWorker:
-    """Worker that slows down its whole group."""
+    """Worker that slows down its whole group, with its time ratio and probable cause."""
 
     worker: str
     node: str

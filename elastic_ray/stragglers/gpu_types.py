@@ -71,7 +71,11 @@ class TypeShares:
         return self._mixed
 
     def weights(self, others: Sequence[float] | None) -> tuple[float, ...] | None:
-        """Return each current rank's share of a step's samples; None if the shares are equal."""
+        """Return each current rank's relative weight in a step's samples; None if the shares are equal.
+
+        Args:
+            others: Weights for other reasons (stragglers), by which the weights are multiplied; None if equal.
+        """
         if not self.mixed:
             return tuple(others) if others is not None else None
         known = self._known()
@@ -166,7 +170,7 @@ class TypeShares:
         return {gpu: lower_median(found) for gpu, found in sorted(by_type.items())}
 
     def take(self) -> tuple[MeasuredPart, ...]:
-        """Return the sums of each GPU type since the last call; empty if there was one type or no step."""
+        """Return the mean measures of each GPU type since the last call; empty if there was one type or no step."""
         seen, self._reported = self._reported, {}
         members = [member.gpu_type for member in self._members()]
         if not self.mixed or any(sums.busy_s <= 0 for sums in seen.values()):

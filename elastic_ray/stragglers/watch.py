@@ -91,7 +91,7 @@ class StragglerWatch:
             self._measure()
 
     def lacks(self, config: StragglerConfig) -> bool:
-        """True if ``config`` requests more than the current response."""
+        """True if ``config`` requests a stronger response than the current one."""
         return config.goes_beyond(self._config)
 
     @property

@@ -239,7 +239,7 @@ class Processes:
             self._names[actor] = name
 
     def rest(self, node: str, actor: Any) -> None:
-        """Return a reusable process to its sweep, or keep it warm if the job wants more warm processes on the node."""
+        """Put aside a reusable process: return it to its sweep, keep it warm if the job wants more, or else end it."""
         warm = self._warm.setdefault(node, [])
         if actor in self._lent:
             self._give_back(actor, fit=True)
@@ -249,7 +249,7 @@ class Processes:
             self._kill(actor)
 
     def end(self, actor: Any) -> None:
-        """End a process that cannot be reused."""
+        """End a process that cannot be reused; if it was borrowed, its sweep is informed."""
         if actor in self._lent:
             self._give_back(actor, fit=False)
         else:

@@ -207,11 +207,17 @@ class ActorControllerClient:
             self.push(told)
 
     def could_not_form(self, generation: int, cause: str) -> None:
-        """Report that the group of an announced generation could not be formed."""
+        """Report that the group of an announced generation could not be formed; ``cause`` is a sentence."""
         self.push(PrepareFailed(worker=self._worker, generation=generation, cause=cause))
 
     def beat(self, *, report: StepReport | None, at: tuple[int, int] | None = None, ending: bool = False) -> None:
-        """Send a heartbeat."""
+        """Send a heartbeat.
+
+        Args:
+            report: Rank 0's measurements; None on other ranks.
+            at: Generation and number of steps that this worker has reached; None before its first generation.
+            ending: True for the run's last heartbeat.
+        """
         waits = "" if ending else self.calls.waiting()
         beat = WorkerHeartbeat(
             worker=self._worker,

@@ -65,7 +65,7 @@ class ControllerWatchdog:
         threading.Thread(target=self._run, name="controller-watchdog", daemon=True).start()
 
     def watch(self, watch: Registration | None) -> None:
-        """Watch this controller from now on (None: no controller), and exit the process if the controller ends."""
+        """Watch this controller instead of the previous one, if any; None stops watching."""
         self._heard_s = time.monotonic()
         self._registration = watch
 

@@ -60,7 +60,7 @@ class Ownership:
         return self._owner is None
 
     def prepared(self) -> None:
-        """Record that the process has received its job's setup."""
+        """Record that the process has received its job's setup; if none comes, a claimed process ends itself."""
         self._prepared = True
 
     def claim(self, owner: ProcessOwner) -> bool:

@@ -46,7 +46,7 @@ class WorkerProcess:
         return resident_bytes() if self._ownership.wanted() else None
 
     def claim(self, owner: ProcessOwner) -> bool:
-        """Assign the process to this owner; return False if it already belongs to a different owner."""
+        """Assign the process to this owner for good; return False if it already belongs to a different owner."""
         with self._lock:
             return self._ownership.claim(owner)
 

@@ -35,7 +35,7 @@ class FailureDetector:
         self._excused.difference_update(workers)
 
     def forget(self, *workers: str) -> None:
-        """Stop watching these workers."""
+        """Stop watching these workers, until :meth:`heard` is called for them again."""
         for worker in workers:
             self._heard_s.pop(worker, None)
         self._questioned.difference_update(workers)
@@ -47,7 +47,7 @@ class FailureDetector:
             self._excused.add(worker)
 
     def questioned(self, worker: str) -> bool:
-        """True if the worker has stayed silent since :meth:`questionable` returned it."""
+        """True if :meth:`questionable` has returned the worker and no sign of life has come since."""
         return worker in self._questioned
 
     def questionable(self) -> list[str]:
@@ -63,7 +63,7 @@ class FailureDetector:
         return None if heard_s is None else self._clock_s - heard_s
 
     def silent(self, now_s: float, members: Iterable[str]) -> list[tuple[str, float]]:
-        """Return each member that has exceeded its timeout, with the time for which it has been silent [s]."""
+        """Return (worker, silence [s]) for each of ``members`` that has exceeded its timeout at ``now_s`` [s]."""
         if self._looked_s is not None:
             self._clock_s += min(max(0.0, now_s - self._looked_s), _LONGEST_GAP_S)
         self._looked_s = now_s

@@ -131,11 +131,11 @@ class WorkerGroup:
             self._perform(instruction)
 
     def post_to_members(self, message: ControllerMessage) -> None:
-        """Send a message to all members."""
+        """Send a message to all members of the current generation."""
         self.actors.post([member.worker for member in self.machine.members()], message)
 
     def begin_again(self, *, waits: bool) -> None:
-        """Release all workers and start again; with ``waits``, end warm processes too, as the job waits for nodes."""
+        """Release all workers and request new ones; with ``waits``, end warm processes too, as the job has no nodes."""
         for instruction in self.machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
         if waits:
@@ -171,6 +171,9 @@ class WorkerGroup:
         """Record a sign of life from a worker; return False if its message must be ignored.
 
         Messages from workers that were killed, for example because they were declared lost, are ignored.
+
+        Args:
+            position: Index of the sending process within the worker's unit.
         """
         if worker in self._given_up:
             return False

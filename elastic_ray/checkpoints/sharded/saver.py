@@ -53,7 +53,7 @@ class CopyBuffers:
         self.made = 0
 
     def fit(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return a buffer for each tensor; None if one is missing.
+        """Return a buffer of the same shape and dtype for each tensor; None if any buffer is missing.
 
         Buffers may be left over, because gradients exist at some steps only.
         """
@@ -149,7 +149,7 @@ class PartSaver:
         self._fits = -1  # how often memory had been made when it was known to fit this group's part
 
     def begin(self) -> None:
-        """Prepare for a new group, in which this rank writes another part."""
+        """Prepare for a new group, in which this rank may write a different part of the state."""
         self._groups, self._fits = self._groups + 1, -1
 
     def standing(self) -> Readiness:
@@ -167,7 +167,11 @@ class PartSaver:
         self._never = why
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Return this rank's readiness to write its part, and start what it lacks; ``now`` means without a copy."""
+        """Return this rank's readiness to write its part, and start what it lacks (access to storage, memory).
+
+        Args:
+            now: True if the part is written while no rank trains, so that no copy is needed.
+        """
         if self._looking is None:
             self._looking = self._calls.start("looking for the run's directory", self._storage.check_reachable)
         self._look(wait=now)

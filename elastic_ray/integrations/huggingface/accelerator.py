@@ -293,7 +293,7 @@ class Accelerator(OnMainProcess, Collectives):
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Keep gradients computed in the block on this worker."""
+        """Accumulate gradients computed in the block on this worker, without averaging them over the workers."""
         with model.no_sync():
             yield
 
@@ -303,11 +303,11 @@ class Accelerator(OnMainProcess, Collectives):
         yield
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the plain model without its wrapper."""
+        """Return the user's original model, without the wrapper that :meth:`prepare` added."""
         return super().unwrap_model(plain_model(model), *args, **kwargs)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Return the state dict of the plain model."""
+        """Return the state dict of the user's original model, without the wrapper's prefixes."""
         return super().get_state_dict(plain_model(model), unwrap)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:

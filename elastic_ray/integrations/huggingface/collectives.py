@@ -37,7 +37,7 @@ class Collectives(SavesAlone, accelerate.Accelerator):
     flag_tensor: Any
 
     def gather(self, tensor: Any) -> Any:
-        """Gather tensors from all workers, concatenated along the first dimension, whose sizes may differ."""
+        """Gather each tensor in `tensor` from all workers, concatenated along dimension 0, whose size may differ."""
         leaves: list[Any] = []
         recursively_apply(leaves.append, tensor, test_type=_every_leaf)
         parts = map(_joined, zip(*er.all_gather(leaves), strict=True))
@@ -50,7 +50,7 @@ class Collectives(SavesAlone, accelerate.Accelerator):
         return self.gather(input_data)
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
-        """Reduce each tensor in `tensor` over all workers (sum, mean or max) and multiply it by `scale`."""
+        """Reduce each tensor over all workers (sum, mean or max), times `scale`; "none" returns `tensor` unchanged."""
         if reduction not in ("sum", "mean", "max", "none"):
             raise ValueError(f"reduction must be 'sum', 'mean', 'max' or 'none', but got {reduction!r}")
         if reduction == "none":
@@ -76,7 +76,7 @@ class Collectives(SavesAlone, accelerate.Accelerator):
             er.barrier()
 
     def check_trigger(self) -> bool:
-        """True if any worker has called ``set_trigger``."""
+        """True if any worker has called ``set_trigger`` since the last check that returned True."""
         own = float(self.flag_tensor.item()) if self.flag_tensor is not None else 0.0
         if er.all_reduce(own, "max") == 0:
             return False

@@ -76,7 +76,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], Any]:
-        """Wrap the model with its optimizers."""
+        """Wrap the model with its optimizers; return the wrapped model, the optimizers and the scheduler."""
         scaler = getattr(self.precision, "scaler", None)
         wrapped = er.AdaptiveDataParallel(
             module, optimizers, lr_scheduler=scheduler, grad_scaler=scaler, **self._options
@@ -123,7 +123,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
 
 class _BackwardSync(_BackwardSyncControl):
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Keep gradients computed in the block on this rank if ``enabled``."""
+        """Return a context in which gradients are not averaged over ranks if ``enabled``, otherwise an empty one."""
         if not isinstance(module, er.AdaptiveDataParallel):
             raise TypeError(f"no_backward_sync() takes what fabric.setup() gave, but got {type(module).__name__}")
         return module.no_sync() if enabled else nullcontext()

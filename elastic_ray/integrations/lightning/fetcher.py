@@ -84,7 +84,7 @@ class ElasticFetcher(_DataFetcher):
 
     @property
     def at_limit(self) -> bool:
-        """True if the epoch has reached its limit of batches; a step is always completed first."""
+        """True if the epoch has reached its limit of batches and no step is in progress; False without a limit."""
         return self.most is not None and self.fetched >= self.most and not current_session().ledger.accumulating
 
     @property
@@ -108,7 +108,11 @@ class ElasticFetcher(_DataFetcher):
         self.done = True
 
     def batches_of_epoch(self, had: int) -> float:
-        """Return the number of micro-batches in this epoch at the current batch size, given ``had`` already started."""
+        """Return the epoch's number of micro-batches at the current batch size; infinite for a dataset without length.
+
+        Args:
+            had: Number of micro-batches already started in this epoch.
+        """
         left = self.loader.batches_left
         if left is None:
             return float("inf")

@@ -115,7 +115,7 @@ class ElasticFitLoop(_FitLoop):
         self._place = state_dict.get(_PLACE)
 
     def run(self) -> None:
-        """Join the job and train."""
+        """Join the job, then run Lightning's fit loop over the job's remaining epochs."""
         self.setup_data()
         if self._combined_loader is None:  # limit_train_batches=0, or nothing to train
             return super().run()

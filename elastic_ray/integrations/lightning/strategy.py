@@ -223,7 +223,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep gradients computed in the block on this rank."""
+        """Accumulate gradients computed in the block on this rank, without averaging them over ranks."""
         if isinstance(self.model, er.AdaptiveDataParallel):
             with self.model.no_sync():
                 yield

@@ -161,7 +161,7 @@ class DatasetCoordinator:
         return bool(done)
 
     async def leave(self, client: str) -> None:
-        """Remove a reader that has finished its pass."""
+        """Remove the reader with id ``client``, which has finished its pass and needs no more rows."""
         stream = self._readers.leave(client)
         if isinstance(stream, RowStream) and stream.leave(client):
             self._close(stream)

@@ -105,7 +105,7 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
 
 
 def unpack(packed: PackedDatasets) -> dict[str, bytes]:
-    """Unpack the datasets and pickle each one separately, because every execution needs its own copy.
+    """Return the datasets, keyed by name and each pickled separately, because every execution needs its own copy.
 
     Raises LookupError if the datasets are no longer in Ray's control store.
     """
@@ -119,13 +119,13 @@ def unpack(packed: PackedDatasets) -> dict[str, bytes]:
 
 
 def forget(packed: PackedDatasets) -> None:
-    """Delete the datasets from Ray's control store."""
+    """Delete the packed datasets from Ray's control store, if they were stored there."""
     if packed.stored:
         internal_kv._internal_kv_del(packed.stored.encode(), namespace=NAMESPACE)
 
 
 def with_datasets(train_loop: bytes, run: DatasetsOfJob) -> bytes:
-    """Wrap a packed train function so that it has access to the job's datasets when called."""
+    """Wrap a packed (pickled) train function so that it has access to the job's datasets when called."""
     return _pickled((TrainLoopWithDatasets(train_loop, run), None))
 
 

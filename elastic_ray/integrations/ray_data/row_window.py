@@ -26,7 +26,7 @@ class RowSpan:
         return self.first + self.rows
 
     def behind(self, position: int) -> RowSpan | None:
-        """Return the part of the span from ``position`` on, or None if it is empty."""
+        """Return the part of the span from stream position ``position`` on, or None if the span ends before it."""
         known = max(0, position - self.first)
         if known >= self.rows:
             return None
@@ -72,7 +72,7 @@ class RowWindow:
         return max((each.generation for each in self._readers.values()), default=-1)
 
     def add(self, rows: int, block: Any, offset: int = 0) -> None:
-        """Append rows to the stream; an empty block is ignored."""
+        """Append ``rows`` rows of a block, the first at index ``offset`` in it; 0 rows are ignored."""
         if rows:
             span = RowSpan(first=self.end, rows=rows, block=block, offset=offset)
             self.end = span.end
@@ -95,7 +95,7 @@ class RowWindow:
         self._raise_floor()
 
     def leave(self, client: str) -> bool:
-        """Remove a reader that will send no further requests; return True if it was the last one."""
+        """Remove a reader that will send no further requests; return True if no reader is left."""
         known = self._readers.get(client)
         if known is None:
             return False
@@ -109,7 +109,7 @@ class RowWindow:
         return tuple(itertools.takewhile(lambda each: each.first < end, later))
 
     def ahead(self, row: int) -> int:
-        """Return the number of spans that start at ``row`` or later."""
+        """Return the number of held spans that start at stream position ``row`` or later."""
         return sum(1 for _ in itertools.takewhile(lambda each: each.first >= row, reversed(self._spans)))
 
     def _raise_floor(self) -> None:
@@ -145,11 +145,11 @@ class Readers:
         return before if before is not stream else None
 
     def leave(self, client: str) -> object | None:
-        """Remove a client that will send no further requests, and return the stream it was reading."""
+        """Remove a client that will send no further requests; return the stream it was reading, or None."""
         return self._reads.pop(client, (None, None))[1]
 
     def forget(self, stream: object, *, gone: bool) -> None:
-        """Detach all readers from a closed stream, or remove them if ``gone``."""
+        """Detach a closed stream's clients, which can then move to another stream; remove them if ``gone``."""
         for client, (reader, read) in tuple(self._reads.items()):
             if read is stream and gone:
                 del self._reads[client]

@@ -152,7 +152,7 @@ class RayDataBatches:
         self._asked: Any = None
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """Seek to ``position`` in the epoch; the group may have changed."""
+        """Start or continue reading at ``position`` of the epoch, with this rank's share given by ``cut``."""
         self._generation = get_context().get_generation()
         self._last_epoch = epoch + 1 >= (current_session().progress.epochs or 0)
         self._rank, self._world_size = cut.rank, cut.world_size
@@ -198,7 +198,7 @@ class RayDataBatches:
         return {"the dataset of Ray Data": self._dataset}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """True if a group of ``world_size`` ranks may start at ``position``."""
+        """True if enough rows remain after ``position`` for a group of ``world_size`` ranks to start there."""
         self._know(position + 2 * world_size, ahead=0)
         known = self._end if self._total is None else self._total
         return can_switch(position=position, total=known, world_size=world_size)

@@ -101,7 +101,7 @@ class RowStream:
             return self._window.spans(first, end)
 
     def leave(self, client: str) -> bool:
-        """Remove a reader that will send no further requests; return True if it was the last one."""
+        """Remove a reader that will send no further requests; return True if no reader is left."""
         with self._lock:
             return self._window.leave(client)
 

@@ -104,7 +104,7 @@ class JobMetrics:
         self._guarded = Guarded(f"job {spec.job}")
 
     def recall(self, events: int) -> None:
-        """Restore the number of events that an earlier controller has already written."""
+        """Restore the number of events that an earlier controller has written, so that they are not repeated."""
         self._seen = events
 
     def tick(self, now_s: float) -> None:

@@ -56,7 +56,7 @@ class Client:
         self._messages.put_nowait(None)
 
     async def next(self, timeout_s: float) -> bytes | None:
-        """Return the next message, an empty one after ``timeout_s``, or None once the client has been dropped."""
+        """Return the next message; empty if none comes within ``timeout_s`` [s]; None if the client was dropped."""
         try:
             message = await asyncio.wait_for(self._messages.get(), timeout_s)
         except asyncio.TimeoutError:

@@ -144,7 +144,10 @@ class Doors:
         return len(self._connections)
 
     def open(self, key: Hashable, peer: str, now_s: float) -> Hashable | None:
-        """Add a connection; return the connection that must be closed, which may be the new one, or None."""
+        """Add a connection from ``peer``; return the connection to close if there are too many, otherwise None.
+
+        The connection to close is the one that has waited longest, and may be the new one.
+        """
         of_peer = [each for each, one in self._connections.items() if one.peer == peer]
         self._connections[key] = _Connection(peer, now_s)
         if len(of_peer) >= self._most_of_one:
@@ -168,7 +171,7 @@ class Doors:
             self._connections[key] = dataclasses.replace(one, asks=one.asks - 1, since_s=now_s)
 
     def late(self, now_s: float) -> list[Hashable]:
-        """Return the connections that have been idle for too long and must be closed."""
+        """Return the connections that must be closed, because no request has arrived on them for too long."""
         return [key for key, one in self._connections.items() if not one.asks and now_s - one.since_s >= LONGEST_WAIT_S]
 
     def _longest_waiting(self, keys: list[Hashable]) -> Hashable:

@@ -83,7 +83,13 @@ class History:
         self._marks.append((self._numbers, time_s, job, kind, text))
 
     def measure(self, time_s: float, used: int, waiting: int | None, usd_per_h: float | None) -> None:
-        """Record the slots in use and the waiting jobs (None if unknown); an entry with the same time is replaced."""
+        """Record a use of slots, unless nothing has changed; an entry with the same time is replaced.
+
+        Args:
+            used: Number of slots in use.
+            waiting: Number of waiting jobs; None if unknown.
+            usd_per_h: Price of the nodes [USD per hour]; None if unknown.
+        """
         last = self._uses[-1] if self._uses else None
         if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] > time_s):
             return

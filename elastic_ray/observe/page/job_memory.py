@@ -39,7 +39,7 @@ class JobMemory:
         return tuple(self._series)
 
     def decided(self, state: JobState) -> None:
-        """Store the allocator's current state of the job."""
+        """Store the allocator's current state of the job, which shows that the job has not ended."""
         self.state, self.ended_s = state, None
 
     def ended(self, now_s: float) -> None:
@@ -47,7 +47,7 @@ class JobMemory:
         self.ended_s = now_s if self.ended_s is None else self.ended_s
 
     def hear(self, look: JobLook, now_s: float) -> tuple[JobEvent, ...]:
-        """Store the controller's answer and return its new events, which the timeline marks."""
+        """Store the controller's answer; return those of its new events that the timeline marks."""
         self.events.extend(look.events)
         self.facts = look.facts or self.facts
         if look.status is not None:

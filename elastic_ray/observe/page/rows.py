@@ -119,7 +119,12 @@ def slots_of(total: Mapping[str, float]) -> int:
 
 
 def slots_per_worker(bundle: Mapping[str, float], total: Mapping[str, float]) -> float:
-    """Return the number of a node's slots that one worker occupies."""
+    """Return the number of a node's slots (GPUs, or CPUs on a node without GPUs) that one worker occupies.
+
+    Args:
+        bundle: Resources of one worker.
+        total: All resources of the node.
+    """
     return bundle.get("GPU", 0.0) if total.get("GPU") else bundle.get("CPU", 0.0)
 
 
@@ -144,7 +149,11 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
 
 
 def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
-    """Return the job's planned slots keyed by node id: at least one on each node that has a worker."""
+    """Return the job's planned slots keyed by node id: at least one on each node that has a worker.
+
+    Args:
+        totals: Resources of each node, keyed by node id.
+    """
     return {
         node: max(1, math.ceil(workers * slots_per_worker(state.view.bundle, totals.get(node, {})) - 1e-6))
         for node, workers in by_node(state.target).items()

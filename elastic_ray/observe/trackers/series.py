@@ -142,7 +142,7 @@ class SeenReports:
         return True
 
     def go_back(self, last: int) -> None:
-        """Return to report ``last``: later reports count as new again."""
+        """Return to report number ``last``: reports with larger numbers count as new again."""
         self._floor = min(self._floor, last)
         self._above = {number for number in self._above if number <= last}
 

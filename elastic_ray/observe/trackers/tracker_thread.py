@@ -109,7 +109,7 @@ class TrackerThread:
         return self._closed and (self._thread is None or not self._thread.is_alive())
 
     def give_up(self) -> str:
-        """Drop all queued calls and return a sentence that says what was left undone."""
+        """Drop all queued calls and return a sentence that says how many, and which call was in progress."""
         with self._news:
             waiting, running = len(self._calls), self._running
             self._given_up = True
