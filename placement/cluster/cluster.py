@@ -184,12 +184,11 @@ def add_amounts(totals: dict[str, float], bundle: Resources, workers: float) -> 
 
 
 def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Cluster) -> None:
-    """Raise an error if the cluster cannot hold an allocation.
+    """Raise AllocationError if the cluster cannot hold an allocation; the message names the rule, and the job or node.
 
     Args:
+        bundles: Resources of one worker, keyed by job.
         cluster: The nodes. Workers may use only the ``free`` resources.
-
-    Raises AllocationError: a rule is violated; the message names the rule, and the job or node.
     """
     nodes = cluster.by_id()
     used: dict[str, dict[str, float]] = {}
@@ -214,7 +213,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
 
 
 def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
-    """Return the resources that these workers use, keyed by node id."""
+    """Return the resources that these workers use, keyed by node id; ``bundles`` is one worker's, keyed by job."""
     used: dict[str, dict[str, float]] = {}
     for job, placed in allocation.items():
         for node_id, workers in by_node(placed).items():
@@ -223,7 +222,10 @@ def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> d
 
 
 def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Resources]) -> Cluster:
-    """Return the cluster with the resources that these workers use removed."""
+    """Return the cluster minus the resources that the workers of an allocation use.
+
+    ``bundles`` holds the resources of one worker, keyed by job.
+    """
     used = used_on_nodes(allocation, bundles)
     return Cluster(
         nodes=tuple(
@@ -248,7 +250,7 @@ class Change:
 
 
 def diff(before: Allocation, after: Allocation) -> tuple[Change, ...]:
-    """Return the jobs whose workers differ, shrinking jobs first, then by name."""
+    """Return the jobs whose workers differ between two allocations, shrinking jobs first, then by name."""
     changes = [
         Change(job=job, before=dict(before.get(job, {})), after=dict(after.get(job, {})))
         for job in sorted({*before, *after})

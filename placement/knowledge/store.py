@@ -391,7 +391,7 @@ class KnowledgeSync:
         self._saves: set[asyncio.Task[None]] = set()
 
     def knows(self, job: str) -> bool:
-        """True if the storage root of this job's results is known."""
+        """True if ``open`` has been called with the storage root (results directory) of this job."""
         return job in self._root_of_job
 
     async def open(self, job: str, root: StorageRoot) -> None:

@@ -77,7 +77,7 @@ class NodeRequests:
 
 
 def refusals(since_s: float) -> tuple[Refusal, ...]:
-    """Return the launches that failed after this time [s since the epoch].
+    """Return the node launches that failed after ``since_s`` [s since the epoch].
 
     Returns an empty tuple if Ray's autoscaler does not report failed launches (only v2 does).
     """
