@@ -144,7 +144,7 @@ _PART = re.compile(r"(.+?)\*(\d+)(?:\+|$)")
 
 
 def parts(place: str) -> dict[str, int]:
-    """Return the processes of one worker per node, parsed from its place; a plain node id gives ``{id: 1}``.
+    """Return how many processes of one worker run on each node of its place; a plain node id gives ``{id: 1}``.
 
     Examples:
         >>> parts("n1*4+n2*2")
@@ -162,7 +162,10 @@ def is_split(place: str) -> bool:
 
 
 def by_node(places: Mapping[str, float]) -> dict[str, float]:
-    """Return the number of workers per node; a worker that spans several nodes counts on each in proportion."""
+    """Return the workers on each node, keyed by node id; a worker on several nodes counts on each in proportion.
+
+    ``places`` are workers keyed by place: a node id, or text such as ``n1*4+n2*2``.
+    """
     found: dict[str, float] = {}
     for place, workers in places.items():
         here = parts(place)
@@ -242,7 +245,7 @@ def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Reso
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Change of one job between two allocations."""
+    """Change of one job's workers between two allocations; both are workers keyed by node id."""
 
     job: str
     before: Mapping[str, int]

@@ -402,7 +402,7 @@ class KnowledgeSync:
         await asyncio.wait([known.loading], timeout=_LOAD_TIMEOUT_S)
 
     def heard(self, view: JobView) -> None:
-        """Record which model the job of a heartbeat trains."""
+        """Record the fingerprint of the model that the job trains, so that its measurements are stored."""
         if view.fingerprint is not None and view.job in self._root_of_job:
             self._root_of_job[view.job].know([view.fingerprint])
 

@@ -75,7 +75,7 @@ class StablePlacer:
         return places
 
     def grown(self, job: int, more: int) -> dict[int, int] | None:
-        """Return the job's workers by node index with ``more`` added, first on its own nodes; None if they do not fit."""
+        """Return the job's workers by node index with ``more`` added, first on its own nodes; None without room."""
         place, free = dict(self._occupied.place(job)), self._occupied.slots(job)
         own = [node for node in place if free[node] >= more]
         if own:
@@ -233,7 +233,7 @@ class WorstFitPlacer:
         self._types = [types[node_id] for node_id in self.free.node_ids]
 
     def keep(self, view: JobView) -> Mapping[str, int] | None:
-        """Reserve and return the job's current workers by node id; if a part is not free, reserve none and return None."""
+        """Reserve and return the job's current workers by node id; if part of it is not free, only return None."""
         fits = self.free.slots(view)
         place = {self.free.index(node_id): workers for node_id, workers in view.allocation.items()}
         if any(index is None or fits[index] < workers for index, workers in place.items()):
