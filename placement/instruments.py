@@ -66,7 +66,7 @@ class Instrument:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Value of a metric at one time, with its labels."""
+    """One value of a metric, with the values of its labels."""
 
     instrument: Instrument
     labels: tuple[str, ...]  # values of its labels, in their order

@@ -109,7 +109,7 @@ class Reason:
         return "; ".join(each for each in (self.words, self.figures, whole) if each)
 
     def of_unit(self, unit: int) -> Reason:
-        """Return the reason with workers counted in units of ``unit`` processes."""
+        """Return the reason with its numbers counted in units (workers) of ``unit`` processes each."""
         return self if unit == self.unit else dataclasses.replace(self, unit=unit)
 
     def with_figures(self, figures: str) -> Reason:
@@ -124,7 +124,7 @@ class Reason:
 
 
 def nodes_of(node_ids: Collection[str]) -> tuple[str, str]:
-    """Return a phrase for these nodes as the subject of a sentence, and the ending of the verb."""
+    """Return a phrase for these nodes as the subject of a sentence, and the ending of its verb ("s" for one node)."""
     several = len(node_ids) > 1
     return (f"{len(node_ids)} nodes", "") if several else (f"node {next(iter(node_ids))[:8]}", "s")
 

@@ -39,7 +39,7 @@ def short_ids(text: str) -> str:
 
 
 def clipped(text: str, most: int = 500) -> str:
-    """Return the text with shortened ids, truncated to ``most`` characters."""
+    """Return the text with Ray's long hex ids shortened, truncated to ``most`` characters."""
     short = short_ids(text[: 4 * most])
     return short if len(short) <= most else f"{short[: most - 1]}…"
 

@@ -19,7 +19,7 @@ class VersionError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
-    """Version of a process: its message protocol number, and its release."""
+    """Version of a process: the number of its message protocol, and its release."""
 
     protocol: int
     release: str

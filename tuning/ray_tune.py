@@ -248,7 +248,10 @@ class ElasticTrainable(Trainable):
         self._asked_last = False
 
     def step(self) -> dict[str, Any]:
-        """Start the job if it is not running yet, and return the train loop's next report."""
+        """Return the train loop's next report with the number of ``workers``; the first call starts the job.
+
+        The last result of a trial only tells Tune that the trial is done. Raises the error with which the job failed.
+        """
         if self._job is None:
             try:
                 self._job = self._start()
@@ -268,9 +271,9 @@ class ElasticTrainable(Trainable):
         return result
 
     def save(self, checkpoint_dir: str | None = None) -> Any:
-        """Return the checkpoint that the train loop reported last, at the path where the job stored it.
+        """Return Ray Tune's training result (checkpoint and metrics) for the latest checkpoint of the train loop.
 
-        The checkpoint in the result is None if the train loop has reported none.
+        The checkpoint stays at the path where the job stored it; it is None if the train loop has reported none.
         """
         if self._reported is not None:
             checkpoint = Checkpoint(self._reported, self._place().storage_filesystem)
@@ -284,9 +287,9 @@ class ElasticTrainable(Trainable):
         """Do nothing, since the workers load the checkpoint themselves."""
 
     def restore(self, checkpoint_path: Any) -> None:
-        """Continue from a checkpoint of this trial or another one.
+        """Make the trial start from a checkpoint of its own or of another trial, at its first step.
 
-        Raises NoCheckpointError: there is none.
+        Raises NoCheckpointError: the result contains no checkpoint.
         """
         if checkpoint_path.checkpoint is None:
             raise NoCheckpointError(self.trial_id)
@@ -296,7 +299,7 @@ class ElasticTrainable(Trainable):
         self._saved = checkpoint_path
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Reuse this actor for another trial, or for the same trial with other parameters."""
+        """Reuse this actor for another trial, or for the same trial with other parameters; always True."""
         self.cleanup()
         self._last_result = None  # Ray leaves the last trial's
         self.setup(copy.deepcopy(new_config))
@@ -309,7 +312,7 @@ class ElasticTrainable(Trainable):
             job.stop(paused=self._asked_last and not job.done)
 
     def vacate(self) -> None:
-        """Release the trial's job, while Tune keeps the actor for reuse."""
+        """Stop the trial's job and release its resources, while Tune keeps this actor for another trial."""
         self.cleanup()
 
     def _place(self) -> StorageContext:
@@ -461,11 +464,13 @@ def _was_submitted(storage: StorageContext | None) -> bool:
 
 
 def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
-    """Return the promise equivalent to a Tune scheduler; None if it does not stop trials by number of reports.
+    """Return the promise (comparison rule) of a Tune scheduler; None if it does not stop trials by number of reports.
+
+    Supported are ASHA, HyperBand and median stopping with ``time_attr="training_iteration"``.
 
     Args:
         scheduler: Scheduler of the experiment, with its metric set.
-        criterion: The ``stop`` criterion of a trial.
+        criterion: The ``stop`` criterion of a trial; a limit on ``training_iteration`` in it lowers ``max_t``.
     """
     scheduler = getattr(scheduler, "_base_scheduler", scheduler)
     metric, mode = getattr(scheduler, "_metric", None), str(getattr(scheduler, "_mode", None))

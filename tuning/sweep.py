@@ -179,7 +179,8 @@ class StopWatch:
     def look(self, name: str, driver: SweepDriver | None = None) -> str:
         """Return why this sweep was stopped, once all its trials have ended; empty before that.
 
-        Each call also signals to the sweep's actor that the driver is alive.
+        Each call also signals to the sweep's actor that ``driver`` (None if it has not claimed the sweep) is alive. The
+        call does not block: it returns the answer to the previous call's request.
         """
         asked = self._asked.pop(name, None)
         if asked is not None and not ray.wait([asked], timeout=0)[0]:
@@ -201,9 +202,10 @@ def find_sweep(name: str, promise: Promise | None) -> Any:
 
 
 def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, Promise | None]:
-    """Return a controller that runs this trial, and the promise by which the sweep compares its trials.
+    """Return a controller that runs this trial, and the promise (rule) by which the sweep compares its trials.
 
-    The controller is either an idle one of an earlier trial or a new one.
+    The controller is an idle one of an earlier trial or a new one. If the sweep already has a promise, that is returned
+    instead of ``promise``. Raises SweepStoppedError if the sweep was stopped.
     """
     for attempt in range(_ATTEMPTS):
         try:
@@ -346,7 +348,7 @@ class SweepActor:
             begun.controller.stop.remote(reason=f"the sweep was stopped: {self._stop_reason}")
 
     async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
-        """Record the metric that a trial's current run reported after each report from number ``before`` on."""
+        """Record the metric of a trial's reports after the first ``before``, replacing earlier values; weigh again."""
         record = self._records.get(trial, TrialRecord(trial=trial)).told(before, values)
         self._records[trial] = dataclasses.replace(record, running=self._runs(trial))
         self._weigh()

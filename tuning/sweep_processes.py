@@ -44,14 +44,14 @@ class SweepProcesses:
         self._lent: dict[str, list[_Process]] = {}
 
     def admit(self, run: str, kind: JobSpec) -> None:
-        """Admit a run, which may then borrow processes for trials of this kind until it is closed by :meth:`settle`."""
+        """Allow a run to borrow processes of this kind until :meth:`settle`; trials of one kind can share processes."""
         self._kinds[run] = kind
         self._lent.setdefault(run, [])
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
         """Return a process on the node, and True if it has ever answered; None if the run is not admitted.
 
-        The process is the most recently returned one, or a new one.
+        It is the process of this kind that was handed back last, else one from the warm pool, else a new one.
         """
         kind = self._kinds.get(run)
         if kind is None:
@@ -102,7 +102,7 @@ class SweepProcesses:
             ray.kill(process.actor)
 
     def expire(self, now_s: float) -> None:
-        """Kill processes that have been idle for ``keep_s``, given the current time [s, monotonic]."""
+        """Kill processes idle for longer than their trial's ``keep_s``; ``now_s`` is the time [s, monotonic]."""
         for process in list(self._idle):
             trial = process.kind.trial
             if trial is None or now_s > process.since_s + trial.keep_s:

@@ -239,10 +239,11 @@ class TrialJob:
         self._handle.result(timeout=_STOP_TIMEOUT_S)
 
     def stop(self, *, paused: bool = False) -> None:
-        """Stop the job at once and release its workers and resources, keeping all reports that the sweep has received.
+        """Stop the job at once and release its workers and resources; reports that the sweep has received are kept.
 
         Args:
-            paused: True if the sweep may resume the trial, although it has no checkpoint to continue from.
+            paused: True if the sweep may resume the trial, although it has no checkpoint to continue from. Resuming
+                then raises NoCheckpointError instead of starting from scratch.
         """
         if paused:
             self._write_note({**(self._read_note() or {}), _PAUSED: "without a checkpoint"})

@@ -101,7 +101,10 @@ class TrialRecord:
     running: bool = True  # whether it still trains; one that was cut or has ended is only compared with
 
     def told(self, before: int, values: tuple[float, ...]) -> TrialRecord:
-        """Return the record after a run continued from report ``before`` and then reported ``values``."""
+        """Return a record in which ``values`` replace all metric values after the first ``before`` reports.
+
+        A run that continues from an earlier checkpoint reports again. Missing values before it are NaN.
+        """
         kept = self.values[:before]
         return dataclasses.replace(self, values=(*kept, *(math.nan,) * (before - len(kept)), *values))
 
@@ -215,7 +218,7 @@ _PER_RUN = 2  # a scheduler may not have heard of the last one when it decides
 
 
 class CheckpointCache:
-    """Cache of references to checkpoints held in the cluster's memory, keyed by run and path."""
+    """Cache of Ray references to checkpoints in the cluster's memory, keyed by run (one start of a trial) and path."""
 
     def __init__(self) -> None:
         self._of_run: dict[str, dict[str, Any]] = {}
@@ -238,7 +241,7 @@ class CheckpointCache:
             self._until_s[run] = until_s
 
     def expire(self, now_s: float) -> None:
-        """Discard runs whose retention time has passed."""
+        """Discard the checkpoints of ended runs whose ``until_s`` is before ``now_s`` [s, monotonic]."""
         for run in [run for run, until_s in self._until_s.items() if now_s > until_s]:
             del self._until_s[run]
             self._of_run.pop(run, None)

@@ -35,7 +35,7 @@ class Controllers:
         self._sending: set[tuple[str, type[Instruction]]] = set()
 
     def heard(self, job: str, controller: ActorHandle[Any]) -> None:
-        """Record a heartbeat from this controller."""
+        """Record a heartbeat of the job from this controller, to which later instructions are sent."""
         self._handles[job] = controller
         self._heard_s[job] = time.monotonic()
 

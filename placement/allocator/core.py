@@ -135,16 +135,16 @@ class AllocatorCore:
 
     @property
     def avoids(self) -> Mapping[str, Reason]:
-        """Nodes from which each job was excluded in the latest decision, with the reasons as sentences."""
+        """Reason why each job was kept off some nodes in the latest decision, keyed by job."""
         return self._avoids
 
     @property
     def jobs(self) -> tuple[str, ...]:
-        """Names of the known jobs."""
+        """Names of the jobs that have reported to the core and have neither ended nor been dropped as silent."""
         return tuple(self._jobs)
 
     def knows(self, job: str) -> bool:
-        """True if this job has reported to the core."""
+        """True if this job has reported to the core, and has neither ended nor been dropped as silent since."""
         return job in self._jobs
 
     def snapshot(self, after: int = 0) -> CoreSnapshot:

@@ -29,7 +29,7 @@ class PackedPolicy:
 
 
 def pack_policy(policy: object) -> PackedPolicy:
-    """Pack a policy, given in any form that ``make_policy`` accepts.
+    """Return a policy, given in any form that ``make_policy`` accepts, pickled for the allocator's process.
 
     Raises:
         ValueError: The name of a policy is unknown.

@@ -115,7 +115,7 @@ class Recorder:
         self._write = write
 
     def begun(self, policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> None:
-        """Record the start of a core."""
+        """Record the start of a core with these arguments, as the first line of a life."""
         if self._write is not None:
             self._write([start_line(policy, config, settling=settling)])
 
@@ -125,7 +125,7 @@ class Recorder:
             self._write([event_line(event, now_s, steady_s)])
 
     def decided(self, records: Iterable[DecisionRecord]) -> None:
-        """Record decisions of the core."""
+        """Record decisions made by the core."""
         if self._write is not None:
             self._write(map(decision_line, records))
 

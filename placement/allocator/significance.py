@@ -76,7 +76,7 @@ def _differ(old: NDArray[np.float64], new: NDArray[np.float64]) -> bool:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class KnownJob:
-    """Soft state about one job, which the next heartbeat could rebuild; only its own methods modify it."""
+    """Allocator's record of one job, which the next heartbeat could rebuild; only its own methods modify it."""
 
     view: JobView  # the last heartbeat's
     decided_on: JobView  # the view that the last decision saw; news is what differs from it
@@ -90,7 +90,7 @@ class KnownJob:
 
     @classmethod
     def arrived(cls, view: JobView, now_s: float) -> KnownJob:
-        """Return the record of a new job."""
+        """Return the record of a new job, whose planned workers are those that it already holds."""
         reason = Reason(Cause.CAME if view.allocation else Cause.ARRIVED)
         return cls(view=view, decided_on=view, target=dict(view.allocation), reason=reason, heard_s=now_s)
 
@@ -100,24 +100,24 @@ class KnownJob:
         return not self.target and not self.view.paused
 
     def hear(self, view: JobView, now_s: float) -> None:
-        """Store a heartbeat."""
+        """Store the view in a heartbeat that arrived at ``now_s`` [s, monotonic]."""
         self.view, self.heard_s = view, now_s
 
     def excuse(self, now_s: float) -> None:
-        """Treat the job as heard from until ``now_s``."""
+        """Count the job as heard from at ``now_s`` [s, monotonic], although no heartbeat arrived."""
         self.heard_s = now_s
 
     def decided(self, *, forced: bool) -> None:
-        """Record a decision based on the job's current view, ``forced`` by more than measured speeds."""
+        """Record that a decision used the job's current view; ``forced`` if more than measured speeds called for it."""
         self.decided_on = self.view
         self.sways = 0 if forced else self.sways
 
     def give(self, target: Mapping[str, int]) -> None:
-        """Set the job's planned workers."""
+        """Set the job's planned workers: the number of workers keyed by node id; empty for none."""
         self.target = target
 
     def swayed(self, now_s: float) -> None:
-        """Record that measured speeds alone have changed the job's size."""
+        """Record that at ``now_s`` [s, monotonic] measured speeds alone changed the job's size."""
         self.swayed_s, self.sways = now_s, self.sways + 1
 
     def explain(self, reason: Reason) -> None:

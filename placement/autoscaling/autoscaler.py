@@ -138,15 +138,15 @@ class Autoscaler:
 
     @property
     def account(self) -> Account:
-        """Account of the cluster's recent cost and number of jobs."""
+        """Recent cost of all nodes and mean number of jobs, for the objective "budget"."""
         return self._account
 
     def resume(self, account: Account) -> None:
-        """Continue from the account of an earlier autoscaler."""
+        """Continue from the recent costs that an earlier autoscaler kept in its ``account``."""
         self._account = account
 
     def bill(self, job: str) -> Bill | None:
-        """Return a job's bill, or None if the job is unknown. The call is cheap, since every heartbeat makes it."""
+        """Return the costs charged to a job so far; None if the job is unknown. Cheap enough for every heartbeat."""
         return self._bills.get(job)
 
     def forget(self, job: str) -> float:
@@ -457,7 +457,7 @@ class Autoscaling(NamesArguments):
 
     @property
     def chosen(self) -> Objective:
-        """The objective, resolved from its name."""
+        """Objective object that ``objective`` names or is."""
         return make_objective(self.objective, self.budget_usd_per_h)
 
     @property

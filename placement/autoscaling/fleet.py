@@ -117,8 +117,10 @@ def build(
     types fit, the cheapest is used, where the cost includes expected losses by preemption.
 
     Args:
+        wants: Wanted size of each job, keyed by job.
         types: Available node types, with their current limits.
         static: Nodes that exist regardless of requests.
+        present: Number of existing nodes, keyed by type.
         lasts_h: Mean time until a node is reclaimed [h], keyed by type.
         most: Maximum number of nodes of all types together; None for no limit.
     """

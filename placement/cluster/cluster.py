@@ -144,7 +144,7 @@ _PART = re.compile(r"(.+?)\*(\d+)(?:\+|$)")
 
 
 def parts(place: str) -> dict[str, int]:
-    """Return the processes of one worker per node, parsed from its place; a plain node id gives ``{id: 1}``.
+    """Return how many processes of one worker run on each node of its place; a plain node id gives ``{id: 1}``.
 
     Examples:
         >>> parts("n1*4+n2*2")
@@ -162,7 +162,10 @@ def is_split(place: str) -> bool:
 
 
 def by_node(places: Mapping[str, float]) -> dict[str, float]:
-    """Return the number of workers per node; a worker that spans several nodes counts on each in proportion."""
+    """Return the workers on each node, keyed by node id; a worker on several nodes counts on each in proportion.
+
+    ``places`` are workers keyed by place: a node id, or text such as ``n1*4+n2*2``.
+    """
     found: dict[str, float] = {}
     for place, workers in places.items():
         here = parts(place)
@@ -184,12 +187,11 @@ def add_amounts(totals: dict[str, float], bundle: Resources, workers: float) -> 
 
 
 def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Cluster) -> None:
-    """Raise an error if the cluster cannot hold an allocation.
+    """Raise AllocationError if the cluster cannot hold an allocation; the message names the rule, and the job or node.
 
     Args:
+        bundles: Resources of one worker, keyed by job.
         cluster: The nodes. Workers may use only the ``free`` resources.
-
-    Raises AllocationError: a rule is violated; the message names the rule, and the job or node.
     """
     nodes = cluster.by_id()
     used: dict[str, dict[str, float]] = {}
@@ -214,7 +216,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
 
 
 def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
-    """Return the resources that these workers use, keyed by node id."""
+    """Return the resources that these workers use, keyed by node id; ``bundles`` is one worker's, keyed by job."""
     used: dict[str, dict[str, float]] = {}
     for job, placed in allocation.items():
         for node_id, workers in by_node(placed).items():
@@ -223,7 +225,10 @@ def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> d
 
 
 def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Resources]) -> Cluster:
-    """Return the cluster with the resources that these workers use removed."""
+    """Return the cluster minus the resources that the workers of an allocation use.
+
+    ``bundles`` holds the resources of one worker, keyed by job.
+    """
     used = used_on_nodes(allocation, bundles)
     return Cluster(
         nodes=tuple(
@@ -240,7 +245,7 @@ def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Reso
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Change of one job between two allocations."""
+    """Change of one job's workers between two allocations; both are workers keyed by node id."""
 
     job: str
     before: Mapping[str, int]
@@ -248,7 +253,7 @@ class Change:
 
 
 def diff(before: Allocation, after: Allocation) -> tuple[Change, ...]:
-    """Return the jobs whose workers differ, shrinking jobs first, then by name."""
+    """Return the jobs whose workers differ between two allocations, shrinking jobs first, then by name."""
     changes = [
         Change(job=job, before=dict(before.get(job, {})), after=dict(after.get(job, {})))
         for job in sorted({*before, *after})

@@ -245,7 +245,7 @@ class JobView:
             )
 
     def placed(self, allocation: Mapping[str, int]) -> JobView:
-        """Return a copy of the view with a different allocation."""
+        """Return a copy of the view with this ``allocation`` (workers keyed by node id)."""
         return self if self.allocation == allocation else dataclasses.replace(self, allocation=allocation)
 
     @property
@@ -433,7 +433,7 @@ def oracle_of(view: JobView) -> Oracle | None:
 
 
 def requested_workers(view: JobView) -> int | None:
-    """Return the exact number of workers that the user requested; None for a real job, which is elastic."""
+    """Return the exact number of workers that a trace job's user requested; None for a real job, which is elastic."""
     return view.requested_workers if isinstance(view, TraceJobView) else None
 
 
@@ -446,7 +446,10 @@ class Account:
     job_hours: float = 0.0  # number of jobs x hours
 
     def after(self, hours: float, usd_per_h: float, jobs: int, memory_h: float) -> Account:
-        """Return the account after ``hours`` more at this cost; hours ``memory_h`` ago have weight 1/e."""
+        """Return the account after ``hours`` more with this cost and number of jobs.
+
+        An hour that lies ``memory_h`` hours back has the weight 1/e.
+        """
         kept = math.exp(-hours / memory_h)
         fresh = -memory_h * math.expm1(-hours / memory_h)  # not 1 - kept, which has no digits after a short while
         return Account(

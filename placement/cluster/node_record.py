@@ -95,7 +95,7 @@ class AvoidedNodes:
     broken: Mapping[JobKey, Collection[str]] = dataclasses.field(default_factory=dict)
 
     def of(self, view: JobView) -> dict[str, str]:
-        """Return the nodes that this job avoids, with the reasons."""
+        """Return the nodes that this job avoids, as a mapping from node id to reason."""
         return {**self.by_all, **self.by_job.get((view.job, view.submitted_s), {})}
 
 
@@ -128,12 +128,12 @@ class NodeRecord:
             self._keep(node, [each for each in noted if each.job != key or (node, each.worker) in kept])
 
     def forgive(self, node: str, now_s: float) -> bool:
-        """Clear a node's failures; return True if there were any."""
+        """Clear a node's failures up to ``now_s`` [s, monotonic]; return True if there were any."""
         self._forgiven_s[node] = now_s
         return self._nodes.pop(node, None) is not None
 
     def forget(self, now_s: float, nodes: Collection[str]) -> None:
-        """Discard old failures, and those on nodes that are not in ``nodes``."""
+        """Discard failures that are too old to count, and those on nodes that are not in ``nodes`` (ids)."""
         for node, noted in list(self._nodes.items()):
             self._keep(node, [each for each in noted if node in nodes and now_s - each.at_s <= FORGET_S])
         self._forgiven_s = {node: at_s for node, at_s in self._forgiven_s.items() if now_s - at_s <= FORGET_S}

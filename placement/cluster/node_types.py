@@ -81,7 +81,7 @@ class NodeType:
         return slots(self.resources, view.bundle) if matches(self.labels, view.selector) else 0
 
     def share(self, view: JobView, workers: float) -> float:
-        """Return the part of such a node that the job's workers hold, or the part of a unit that spans nodes."""
+        """Return the fraction of one such node, at most 1, that this many workers (or parts of a unit) use."""
         if fit := self.slots(view):
             return workers / max(fit, workers)
         needs = [(workers * need, self.resources.get(name, 0.0)) for name, need in view.bundle.items() if need > 0]
@@ -89,7 +89,7 @@ class NodeType:
 
 
 def obtainable(types: Sequence[NodeType]) -> tuple[Node, ...]:
-    """Return every node that could be requested: ``max_nodes`` of each type."""
+    """Return every node that could be requested, as unused nodes: ``max_nodes`` of each type."""
     return tuple(each.node(f"{each.name}~{i}") for each in types for i in range(each.max_nodes))
 
 

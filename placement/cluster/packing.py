@@ -182,26 +182,29 @@ class Free(Protocol[_JobContra, _KeyCo]):
         ...
 
     def take(self, job: _JobContra, index: int, workers: int) -> None:
-        """Reserve room on one node for workers of the job; a negative number of workers releases room."""
+        """Reserve room for workers of the job on the node with this index; a negative number releases room."""
         ...
 
 
 class FreeSlots:
-    """Free slots of each node, for jobs whose workers are all alike; jobs are identified by number."""
+    """Free slots of each node, for jobs whose workers are all alike; jobs are identified by number.
+
+    One slot holds one worker. The constructor's ``slots`` are the free slots of each node.
+    """
 
     def __init__(self, slots: Sequence[int] | Ints) -> None:
         self._free = np.array(slots, dtype=np.int64)
 
     def key(self, job: int) -> int:
-        """Return the key of a job; see ``Free``."""
+        """Return the job's number, which is its key."""
         return job
 
     def slots(self, job: int) -> Ints:
-        """Return the free slots; see ``Free``."""
+        """Return the free slots of each node, which are the same for every job."""
         return self._free.copy()
 
     def take(self, job: int, index: int, workers: int) -> None:
-        """Reserve slots of a node for workers of the job."""
+        """Reserve slots for workers of the job on the node with this index; a negative number releases slots."""
         self._free[index] -= workers
 
 
@@ -223,7 +226,7 @@ class Occupancy(Generic[_Job, _Key]):
         return self._free.slots(job)
 
     def place(self, job: _Job) -> Mapping[int, int]:
-        """Return the job's workers by node; empty if it has none."""
+        """Return the number of the job's workers, keyed by node index; empty if it has none."""
         return self._places.get(self._free.key(job), {})
 
     def workers(self, job: _Job) -> int:
@@ -246,7 +249,7 @@ class Occupancy(Generic[_Job, _Key]):
             self.put(job, index, workers)
 
     def lift(self, job: _Job) -> dict[int, int]:
-        """Remove the job from its nodes, and return its former workers by node."""
+        """Remove the job from its nodes, and return its former workers keyed by node index."""
         key = self._free.key(job)
         place = self._places.pop(key, {})
         self._multi_node.discard(key)
@@ -260,19 +263,25 @@ class Occupancy(Generic[_Job, _Key]):
         return frozenset(self._on.get(index, ()))
 
     def multi_node_nodes(self, beside: _Job | None = None) -> set[int]:
-        """Return the nodes that hold workers of a multi-node job other than ``beside``."""
+        """Return the indices of nodes with workers of a job that uses several nodes, other than the job ``beside``."""
         own = None if beside is None else self._free.key(beside)
         return {index for key in self._multi_node if key != own for index in self._places[key]}
 
 
 def best_fit(fits: NDArray[np.int64], wanted: int) -> int | None:
-    """Return the index of the tightest node with room for all workers, the first on ties; None if none has room."""
+    """Return the index of the tightest node with room for all workers, the first on ties; None if none has room.
+
+    ``fits`` is the number of workers that fit on each node.
+    """
     enough = fits >= wanted
     return int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max))) if enough.any() else None
 
 
 def worst_fit(fits: NDArray[np.int64]) -> int | None:
-    """Return the index of the roomiest node, the first on ties; None if no node has room for a worker."""
+    """Return the index of the roomiest node, the first on ties; None if no node has room for a worker.
+
+    ``fits`` is the number of workers that fit on each node.
+    """
     index = int(np.argmax(fits)) if len(fits) else 0
     return index if len(fits) and fits[index] > 0 else None
 
@@ -317,7 +326,7 @@ class FreeResources:
         self._changed: list[int] = []  # the node of every change, so that slots are not counted anew for all nodes
 
     def key(self, view: JobView) -> str:
-        """Return the key of a job; see ``Free``."""
+        """Return a text that identifies the job: its name."""
         return view.job
 
     def index(self, node_id: str) -> int | None:

@@ -38,7 +38,7 @@ class TypePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedBatch:
-    """Best batch of a mixed group, with the resulting goodput."""
+    """Best batch of a group on several GPU types, with the resulting goodput."""
 
     goodput: float  # useful samples per second; 0 where no batch fits, and the rest is 0 or empty then
     batch_size: int = 0  # samples of a step
@@ -143,7 +143,8 @@ class MixedGroup:
         """Return the batch with the highest goodput, defined as in ``GoodputModel.best`` and ``best_held``.
 
         Args:
-            init_batch_size: M0 [samples].
+            noise: Gradient noise scale of the job.
+            init_batch_size: M0, the initial batch [samples].
             max_batch_size: Largest batch [samples]; None keeps the batch at M0.
             held_batch: Batch to use if it fits [samples]; None always chooses the best batch.
             accumulation: True if a step may have several micro-steps.

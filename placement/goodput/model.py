@@ -130,7 +130,7 @@ class GoodputModel:
     def throughput(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Return the throughput in samples per second: M / T_step."""
+        """Return the throughput in samples per second, M / T_step; arguments as in `ThroughputModel.step_time`."""
         return plain(self._throughput(*_checked(nodes, replicas, atomic_bsz, accum_steps)))
 
     def efficiency(self, batch_size: ArrayLike) -> FloatOrArray:
@@ -147,7 +147,7 @@ class GoodputModel:
     def goodput(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Return the goodput in useful samples per second: throughput x efficiency."""
+        """Return the goodput in useful samples per second: throughput x efficiency at that batch."""
         return plain(self._goodput(*_checked(nodes, replicas, atomic_bsz, accum_steps)))
 
     def best(

@@ -16,7 +16,7 @@ BEYOND = 1.05  # part of the declared length from which a job proves that more w
 
 
 def remaining(progress: Progress | None) -> float | None:
-    """Return the estimated scale-invariant iterations to the job's end; None if it declares no length.
+    """Return the estimated work to the job's end, in steps at the initial batch; None if it declares no length.
 
     The estimate is declared epochs x measured progress per epoch - progress so far, all known for a live job. In the
     first epoch, an epoch is assumed to be as long as in other jobs of the same model. If that is unknown too, an epoch
@@ -38,10 +38,10 @@ def _left(progress: Progress, epochs: float) -> float:
 
 
 def seconds_to_end(view: JobView, slots: Sequence[int]) -> Floats | None:
-    """Return the time until the job's end on 1..n workers [s]; None before its first epoch ends or without a length.
+    """Return the time until the job's end on 1, 2, ... n workers [s]; None in its first epoch or without a length.
 
     Args:
-        slots: Number of the job's workers that fit on each node of the empty cluster.
+        slots: Number of the job's workers that fit on each node of the empty cluster; n is at most their sum.
     """
     missing = remaining(view.progress)
     if missing is None or view.progress is None or not view.progress.epoch_ends or view.goodput is None:
@@ -54,8 +54,9 @@ def seconds_to_end(view: JobView, slots: Sequence[int]) -> Floats | None:
 def likely_left(progress: Progress | None) -> float | None:
     """Return the remaining iterations for shortest-first decisions; None if nothing is known of the length.
 
-    Declarations cannot be used to gain priority: only the first declared length counts, and only to the
-    extent that earlier jobs of the same declarer kept to theirs. The possible ends of a job are:
+    An iteration is the progress of one step at the initial batch. Declarations cannot be used to gain priority: only
+    the first declared length counts, and only to the extent that earlier jobs of the same declarer kept to theirs. The
+    possible ends of a job are:
 
     * known declarer: the fractions of the declared end at which the declarer's earlier jobs ended, and the declared
       end itself once the job is past all of these. If some jobs went beyond their declared end, the ends of earlier
@@ -173,7 +174,7 @@ def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -
 
 
 def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: Floats, now_s: float) -> Floats:
-    """Return each job's estimated lateness if it had an equal share from now on; NaN before it trains.
+    """Return each job's estimated lateness if it had an equal share from now on, (J,); NaN before it trains.
 
         lateness = (age + left / speed(fair share)) / ((left + done) / speed(fair share))
 
@@ -181,9 +182,9 @@ def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: 
     from the job's own measurements. For a job without a declared length, the remaining time in ``left_s`` is used.
 
     Args:
-        left_s: Remaining time at speed 1 [s], (J,), NaN if unknown.
+        left_s: Remaining time at speed 1 (the smallest size) [s], (J,), NaN if unknown.
         rate: Progress at speed 1 [samples/s], (J,).
-        fair_speed: Speed of each job on an equal share, (J,).
+        fair_speed: Speed of each job on an equal share, relative to its smallest size, (J,).
     """
     lateness = np.full(len(views), np.nan)
     for j, (view, left, speed) in enumerate(zip(views, left_s.tolist(), fair_speed.tolist(), strict=True)):
@@ -202,13 +203,13 @@ def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: 
 
 
 def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, arrivals_per_s: float = 0.0) -> Floats:
-    """Return H' / (H' + n d): the fraction of H' = min(horizon, remaining time T) in which a changed job trains.
+    """Return H' / (H' + n d) with H' = min(horizon, remaining time T): the part of H' in which a job trains, (J, C).
 
-    If a job arrives before this one ends, it undoes the change at the cost of a second pause. The expected number of
-    pauses is therefore n = 2 - exp(-arrivals x T).
+    d is the pause of a change of size and n the expected number of pauses. If a job arrives before this one ends, it
+    undoes the change at the cost of a second pause, so n = 2 - exp(-arrivals x T).
 
     Args:
-        speed: Speed of each job in each option, (J, C).
+        speed: Speed of each of J jobs in each of C options, relative to its smallest size, (J, C).
         left_s: Remaining time at speed 1 [s], (J,), NaN if unknown.
         cost_s: Time without progress that a change costs, d [s], (J,).
         horizon_s: H [s], (J,).
@@ -222,7 +223,7 @@ def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, a
 
 
 def concave_value(speed: Floats, power: float) -> Floats:
-    """Return phi(s) = (s^p - 1) / p, or log s for p = 0; a smaller p favours more even speeds."""
+    """Return phi(s) = (s^p - 1) / p of each speed s, or log s for p = 0; a smaller p favours more even speeds."""
     positive = np.maximum(speed, 1e-9)
     with np.errstate(under="ignore"):
         result: Floats = np.log(positive) if power == 0 else (positive**power - 1.0) / power

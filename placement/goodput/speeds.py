@@ -44,7 +44,7 @@ class GoodputCache:
     prices: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def note_prices(self, prices: Mapping[str, float]) -> None:
-        """Record the dual prices of the latest decision."""
+        """Record the dual prices (price per slot, keyed by GPU type) of the latest decision."""
         self.prices.clear()
         self.prices.update(prices)
 
@@ -112,7 +112,7 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache:
 
 
 def grown(view: JobView, factor: float) -> JobView:
-    """Return the job's view with its noise scale multiplied by this factor."""
+    """Return the job's view with its gradient noise scale multiplied by ``factor``."""
 
     def later(model: GoodputModel) -> GoodputModel:
         noise = dataclasses.replace(model.noise, var=model.noise.var * factor)
@@ -237,11 +237,14 @@ _AT_ONCE = 1_000  # shapes computed at once: arrays of more leave the processor'
 def of_numbers(numbers: Floats, nodes: Ints, workers: Ints) -> Floats:
     """Return the goodput [samples/s, weighted by progress relative to M0] at the best batch of every shape, (J, C).
 
-    For batch M = R b with b samples per worker and step, split into k = ceil(b / most) micro-steps of m = b / k::
+    J is the number of jobs and C that of shapes (pairs of nodes and workers). A batch M = R b on R workers, with b
+    samples per worker and step, is split into k = ceil(b / most) micro-steps of m = b / k samples. ``most`` is the
+    job's largest micro-batch and M0 its initial batch::
 
         goodput = max over b of  M / (alpha_s + (k - 1) T_grad(m) + (T_grad(m)^g + T_sync^g)^(1/g)) x efficiency(M)
 
-    with T_grad, T_sync and g = gamma as in ``ThroughputModel`` and efficiency as in ``NoiseScale``; 0 if no batch fits.
+    with alpha_s, T_grad, T_sync and g = gamma as in ``ThroughputModel`` and efficiency as in ``NoiseScale``; 0 if no
+    batch fits.
 
     Args:
         numbers: Rows of ``numbers_of``, one per job.
@@ -313,7 +316,13 @@ def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Float
 def numbers_of(
     model: GoodputModel, max_batch_size: int | None, bounds: tuple[int, int] | None, accumulation: bool
 ) -> tuple[float, ...]:
-    """Return a job's model and the limits of its batch as plain numbers, in the order that ``_best`` reads them."""
+    """Return a job's model and the limits of its batch as the row of numbers that ``of_numbers`` expects.
+
+    Args:
+        max_batch_size: Largest global batch [samples]; None keeps the initial one.
+        bounds: Smallest and largest micro-batch of a worker [samples]; None for no bounds.
+        accumulation: True if a step may have several micro-steps.
+    """
     low, high = bounds or (1, 2**53)
     t, noise = model.throughput_model, model.noise
     sqr, var = max(noise.sqr, 0.0), max(noise.var, 0.0)

@@ -188,7 +188,7 @@ class Knowledge:
                     family.noise[epoch] = model.noise, batches, now_s
 
     def ended(self, job: str, now_s: float) -> None:
-        """Record the end of a job, keeping its measurements and its length."""
+        """Record that a job ended at ``now_s``, keeping its measurements and its length for later jobs."""
         self.version += self._lengths.ended(job, now_s)
         self._told_strategies.pop(job, None)
         for key in [key for key in self._read if key[0] == job]:
@@ -239,7 +239,7 @@ class Knowledge:
         )
 
     def priors(self, view: JobView, now_s: float) -> dict[str, Prior]:
-        """Return a prior for each GPU type for which other jobs have a model, but the job itself does not."""
+        """Return a borrowed model for each GPU type on which other jobs of the same model ran but this job did not."""
         if self._families.get(view.fingerprint or "", {}).keys() <= view.models.keys():
             return {}
         known = self.complete(view, now_s)
@@ -444,7 +444,7 @@ class EndedJobs:
             self._ended[fingerprint] = newest([*self._ended.get(fingerprint, ()), *several])
 
     def of(self, fingerprints: Collection[str]) -> tuple[KnownLength, ...]:
-        """Return the known lengths of jobs of these models."""
+        """Return the lengths of the ended jobs whose models have these fingerprints."""
         return tuple(each for name in sorted(fingerprints) for each in self._ended.get(name, ()))
 
     def progress(self, view: JobView, usual_epoch: float | None, now_s: float) -> Progress | None:

@@ -74,7 +74,7 @@ class KnownStrategy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """All measurements that are stored between two runs of an allocator."""
+    """All measurements that are stored between two runs of an allocator: step times, noise, lengths, strategies."""
 
     steps: tuple[KnownStep, ...] = ()
     noises: tuple[KnownNoise, ...] = ()

@@ -391,7 +391,7 @@ class KnowledgeSync:
         self._saves: set[asyncio.Task[None]] = set()
 
     def knows(self, job: str) -> bool:
-        """True if the storage root of this job's results is known."""
+        """True if ``open`` has been called with the storage root (results directory) of this job."""
         return job in self._root_of_job
 
     async def open(self, job: str, root: StorageRoot) -> None:
@@ -402,7 +402,7 @@ class KnowledgeSync:
         await asyncio.wait([known.loading], timeout=_LOAD_TIMEOUT_S)
 
     def heard(self, view: JobView) -> None:
-        """Record which model the job of a heartbeat trains."""
+        """Record the fingerprint of the model that the job trains, so that its measurements are stored."""
         if view.fingerprint is not None and view.job in self._root_of_job:
             self._root_of_job[view.job].know([view.fingerprint])
 

@@ -66,7 +66,7 @@ def guarantee(
         before: Jobs whose deadlines the last decision guaranteed.
         refused: For each job that must not get a guarantee, the reason as text.
 
-    Returns the problem with these minimums, and a note to add to the reason of each job with a deadline.
+    Returns the problem with these minimums, and a note for each job with a deadline, to be added to its reason.
     """
     dated = {view.job for view in views if view.deadline_s is not None}
     if not dated:
@@ -329,7 +329,7 @@ def decide(
 
 
 def without_idle_spot(problem: Problem) -> Problem | None:
-    """Return the problem without idle spot nodes; None if there are none, or if no job is running."""
+    """Return the problem without spot nodes on which no job runs; None if there are none, or if no job is running."""
     used = {node for view in problem.views for node, workers in view.allocation.items() if workers}
     left = tuple(node for node in problem.cluster.nodes if not node.spot or node.node_id in used)
     if not used or len(left) == len(problem.cluster.nodes):

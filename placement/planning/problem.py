@@ -19,7 +19,7 @@ from placement.reasons import Cause, Reason
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Plan that assigns each job's workers to nodes, with reasons."""
+    """Plan that assigns each job's workers to nodes, with a reason for every job."""
 
     allocation: Allocation  # workers per job and node
     reasons: Mapping[str, Reason]  # why, per job
@@ -32,7 +32,7 @@ class Plan:
         return Plan(allocation={**self.allocation, **other.allocation}, reasons={**self.reasons, **other.reasons})
 
     def noted(self, notes: Mapping[str, Reason]) -> Plan:
-        """Return the plan with notes appended to the reasons of some jobs."""
+        """Return the plan with a note as the reason of each job in ``notes``; the former reason becomes its figures."""
         said = {job: reason.because(notes[job]) for job, reason in self.reasons.items() if job in notes}
         return dataclasses.replace(self, reasons={**self.reasons, **said})
 
@@ -50,12 +50,17 @@ class Problem:
     kept: frozenset[str] = frozenset()  # running jobs that nodes which have come since must not stop
 
     def only(self, jobs: Iterable[str]) -> Problem:
-        """Return the problem restricted to some of the jobs."""
+        """Return the problem restricted to the jobs with these names, on the same cluster."""
         wanted = set(jobs)
         return dataclasses.replace(self, views=[view for view in self.views if view.job in wanted])
 
     def beside(self, decided: Allocation, reserved: Allocation | None = None) -> Problem:
-        """Return the problem restricted to the room that decided and reserved allocations leave free."""
+        """Return the problem on the resources left after subtracting the workers of two allocations.
+
+        Args:
+            decided: Workers of jobs already decided about, keyed by job and node id.
+            reserved: Workers kept free for other jobs, in the same form; None for none.
+        """
         bundles = {view.job: view.bundle for view in self.views}
         cluster = without(self.cluster, decided, bundles)
         places = [*decided.values(), *(reserved or {}).values()]
@@ -94,7 +99,7 @@ def by_precedence(problem: Problem) -> list[JobView]:
 
 
 def serve(view: JobView, room: FreeResources) -> bool:
-    """Reserve room for the job's whole minimum, preferably on its current nodes; return True if it fits."""
+    """Reserve room for the job's minimum, preferably on its current nodes; if it does not fit, only return False."""
     taken: list[tuple[int, int]] = []
     missing = view.min_workers
     fits = room.slots(view) if view.allocation else None
@@ -147,7 +152,7 @@ def _served(problem: Problem) -> list[JobView]:
 
 
 def usable(view: JobView, room: FreeResources) -> int:
-    """Return the number of workers that the job could use in this room."""
+    """Return the number of workers that the job could use in this room; 0 if its minimum does not fit."""
     most = view.held_at if view.held_at is not None else view.useful_workers
     fits = min(most, int(room.slots(view).sum()))
     return fits if fits >= view.min_workers else 0

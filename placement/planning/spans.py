@@ -51,10 +51,11 @@ def spans_nodes(view: JobView, cluster: Cluster) -> bool:
 
 
 def find_places(view: JobView, cluster: Cluster, most: int) -> list[str]:
-    """Return places for up to ``most`` units: single nodes if possible, else several nodes of a domain or GPU type.
+    """Return places for up to ``most`` units, each a node id or, for a unit split over nodes, text as ``n1*4+n2*2``.
 
-    A unit that is split uses as few nodes as possible, in the domain with the least room. No two places share
-    resources. A node that has room for several units is returned once for each.
+    A unit is a worker of several processes. It gets a single node if possible, else as few nodes as possible of a
+    domain or GPU type, with the least room. No two places share resources. A node with room for several units is
+    returned once for each.
     """
     each = per_process(view)
     nodes = [node for node in cluster.nodes if not node.draining and node.matches(view.selector)]
@@ -101,7 +102,7 @@ def _place(chosen: Mapping[str, int]) -> str:
 
 
 def per_process(view: JobView) -> Resources:
-    """Return the resources of one process of a unit."""
+    """Return the resources of one process of the job's units (workers of several processes)."""
     return {name: amount / view.unit for name, amount in view.bundle.items()}
 
 
@@ -112,7 +113,7 @@ def room_for(view: JobView, cluster: Cluster, most: int) -> int:
 
 
 def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, used: Use = NOTHING) -> Plan:
-    """Return a policy's plan in which units that do not fit on any node span several.
+    """Return a policy's plan in which units (workers of several processes) that fit on no single node span several.
 
     Args:
         solve: Function that queries the policy about jobs on a cluster, under all constraints.

@@ -19,7 +19,7 @@ from placement.reasons import Cause, Reason
 
 
 def on_demand_workers(place: Mapping[str, int], nodes: Mapping[str, Node]) -> int:
-    """Return the number of these workers that are on on-demand nodes."""
+    """Return how many workers of a placement (workers keyed by node id) are on on-demand nodes."""
     return sum(workers for node_id, workers in place.items() if node_id in nodes and not nodes[node_id].spot)
 
 

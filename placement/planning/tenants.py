@@ -65,7 +65,7 @@ def check_tenants(tenants: Sequence[Tenant]) -> None:
 
 
 def left_over(tenants: Sequence[Tenant], used: Mapping[str, Resources]) -> tuple[Tenant, ...]:
-    """Return the tenants with each quota reduced by the resources that the tenant already uses."""
+    """Return the tenants with each quota reduced by the resources already used, which are keyed by tenant."""
 
     def left(tenant: Tenant) -> Resources:
         return {r: max(most - used.get(tenant.name, {}).get(r, 0.0), 0.0) for r, most in tenant.quota.items()}
@@ -367,10 +367,10 @@ def _used(views: Sequence[JobView], allocation: Allocation) -> dict[str, float]:
 
 
 def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
-    """Return the problem restricted to the part ``ceiling`` of the cluster; omitted resources are not limited.
+    """Return the problem restricted to a part of the cluster that has the resources ``ceiling``.
 
-    The part is chosen in this order: the placements ``first``, other workers that the jobs already hold, more workers
-    on the same nodes, and then the nodes with the most room.
+    Resources that ``ceiling`` omits are not limited. The part is chosen in this order: the placements ``first``, other
+    workers that the jobs already hold, more workers on the same nodes, and then the nodes with the most room.
 
     Args:
         first: Placements that must be in the part, for jobs in ``problem``.

@@ -39,7 +39,7 @@ def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
 
 
 def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
-    """Give jobs the workers that their own policies request, from slots that the plan leaves free.
+    """Return the plan with workers added that jobs' own policies request (wishes), in slots that the plan leaves free.
 
     Only running jobs whose size their user has not fixed are served, by priority and arrival. Granted workers stay
     in place while their slots are free, and are on nodes of the job's GPU type. They respect quotas, the preference

@@ -54,7 +54,7 @@ class NodeRequests:
         self._by_coordinator = False
 
     def ask(self, bundles: Bundles) -> None:
-        """Request that the cluster has room for all of these bundles at once; existing nodes count."""
+        """Request that the cluster have room for all of these bundles at once, including room on existing nodes."""
         wanted = [(dict(resources), dict(labels)) for resources, labels in bundles]
         coordinator = _coordinator()
         due = time.monotonic() - self._at_s > _REPEAT_S
@@ -77,7 +77,7 @@ class NodeRequests:
 
 
 def refusals(since_s: float) -> tuple[Refusal, ...]:
-    """Return the launches that failed after this time [s since the epoch].
+    """Return the node launches that failed after ``since_s`` [s since the epoch].
 
     Returns an empty tuple if Ray's autoscaler does not report failed launches (only v2 does).
     """
@@ -158,14 +158,14 @@ class ClusterScaler:
         return self._autoscaler.bill(job)
 
     def marked(self, cluster: Cluster) -> Cluster:
-        """Return the cluster as jobs should see it, with released nodes draining."""
+        """Return the cluster with the nodes that will be released marked as draining, so that jobs leave them."""
         if self.decision is None or not self.decision.release:
             return cluster
         return cluster.draining(set(self.decision.release))
 
     @property
     def spot_types(self) -> frozenset[str]:
-        """Node types whose nodes may be reclaimed."""
+        """Names of the node types whose nodes the cloud may reclaim."""
         return frozenset(each.name for each in self._config.node_types if each.spot)
 
     def is_due(self) -> bool:

@@ -32,7 +32,7 @@ class MetricWriter:
         self._failed = False
 
     def __call__(self, samples: Iterable[Sample]) -> None:
-        """Set gauges, add to counters, and observe into histograms, within microseconds each."""
+        """Write samples: set gauges, add to counters, and observe into histograms; microseconds each."""
         for each in samples:
             try:
                 self._write(each)

@@ -57,13 +57,13 @@ def _stored(key: bytes, otherwise: str) -> Mapping[str, Any]:
 
 
 def keep_account(account: Account) -> None:
-    """Store the cluster's cost account for the next allocator. Blocks briefly."""
+    """Store the cluster's running costs (``Account``) for the next allocator. Blocks briefly."""
     text = json.dumps({"format": _FORMAT, **dataclasses.asdict(account)})
     _put(_ACCOUNT, text.encode())
 
 
 def account() -> Account:
-    """Return the stored cost account of the cluster; empty if no allocator has stored one."""
+    """Return the stored running costs of the cluster; an empty ``Account`` if no allocator has stored any."""
     told = _stored(_ACCOUNT, "what the cluster has cost is counted from now on")
     return Account(**{field.name: told[field.name] for field in dataclasses.fields(Account) if told})
 

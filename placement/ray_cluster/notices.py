@@ -84,7 +84,7 @@ def probe(cloud: str) -> Request:
 
 
 def question(cloud: str, token: str = "") -> Request:
-    """Return the request that polls for a notice; ``token`` is used only for AWS."""
+    """Return the request that asks this cloud's metadata server for a notice; ``token`` is used only for AWS."""
     if cloud == "aws":
         return Request(path="/latest/meta-data/spot/instance-action", headers={"X-aws-ec2-metadata-token": token})
     if cloud == "gcp":
@@ -93,13 +93,13 @@ def question(cloud: str, token: str = "") -> Request:
 
 
 def read_notice(cloud: str, answer: str | None, *, now_s: float, machine: str = "") -> Notice | None:
-    """Return the notice in a metadata server's answer; None if the answer contains none.
+    """Return the notice in a metadata server's response; None if the response contains none.
 
     Args:
-        answer: Body of the answer; None for 404 (not found).
-        machine: Azure's name of this machine; Azure's answers list all machines of a scale set.
+        answer: Body of the response; None for 404 (not found).
+        machine: Azure's name of this machine; Azure's responses list all machines of a scale set.
 
-    Raises ValueError: the answer cannot be parsed; the message shows it.
+    Raises ValueError: the response cannot be parsed; the message includes it.
     """
     if answer is None:
         return None

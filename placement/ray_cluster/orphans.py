@@ -89,6 +89,7 @@ class Orphans:
         """Release groups that have long had no known job, and delete notes of dead controllers.
 
         Args:
+            known: Names of the jobs that the allocator knows.
             now_s: Current time [s, monotonic].
         """
         if now_s - self._looked_s < _EVERY_S:

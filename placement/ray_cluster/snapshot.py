@@ -36,7 +36,7 @@ class RawNode:
 
 
 def group_name(job: str, worker: str) -> str:
-    """Return the name of the placement group of one worker."""
+    """Return the name of the placement group of one worker, from which ``job_of`` recovers the job."""
     return f"{GROUP_PREFIX}:{job}:{worker}"
 
 
@@ -67,7 +67,7 @@ def read_nodes() -> tuple[RawNode, ...]:
 
 
 def read_available() -> dict[str, dict[str, float]]:
-    """Return the free resources of Ray's scheduler by node id. Blocks for some milliseconds."""
+    """Return the resources that Ray's scheduler reports as free, keyed by node id. Blocks for some milliseconds."""
     return {node_id: dict(amounts) for node_id, amounts in _STATE.available_resources_per_node().items()}
 
 

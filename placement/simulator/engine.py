@@ -322,7 +322,10 @@ def _told(
 def job_classes(
     specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, rules: Rules
 ) -> dict[str, JobClass]:
-    """Return each application's arrivals per hour and run time at each size, for a cluster of one GPU type."""
+    """Return each application's arrivals per hour and run time at each size, keyed by the application's name.
+
+    The sizes are numbers of workers on a cluster of one GPU type; run times include a restart.
+    """
     gpu, per_node = nodes.nodes[0].gpu_type, int(nodes.nodes[0].total["GPU"])
     arrivals = [spec.time_s for spec in specs]
     hours = max((max(arrivals) - min(arrivals)) / 3600.0, 1e-3)

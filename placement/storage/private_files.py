@@ -62,7 +62,7 @@ def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: boo
 
 @contextlib.contextmanager
 def open_output(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> Iterator[Any]:
-    """Open a stream that creates or replaces a file."""
+    """Open a binary stream that creates or replaces a file; a private local file is readable only by its user."""
     if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         with filesystem.open_output_stream(path) as stream:
             yield stream
@@ -141,7 +141,7 @@ def _open_and_sync(path: str, flags: int = 0) -> None:
 
 
 def open_append(path: str, *, private: bool) -> int:
-    """Open a local file for appending; return its descriptor."""
+    """Open a local file for appending, creating it if needed, and return its descriptor."""
     mode = FILE_MODE if private else 0o666
     links = os.O_NOFOLLOW if private else 0  # another user of the directory could make us write elsewhere
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | links, mode)
@@ -151,9 +151,9 @@ def open_append(path: str, *, private: bool) -> int:
 
 
 def check_own(path: str) -> None:
-    """Raise an error if a directory belongs to another user, who could read, replace and delete any file in it.
+    """Raise ForeignDirectoryError if a directory belongs to another user, who could change any file in it.
 
-    Raises ForeignDirectoryError: it does; the message suggests a remedy.
+    The message suggests a remedy.
     """
     owner = os.stat(path).st_uid
     if owner not in (os.geteuid(), _uid_on(path)):

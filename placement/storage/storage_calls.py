@@ -38,7 +38,7 @@ class Call:
     given_up: bool = False  # its caller does not wait for it any more; a call that continues in pieces ends itself
 
     def heard(self) -> bool:
-        """Record that a part of the call is done; return True if the caller still waits for the rest."""
+        """Record that a part of the call has finished; return False if the caller has given up on the call."""
         self.heard_s = time.monotonic()
         return not self.given_up
 
@@ -66,7 +66,7 @@ class StorageCalls:
         self._idle = 0
 
     def start(self, what: str, function: Callable[[], Any]) -> Call:
-        """Start a call and return it; its ``answer`` is a future."""
+        """Start a call in a thread and return it at once; its ``answer`` is a future. ``what`` names it in messages."""
         return self._add(Call(what=what, run=function, heard_s=time.monotonic()))
 
     def start_long(self, what: str, function: Callable[[Callable[[], bool]], Any]) -> Call:

@@ -15,7 +15,7 @@ _HYPEROPT = "hyperopt 0.3 rounds to arrays, which NNI 3.0 cannot read"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSupport:
-    """Level of support for one NNI algorithm."""
+    """Properties of one NNI algorithm here: if it runs, in which settings, and a substitute if it does not."""
 
     kind: str = "tuner"  # "tuner", "advisor" (a tuner that stops trials itself) or "assessor"
     optimizes: bool = True  # whether it takes ``optimize_mode``
@@ -101,7 +101,10 @@ def read_assessor(given: Any, mode: str) -> Algorithm | None:
 
 
 def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | None:
-    """Return the promise equivalent to an NNI assessor; None if there is no assessor or it is a custom one."""
+    """Return the promise (comparison rule) equivalent to one of NNI's assessors; None for no or a custom assessor.
+
+    It is also None if the assessor's arguments are invalid, which NNI reports later.
+    """
     if assessor is None or not assessor.name:
         return None
     said = assessor.class_args
@@ -114,7 +117,7 @@ def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | 
 
 
 def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:
-    """Raise ValueError if an assessor is combined with a tuner that stops trials itself."""
+    """Raise ValueError if an assessor is given with a tuner that stops trials itself (an advisor, or PBT)."""
     if assessor is not None and (tuner.is_advisor or tuner.name == "PBT"):
         raise ValueError(
             f"assessor must be None with tuner={tuner.name!r}, which compares trials of equal length itself, but got "

@@ -206,7 +206,7 @@ class Experiment:
         print(f"NNI experiment {self.id}: {self.url}", flush=True)
 
     def wait(self) -> None:
-        """Wait until the experiment ends. Raises the same errors as :meth:`run`."""
+        """Wait until the experiment ends, without stopping its processes. Raises the same errors as :meth:`run`."""
         while not self._over():
             time.sleep(_LOOK_S)
 
@@ -223,7 +223,7 @@ class Experiment:
                 release_sweep(self._sweep, self._driver)
 
     def results(self) -> Results:
-        """Return the experiment's results so far."""
+        """Return all trials so far, in order, with each one's parameters, values and status."""
         self._look()
         known = self._server.outcomes() if self._server is not None else {}
         trials = []

@@ -34,10 +34,10 @@ class ExperimentState:
 
 
 class Manager:
-    """Manager process of one NNI experiment.
+    """Process of NNI's manager, which serves one experiment, its web page and its tuner.
 
     Args:
-        host: See ``tuning.nni.Experiment``.
+        host: Address that the web page listens on, see ``tuning.nni.Experiment``.
         settings: Fields of NNI's ``ExperimentConfig``, keyed by name.
 
     Raises ImportError: NNI is not installed.
@@ -51,7 +51,7 @@ class Manager:
 
     @property
     def url(self) -> str:
-        """Address of the web page; empty while the manager is not running."""
+        """Address of NNI's web page; empty while the manager is not running."""
         return f"http://127.0.0.1:{self.nni.port}" if self.running else ""
 
     @property
@@ -82,11 +82,14 @@ class Manager:
 
     @property
     def folder(self) -> Path:
-        """NNI's directory of the experiment."""
+        """NNI's directory of the experiment, on this machine."""
         return Path(self.nni.config.experiment_working_directory).expanduser().absolute() / str(self.nni.id)
 
     def start(self, port: int, trials_at: str) -> None:
-        """Start the manager; trial commands connect to ``trials_at``. Raises RuntimeError: the port is in use."""
+        """Start the manager on ``port`` (0 picks a free one); trial commands connect to the Unix socket ``trials_at``.
+
+        Raises RuntimeError: the port is in use.
+        """
         port = _free_port(port)
         with _environment(trials_at, self._host), _patience():
             self.nni.start(port)
@@ -104,7 +107,7 @@ class Manager:
         )
 
     def tuners_words(self) -> str:
-        """Return the last error in the tuner's log."""
+        """Return the last error message in the tuner's log, or a sentence if there is no error or no log."""
         with contextlib.suppress(OSError):
             lines = (self.folder / "log" / "dispatcher.log").read_text(errors="replace").splitlines()
             return next((line for line in reversed(lines) if _ERROR.match(line)), "it left no error")

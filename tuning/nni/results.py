@@ -61,12 +61,12 @@ class Results:
 
     @property
     def finished(self) -> tuple[Outcome, ...]:
-        """Trials that succeeded and reported a value."""
+        """Trials with status "SUCCEEDED" and a reported value."""
         return tuple(each for each in self.trials if each.status == "SUCCEEDED" and each.value is not None)
 
     @property
     def best(self) -> Outcome:
-        """Finished trial with the best value.
+        """Finished trial with the best value according to ``mode``.
 
         Raises:
             LookupError: No trial has finished.

@@ -63,9 +63,10 @@ class NNISearch(Searcher):
             self._open(self._space)
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
-        """Set the metric, mode and search space, as Ray Tune requests.
+        """Set the metric, mode and search space, as requested by Ray Tune.
 
-        Returns False if a space is already set and ``config`` contains another one.
+        Returns False if a space is already set and ``config`` contains another one. Raises ValueError if there is no
+        parameter to search or no metric.
         """
         searched, _ = from_tune(config)
         if self._space is not None and searched:
@@ -95,7 +96,10 @@ class NNISearch(Searcher):
         return dict(self._parameters[index])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Report the result of a finished or stopped trial to the tuner."""
+        """Report the last metric value of a finished or stopped trial to the tuner.
+
+        With ``error``, or without a finite value of the metric, the tuner only learns that the trial has ended.
+        """
         index = self._ids.pop(trial_id, None)
         if index is None:
             return
@@ -107,7 +111,7 @@ class NNISearch(Searcher):
         self._tuner.trial_end(index, value is not None)
 
     def save(self, checkpoint_path: str) -> None:
-        """Save the tuner and its state, for ``Tuner.restore``."""
+        """Save the tuner and its state to a file, from which ``Tuner.restore`` continues the search."""
         state = {name: value for name, value in vars(self).items() if name != "_tuner"}
         tuner = copy.copy(self._tuner)  # the one in use keeps its callback
         if hasattr(tuner, "send_trial_callback"):
@@ -182,18 +186,18 @@ class AssessorScheduler(FIFOScheduler):
 
     @property
     def metric(self) -> str | None:
-        """Metric by which trials are compared."""
+        """Metric by which trials are compared; None until ``set_search_properties`` if the constructor got none."""
         return self._metric
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        """Set the metric and the mode, as Ray Tune requests. Returns False if either is set already."""
+        """Set the metric and mode, as requested by Ray Tune. Returns False if either is already set."""
         if (metric and self._metric) or (mode and self._mode):
             return False
         self._metric, self._mode = self._metric or metric, self._mode or mode
         return True
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Return Ray Tune's decision to continue or stop the trial, according to the assessor."""
+        """Return Ray Tune's "CONTINUE" or "STOP" for the trial, as the assessor judges its metric values so far."""
         value = finite(result.get(str(self._metric)))
         if result.get("done") or value is None:
             return str(TrialScheduler.CONTINUE)
@@ -212,7 +216,7 @@ class AssessorScheduler(FIFOScheduler):
         self._end(trial, good=False)
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
-        """Notify the assessor that the trial was removed."""
+        """Notify the assessor that the trial was removed, which counts as a failure."""
         self._end(trial, good=False)
 
     def _end(self, trial: Any, *, good: bool) -> None:
@@ -230,7 +234,7 @@ class AssessorScheduler(FIFOScheduler):
 
 
 def make(algorithm: Algorithm, kind: str) -> Any:
-    """Return an instance of an NNI algorithm or of the user's class; ``kind`` is "tuners" or "assessors"."""
+    """Return a new instance of NNI's algorithm or of the user's class; ``kind`` is "tuners" or "assessors"."""
     try:
         import nni
         from nni.tools.package_utils import tuner_factory

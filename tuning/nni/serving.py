@@ -54,7 +54,7 @@ class ExperimentContext:
 
 
 class ManagerChannel:
-    """Channel from one trial to NNI's manager."""
+    """HTTP channel from one trial to NNI's manager."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -111,7 +111,7 @@ class TrialServer:
         threading.Thread(target=self._accept, name="nni-trials", daemon=True).start()
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Return the trials' outcomes, keyed by NNI's id; their status must be added from NNI's manager."""
+        """Return each trial's outcome so far, keyed by NNI's trial id; only NNI's manager knows their ``status``."""
         with self._lock:
             return dict(self._outcomes)
 
@@ -119,7 +119,7 @@ class TrialServer:
         """End all running trials and wait for their jobs to release resources.
 
         Args:
-            wait_s: Longest wait [s]. A job that takes longer ends when its lease expires.
+            wait_s: Longest wait [s]. A job that needs longer ends when its lease (the driver's claim on it) expires.
         """
         self._open = False
         with contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ _VALUES = {
 
 
 def check_space(space: Any, tuner: Algorithm) -> dict[str, Any]:
-    """Check that the tuner can search this space, and return the space.
+    """Return the search space as a dict, after checking that the tuner can search it.
 
     Raises TypeError: it is not a mapping. ValueError: a parameter is not in NNI's format or cannot be searched; the
     message names the parameter.
@@ -71,7 +71,7 @@ def _check_parameter(name: Any, spec: Any) -> None:
 def from_tune(space: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split Tune's ``param_space`` into its searched part, converted to NNI's format, and its fixed part.
 
-    Raises ValueError: NNI has no equivalent for a parameter, which the message names.
+    Raises ValueError: NNI has no equivalent for a parameter; the message names it.
     """
     from ray.tune.search.sample import Categorical, Domain, Float, Integer
 

@@ -37,6 +37,8 @@ class TrialId:
 def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
     """Return the part of a report that NNI receives: the metric as ``default``, other numbers and text by name.
 
+    If ``metric`` is not in the report, an entry ``default`` is used instead.
+
     Raises ValueError: the metric is missing or not a finite number; the message lists the reported metrics.
     """
     name = metric if metric in metrics else DEFAULT
@@ -71,7 +73,7 @@ def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[st
 
 
 def finite(value: Any) -> float | None:
-    """Return a reported value (possibly a NumPy number or tensor) as a float; None if it is not a finite number."""
+    """Return a reported number (also from NumPy, or a tensor) as a float; None if it is text or not finite."""
     if value is None or isinstance(value, str | bytes):
         return None
     try:

@@ -71,7 +71,7 @@ class WantedSize:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """All jobs, with each job's options on the available node types."""
+    """Input of an objective: all jobs, with each job's speeds and costs on the available node types."""
 
     jobs: tuple[JobView, ...]  # in the order of arrival
     # by job: every node type that its workers fit onto, cheapest per worker first
@@ -99,7 +99,10 @@ class Objective(Protocol):
         ...
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the size that each job should have; a job left out has no use for any available node."""
+        """Return the size that each job should have, keyed by job; a job left out has no use for any available node.
+
+        ``now_s`` is the current time [s since the epoch].
+        """
         ...
 
 
@@ -219,7 +222,7 @@ def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, cache: GoodputCa
 
 
 def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Floats:
-    """Return the fraction of a job's work that is not lost when nodes are reclaimed.
+    """Return the fraction of a job's work that is not lost when nodes are reclaimed, for each number of nodes.
 
         1 / (1 + (n x resize cost + start-up) / lasts)
 

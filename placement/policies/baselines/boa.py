@@ -15,7 +15,7 @@ from placement.reasons import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobClass:
-    """Class of jobs that train the same model, with their arrival rate and length."""
+    """Class of jobs that train the same model: arrivals per hour, and run time keyed by number of workers."""
 
     per_h: float  # arrivals [1/h]
     seconds: Mapping[int, float]  # T(k), the time of such a job alone on k workers [s], by k; a width is one of these
@@ -107,11 +107,14 @@ class BoaPolicy:
         check_number("usd", self.usd, above=0)
 
     def priced(self, prices: Mapping[str, float]) -> BoaPolicy:
-        """Return the policy with the given GPU prices [USD/h]; if there are several GPU types, the cheapest is used."""
+        """Return the policy with this price per GPU [USD/h]: the lowest in ``prices``, which are keyed by GPU type."""
         return dataclasses.replace(self, usd=min(prices.values(), default=self.usd))
 
     def told(self, classes: Mapping[str, JobClass], gpus: float) -> BoaPolicy:
-        """Return the policy with widths for these classes and GPUs. Raises ValueError: there are too few GPUs."""
+        """Return the policy with widths for these classes, on ``gpus`` GPUs or as many as its budget pays for.
+
+        Raises ValueError: the budget pays for fewer GPUs than the classes need at their cheapest widths.
+        """
         least = sum(each.per_h * _hull(each)[0][0] for each in classes.values()) / 3600.0
         budget = max(gpus, least) if self.budget_usd_per_h is None else self.budget_usd_per_h / self.usd
         return dataclasses.replace(self, widths=boa_widths(classes, budget))

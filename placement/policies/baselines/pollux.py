@@ -61,7 +61,7 @@ class PolluxPolicy:
         check_number("most_nodes", self.most_nodes, least=1)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target per job; see ``Policy``."""
+        """Return a target for every job, keyed by the name of the job; see ``Policy.decide``."""
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
@@ -146,9 +146,9 @@ class SizeOptions:
 
 
 def knapsack(choices: Sequence[SizeOptions], slots: int) -> list[int]:
-    """Return the index of an option per job that maximises the sum of worths; ties go to the first option.
+    """Return the index of each job's option such that the sum of worths is largest and the sizes fit into ``slots``.
 
-    Raises ValueError: even the smallest options do not fit together.
+    Ties go to the first option. Raises ValueError: even the smallest options do not fit together.
     """
     shape = len(choices), max(len(choice.sizes) for choice in choices)
     values, sizes = np.full(shape, -np.inf), np.zeros(shape)

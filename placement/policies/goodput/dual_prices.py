@@ -50,14 +50,14 @@ class Options:
             raise ValueError(f"base must fit into the capacities {self.capacities}, but takes {used}")
 
     def used(self, picks: Ints) -> Floats:
-        """Return the capacity of each GPU type that the picked options use, (K,)."""
+        """Return how much of each GPU type the picked options use, (K,); ``picks`` is each job's option index, (J,)."""
         rows = np.arange(len(picks))
         sizes = self.sizes[rows, picks].astype(np.float64)
         taken: Floats = np.bincount(self.pool_of[rows, picks], sizes, len(self.capacities)).astype(np.float64)
         return taken
 
     def worth(self, picks: Ints) -> float:
-        """Return the sum of the values of the picked options."""
+        """Return the sum of the values of the picked options; ``picks`` is each job's option index, (J,)."""
         return float(self.values[np.arange(len(picks)), picks].sum())
 
 
@@ -99,7 +99,10 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
 
 
 def bound(options: Options, multipliers: Floats) -> float:
-    """Return an upper bound over all feasible choices: sum of max(value - price x size) + price x capacity."""
+    """Return an upper bound on the sum of values of all feasible choices, given a price for each GPU type, (K,).
+
+    The bound is the sum of max(value - price x size) over jobs plus price x capacity.
+    """
     net = options.values - multipliers[options.pool_of] * options.sizes
     return float(net.max(axis=1).sum() + multipliers @ options.capacities)
 
@@ -204,7 +207,10 @@ def _realise(options: Options, wanted: Ints) -> Ints:
 
 
 def fill(options: Options, picks: Ints) -> Ints:
-    """Use the remaining capacity, the largest gain per size first, until no option that fits increases the sum."""
+    """Return the picks after using the remaining capacity, the largest gain per size first.
+
+    It ends when no option that fits increases the sum of values.
+    """
     picks = picks.copy()
     left = options.capacities - options.used(picks)
     # A job that leaves room gives others a chance: look again, which ends since every step adds.

@@ -290,13 +290,13 @@ class PoolCapacity:
         self._rooms = [] if instance.alike else [FreeResources(pool.cluster) for pool in instance.pools]
 
     def left(self, job: int, pool: int) -> int:
-        """Return how many more of the job's workers fit into the pool."""
+        """Return how many more of the job's workers fit into the pool; both arguments are indices."""
         if not self._rooms:
             return int(self._left[pool] + 1e-6)
         return int(self._rooms[pool].slots(self._case.views[job]).sum())
 
     def take(self, job: int, pool: int, workers: int) -> bool:
-        """Reserve room for all of the workers or none; True if they fit."""
+        """Reserve room in the pool for all of the workers or none; True if they fit. Job and pool are indices."""
         if not self._rooms:
             fits = workers <= self._left[pool] + 1e-6
             self._left[pool] -= workers if fits else 0

@@ -25,6 +25,7 @@ def assign_nodes(
     of two or whole nodes.
 
     Args:
+        slots: Number of workers that fit on each node when it is empty.
         sizes: Workers of each job; their sum must not exceed the sum of the slots.
         present: Current workers of each job by node index; empty if it has none.
 

@@ -117,7 +117,7 @@ class GoodputPolicy:
         return dict(self._cache.prices)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target per job; see ``Policy``."""
+        """Return a target for every job, keyed by the name of the job; see ``Policy.decide``."""
         if not any(view.mixed_gpu_types for view in jobs):
             return self._on_one_type_each(jobs, cluster, now_s)
         mixed = MixedTypes(cluster=cluster, horizon_s=self.horizon_s, hysteresis=self.hysteresis, cache=self._cache)
@@ -143,7 +143,7 @@ class GoodputPolicy:
         }
 
     def utility(self, instance: OptionTable, now_s: float) -> SpeedValue:
-        """Return the current utility of each job's speed."""
+        """Return how the decision values each job's speed at the time ``now_s`` [s since the epoch]."""
         views = instance.views
         left_s = seconds_left(views, instance.rate) if self.lengths else np.full(len(views), np.nan)
         untold = np.array([view.progress is None for view in views], dtype=np.bool_)
@@ -209,7 +209,7 @@ class Decided:
             object.__setattr__(self, name, self.instance.speed_at(placements).tolist())
 
     def reason(self, j: int) -> Reason:
-        """Return why a job has its workers: the jobs that got the workers it lost, or the gain from its own change."""
+        """Return why job number ``j`` has its workers: which jobs got those it lost, or the gain from its change."""
         view, was, here = self.instance.views[j], self.before[j], self.after[j]
         if here.place and (why := held(view, here.workers)) is not None:
             return why
@@ -294,7 +294,7 @@ class MixedTypes:
     cache: GoodputCache  # of what was computed before
 
     def on_one_type(self, view: JobView) -> JobView:
-        """Return the job with only the workers on its own GPU type: the one whose workers have the highest goodput."""
+        """Return the job with only its workers on its own GPU type, whose workers alone have the highest goodput."""
         if not view.mixed_gpu_types:
             return view
         parts = self._parts(view.allocation)

@@ -24,7 +24,7 @@ _FEW_NODES = 16  # beyond so many nodes, sizes grow by a fifth each instead of b
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Placement of a job: its pool, and its workers per node."""
+    """Placement of a job: its GPU pool (nodes of one GPU type), and its workers keyed by node index."""
 
     pool: int = -1  # index; -1 is nowhere
     place: WorkersByIndex = dataclasses.field(default_factory=dict)  # workers per node index there
@@ -39,7 +39,7 @@ UNPLACED = Placement()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptionTable:
-    """Table of a decision's options, with all values that do not depend on where the jobs currently are."""
+    """Speeds of all jobs (J) in all options (C, each a size in a GPU pool), independent of where jobs currently are."""
 
     views: tuple[JobView, ...]  # the jobs, in the order of arrival
     pools: tuple[GpuPool, ...]  # GPU types
@@ -57,11 +57,11 @@ class OptionTable:
     cache: GoodputCache  # of what was computed before
 
     def slots(self, job: int, pool: int) -> Ints:
-        """Return the number of the job's workers that fit on each node of the pool when it is empty."""
+        """Return how many workers of the job fit on each node of the pool when empty; both arguments are indices."""
         return self.pools[pool].slots[self.worker_kinds[job]]
 
     def speed_at(self, placements: Sequence[Placement]) -> Floats:
-        """Return the speed of each job at its placement, (J,); 0 for jobs without one."""
+        """Return each job's speed at its placement, relative to its smallest size, (J,); 0 without workers."""
         speed = np.zeros(len(placements))
         if not len(self.sizes):
             return speed
@@ -119,7 +119,7 @@ def _allowed(views: Sequence[JobView], sizes: Ints) -> NDArray[np.bool_]:
 
 
 def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None = None) -> OptionTable:
-    """Build the option table of a decision; ``cache`` holds results of earlier decisions."""
+    """Return the option table of a decision about these jobs; ``cache`` holds results of earlier decisions."""
     cache = GoodputCache() if cache is None else cache
     views = tuple(sorted(jobs, key=lambda view: view.arrival))
     worker_kinds = tuple(worker_kind(view) for view in views)
@@ -229,7 +229,10 @@ class GpuPool:
 
 
 def split(cluster: Cluster, samples: Mapping[WorkerKind, JobView]) -> tuple[GpuPool, ...]:
-    """Return the cluster's GPU pools, sorted by type, with the slots for each of the given worker kinds."""
+    """Return the cluster's pools of nodes, one per GPU type, sorted by type and without draining nodes.
+
+    ``samples`` holds one job of each kind of worker; the slots are counted for each of these kinds.
+    """
     groups: dict[str, list[int]] = {}
     for index, node in enumerate(cluster.nodes):
         if not node.draining:
@@ -287,7 +290,10 @@ def _size_grid(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
 
 
 def nodes_needed(slots: Ints, sizes: Ints) -> Ints:
-    """Return the smallest number of nodes that hold each number of workers; 0 if all nodes together do not."""
+    """Return the smallest number of nodes that hold each number of workers; 0 if all nodes together do not.
+
+    ``slots`` is the number of workers that fit on each node.
+    """
     roomy = np.cumsum(-np.sort(-slots))
     if not len(roomy):
         return np.zeros_like(sizes)
@@ -296,7 +302,7 @@ def nodes_needed(slots: Ints, sizes: Ints) -> Ints:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedValue:
-    """Utility of speed in a decision; each parameter has one entry per job, (J,), or is one number for all."""
+    """Value of each job's speed in a decision; parameters have one entry per job, (J,), or are one number for all."""
 
     weight: Floats
     left_s: Floats  # remaining time at speed 1 [s]; NaN where unknown

@@ -91,13 +91,16 @@ class Policy(Protocol):
         ...
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target per job; ``JobView.allocation`` is what the job currently has or is being moved to."""
+        """Return a target for every job, keyed by name; ``JobView.allocation`` holds its current or planned workers.
+
+        ``now_s`` is the time of day [s since the epoch], the only clock that a policy may use.
+        """
         ...
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Admission:
-    """Jobs admitted to run at their floor, with the room that is left for growth."""
+    """Jobs admitted to run, each with its floor (the workers it gets at least), and the room left for growth."""
 
     empty: FreeResources  # the cluster's room without any of the jobs
     room: FreeResources  # what is left after every admitted job has its floor
@@ -177,8 +180,8 @@ Worth = Callable[[JobView, Floats, int], "float | None"]
 def climb(jobs: Sequence[JobView], admission: Admission, score: Score) -> dict[str, int]:
     """Return the workers of each admitted job after adding workers one by one where the score is highest.
 
-    Ties go to the job that arrived first. Jobs held at a size stay at their floor. The workers are deducted from
-    ``admission.room``.
+    ``score`` rates one more worker for a job with its current number; None if it wants no more. Ties go to the job that
+    arrived first. Jobs held at a size stay at their floor. The workers are deducted from ``admission.room``.
     """
     counts = dict(admission.floors)
     views = {view.job: view for view in jobs}

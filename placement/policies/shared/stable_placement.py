@@ -14,9 +14,10 @@ from placement.goodput.step_time import Floats
 
 
 class StablePlacer:
-    """Placer that tracks free slots per node; jobs are identified by their index in ``place``.
+    """Placer that tracks free slots per node; jobs are identified by their index in the arguments of ``place``.
 
     Args:
+        slots: Number of free slots of each node.
         kinds: Kind of each node, as a number; all workers of a job are on nodes of one kind. By default all nodes are
             of the same kind.
     """
@@ -33,7 +34,7 @@ class StablePlacer:
         least: Sequence[int],
         kinds: Sequence[int] | None = None,
     ) -> list[dict[int, int]] | None:
-        """Return the workers of every job by node index, or None if some job gets fewer than its minimum.
+        """Return each job's workers, keyed by node index; None if some job gets fewer than its minimum.
 
         Jobs are placed in order of decreasing size. A job that keeps its size stays unless a larger job took its nodes.
         A job that moves goes to the node with the fewest workers of staying jobs, preferring the tightest fit. A job
@@ -41,6 +42,9 @@ class StablePlacer:
         workers than its size if room is short.
 
         Args:
+            sizes: Wanted number of workers of each job.
+            present: Current workers of each job, keyed by node index.
+            least: Minimum number of workers of each job.
             kinds: Kind of node that each job needs; by default 0 for all jobs.
         """
         wanted = [0] * len(sizes) if kinds is None else list(kinds)
@@ -71,7 +75,7 @@ class StablePlacer:
         return places
 
     def grown(self, job: int, more: int) -> dict[int, int] | None:
-        """Return the job's place with ``more`` workers added, preferably on its own nodes; None if they do not fit."""
+        """Return the job's workers by node index with ``more`` added, first on its own nodes; None without room."""
         place, free = dict(self._occupied.place(job)), self._occupied.slots(job)
         own = [node for node in place if free[node] >= more]
         if own:
@@ -86,7 +90,7 @@ class StablePlacer:
         return place
 
     def move(self, job: int, place: Mapping[int, int]) -> None:
-        """Move one job to a new place."""
+        """Move one job's workers to ``place``: the number of workers keyed by node index."""
         before = self._occupied.lift(job)
         if len(before) > 1:
             self._multi_node_nodes -= before.keys()
@@ -164,13 +168,20 @@ def shape_of(place: Mapping[int, int]) -> tuple[int, int]:
 
 
 def growth_limit(view: JobView) -> int:
-    """Return the most workers that the job may have now: its useful workers, at most its growth limit if set."""
+    """Return the most workers that the job may have now: the smaller of two limits in its view.
+
+    These are ``useful_workers``, beyond which more workers cannot be used or have not been explored, and the view's
+    ``growth_limit``, if it has one.
+    """
     limit = view.useful_workers
     return limit if view.growth_limit is None else min(limit, view.growth_limit)
 
 
 def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int, int]:
-    """Return the job's current workers by node index; empty if any of its nodes is gone or draining."""
+    """Return the job's current workers, keyed by node index; empty if any of its nodes is gone or draining.
+
+    ``index`` maps a node id to the node's index, or to None if the node is gone or draining.
+    """
     place: dict[int, int] = {}
     for node_id, workers in view.allocation.items():
         at = index(node_id)
@@ -181,10 +192,13 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
 
 
 def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
-    """Return the shapes to consider: all sizes up to one full node, then multiples of it, on the fewest nodes.
+    """Return the shapes (nodes, workers) to consider: all sizes up to one full node, then multiples of it.
+
+    Each size is placed on the fewest nodes. The job's minimum is always among the sizes.
 
     Args:
-        view: The job; its minimum is always among the sizes.
+        slots: Number of the job's workers that fit on each node.
+        most: Largest number of workers.
     """
     roomy = np.cumsum(sorted(slots, reverse=True))
     if not len(roomy) or roomy[-1] < view.min_workers:
@@ -197,10 +211,10 @@ def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
 
 
 def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
-    """Return the goodput of each shape at its best batch, relative to the job's minimum size on one node.
+    """Return the goodput of each shape (nodes, workers) relative to the job's minimum size on one node.
 
-    If the minimum size cannot run, speeds are relative to the lowest goodput among the shapes. A shape for which no
-    batch fits has speed 0. Without a goodput model, the speed is the number of workers.
+    Each shape runs at its best batch. If the minimum size cannot run, speeds are relative to the lowest goodput among
+    the shapes. A shape for which no batch fits has speed 0. Without a goodput model, speed is the number of workers.
     """
     if view.goodput is None:
         return np.array([workers for _, workers in wanted], dtype=np.float64)
@@ -219,7 +233,7 @@ class WorstFitPlacer:
         self._types = [types[node_id] for node_id in self.free.node_ids]
 
     def keep(self, view: JobView) -> Mapping[str, int] | None:
-        """Reserve and return the job's current place; if part of it is not free, return None and reserve nothing."""
+        """Reserve and return the job's current workers by node id; if part of it is not free, only return None."""
         fits = self.free.slots(view)
         place = {self.free.index(node_id): workers for node_id, workers in view.allocation.items()}
         if any(index is None or fits[index] < workers for index, workers in place.items()):
@@ -232,7 +246,8 @@ class WorstFitPlacer:
     def spread(self, view: JobView, workers: int) -> Mapping[str, int] | None:
         """Reserve room for the workers on the roomiest nodes of the GPU type that has the most room.
 
-        Ties between nodes go to the first id. If no type has enough room, reserve nothing and return None.
+        Returns the number of workers keyed by node id. Ties between nodes go to the first id. If no type has enough
+        room, nothing is reserved and None is returned.
         """
         fits = self.free.slots(view)
         sums = {gpu: int(fits[self._of(gpu)].sum()) for gpu in dict.fromkeys(self._types)}

@@ -103,7 +103,7 @@ Span = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpotTrace:
-    """Recorded spot market: the times at which each of its places held a machine."""
+    """Recorded spot market with numbered places, each with the times at which it held a machine."""
 
     source: str
     length_s: float  # when the record ends [s]; it is then played again from its start
@@ -116,13 +116,16 @@ class SpotTrace:
             raise InputError(f"spot trace {self.source} must have a machine at some time, but never has one")
 
     def deal(self, nodes: Sequence[str], seed: int) -> dict[str, int]:
-        """Assign a place to each node, reusing places only if there are more nodes than places."""
+        """Return a random place of the market for each node; places repeat only if there are more nodes than places."""
         order = list(range(len(self.places)))
         random.Random(f"{seed}/spot").shuffle(order)
         return {node: order[i % len(order)] for i, node in enumerate(nodes)}
 
     def gone(self, place: int, offset_s: float, until_s: float) -> Iterator[Span]:
-        """Yield the spans of simulated time in which a place is empty; second 0 is ``offset_s`` of the trace."""
+        """Yield each (from, to) [s] of simulated time up to ``until_s`` in which a place holds no machine.
+
+        Simulated second 0 is second ``offset_s`` of the trace, which repeats from its start when it ends.
+        """
         taken = self.places[place]
         if not taken:
             yield 0.0, math.inf

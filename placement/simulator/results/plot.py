@@ -185,5 +185,5 @@ def _hue(application: str, shade: float) -> tuple[float, float, float]:
 
 
 def hue_of(application: str) -> int:
-    """Return the number of the application's hue in the palette."""
+    """Return the index in the palette of the hue that all jobs of an application share."""
     return _HUES.get(application, sum(application.encode()))

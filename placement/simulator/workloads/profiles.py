@@ -128,7 +128,7 @@ class Application:
         return float(self._progress[epoch])
 
     def noise(self, batch_size: float, epoch: int) -> NoiseScale:
-        """Return gradient statistics in an epoch, interpolated linearly between profiled batch sizes."""
+        """Return the gradient's squared norm and variance in an epoch, interpolated between profiled batch sizes."""
         key = float(batch_size), epoch
         if key not in self._noise and self.fixed_batch:
             self._noise[key] = NoiseScale(sqr=float(self._sqr[0, epoch]), var=float(self._var[0, epoch]))
@@ -240,7 +240,10 @@ class Times(Protocol):
         ...
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
-        """Return (step time without accumulation, its synchronisation part) [s]."""
+        """Return (step time without accumulation, its synchronisation part) [s].
+
+        ``counts`` is the number of workers on each node, ``local_bsz`` the samples per worker and micro-step.
+        """
         ...
 
 

@@ -122,7 +122,10 @@ class Lengths:
         return application.stretched(max(1, round(application.epochs * factor)))
 
     def declaration(self, epochs: int, job: str, seed: int) -> float | None:
-        """Return the number of epochs that the job declares; None if it declares none."""
+        """Return the number of epochs that the job declares, with a random error if set; None if jobs declare none.
+
+        ``epochs`` is the job's actual number.
+        """
         if not self.declared:
             return None
         if not self.error:

@@ -22,7 +22,13 @@ from placement.simulator.world.rules import Location, Rules
 
 
 def rigid_batch(batch: int, replicas: int, app: Application, most_local: int) -> tuple[int, int]:
-    """Return (atomic batch, accumulation steps) that split a given global batch, by the Pollux artifact's rule."""
+    """Return (atomic batch, accumulation steps) that split a given global batch, by the Pollux artifact's rule.
+
+    Args:
+        batch: Global batch [samples].
+        replicas: Number of workers.
+        most_local: Largest number of samples of a worker in one pass.
+    """
     local = math.ceil(batch / replicas - _EPS)
     accum = math.ceil(local / most_local - _EPS) - 1
     if replicas == 1 and batch > app.init_batch_size:
@@ -33,7 +39,7 @@ def rigid_batch(batch: int, replicas: int, app: Application, most_local: int) ->
 
 @functools.lru_cache(maxsize=4096)
 def true_step_s(app: Application, gpu: str, batch: int, most: int, per_node: int) -> tuple[float, ...]:
-    """Return true step times at this batch on 1..most workers, packed onto full nodes [s]."""
+    """Return the true step time [s] at this global batch on 1, 2, ... ``most`` workers, with ``per_node`` per node."""
     times = []
     for replicas in range(1, most + 1):
         counts = (per_node,) * (replicas // per_node) + ((replicas % per_node,) if replicas % per_node else ())
@@ -62,7 +68,10 @@ def fitted(observations: tuple[Observation, ...], fixed_batch: bool) -> Throughp
 def best_batch(
     model: GoodputModel, nodes: int, replicas: int, max_batch_size: int, least: int, most: int
 ) -> tuple[int, int]:
-    """Return (atomic batch, accumulation steps) with the highest goodput; atomic batch 0 if nothing fits."""
+    """Return (atomic batch, accumulation steps) with the highest goodput; atomic batch 0 if nothing fits.
+
+    The atomic batch (samples of a worker in one pass) is between ``least`` and ``most``.
+    """
     _, atomic_bsz, accum_steps = model.best(
         nodes, replicas, max_batch_size=max_batch_size, atomic_bsz_range=(least, most), accumulation=True
     )
@@ -70,7 +79,7 @@ def best_batch(
 
 
 class SimulatedJob:
-    """State of one simulated job.
+    """One simulated job: its progress, clock, workers and measurements.
 
     Args:
         requested: True to run with the trace's batch and worker count (rigid) instead of adapting the batch.
@@ -152,7 +161,7 @@ class SimulatedJob:
         return self.trace.batch_size if self.requested else self.app.fixed_batch or _SINGLE.get(self.app.name)
 
     def arrive(self, now_s: float) -> None:
-        """Set the job's clock to its arrival, or to the start of the round in which it arrived."""
+        """Set the job's clock to ``now_s``: its arrival, or the start of the round in which it arrived."""
         self.now_s = now_s
 
     def share(self, models: Mapping[str, GoodputModel]) -> None:
@@ -160,7 +169,7 @@ class SimulatedJob:
         self.shared = models
 
     def place(self, location: Location | None) -> None:
-        """Change the job's workers, or remove them all; the rules set the cost of the change."""
+        """Move the job to these workers, or remove all of them if None; the rules set the cost of the change."""
         before, self.location = self.location, location
         self.joined_s = math.inf
         if location is None:
@@ -181,7 +190,7 @@ class SimulatedJob:
         self._choose_batch()
 
     def advance(self, seconds: float) -> None:
-        """Advance the job's clock under the current placement; stops at completion."""
+        """Train for this many seconds on the current workers and advance the job's clock; stops at completion."""
         end_s = self.now_s + seconds
         while self.training is not None and self.finished_s is None and end_s - self.now_s > _EPS:
             if self.now_s >= self.joined_s - _EPS:
@@ -215,7 +224,7 @@ class SimulatedJob:
         self.joined_s = math.inf
 
     def see_slow(self, nodes: Mapping[str, float]) -> None:
-        """Slow down steps by the factors of these nodes; the slowest node sets the pace.
+        """Set the slow nodes, each with the factor by which its steps take longer; the slowest node sets the pace.
 
         After leaving a slow node, the job still reports it for a while, since it measures nothing on it any more.
         """
@@ -225,7 +234,7 @@ class SimulatedJob:
         self.slowdown = max(nodes.values(), default=1.0)
 
     def see_shared_link(self, loss: float) -> None:
-        """Reduce the job's speed by this fraction, because another job shares its nodes' links."""
+        """Reduce the job's speed by the fraction ``loss``, because another job shares its nodes' links."""
         self.slowdown /= 1.0 - loss
 
     def _slow_nodes(self) -> dict[str, float]:
@@ -403,7 +412,7 @@ class SimulatedJob:
         return GoodputModel(fitted(tuple(known.values()), fixed), noise, self.app.init_batch_size)
 
     def view(self) -> TraceJobView:
-        """Return the job's heartbeat, which contains no ground truth except the oracle of rigid simulations."""
+        """Return the view that the job sends as its heartbeat; only rigid simulations put ground truth into it."""
         gpu = self._last_gpu or next(iter(self.app.step_times))
         cap = min(self.rules.most_workers, self.app.max_batch_size // self.app.local_bsz_range(gpu)[0])
         if self.app.name in _SINGLE and not self.requested:
@@ -466,7 +475,10 @@ class MixedSteps:
         return sum(map(sum, self.shares.values())) * (self.accum_steps + 1)
 
     def measure(self, app: Application, counts: tuple[int, ...]) -> tuple[float, MixedObservation]:
-        """Return the true step time [s] and its measurement; all workers wait for the slowest type and slowest link."""
+        """Return the true step time [s] and its measurement; all workers wait for the slowest type and slowest link.
+
+        ``counts`` is the number of workers on each node.
+        """
         grads, syncs = dict[str, float](), []
         for gpu, shares in self.shares.items():
             step_s, sync_s = app.step_times[gpu].times(counts, max(shares))
@@ -484,7 +496,15 @@ class MixedSteps:
 def shared_out(
     app: Application, models: Mapping[str, GoodputModel], location: Location, batch_size: int | None
 ) -> MixedSteps:
-    """Return the best division of the batch by the job's models; equal shares while some type has no model."""
+    """Return how a step's batch is divided among the job's workers on several GPU types.
+
+    The division has the highest goodput according to ``models`` (one per GPU type). While some type has no model, or
+    that division leaves a worker without samples, all workers get equal shares.
+
+    Args:
+        location: The job's workers.
+        batch_size: Fixed global batch [samples]; None chooses the best one (the initial one for equal shares).
+    """
     workers = location.workers_by_type
     if all(gpu in models for gpu in workers):
         parts = [

@@ -18,7 +18,7 @@ _SIA_DIVISOR: Mapping[str, float] = MappingProxyType({"cifar10": 1.8, "ncf": 1.5
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Location of a job's workers."""
+    """Nodes and GPU type of a job's workers."""
 
     nodes: Mapping[str, int]  # workers per node id, in the order in which the policy named them
     gpu: str  # type of the GPUs; of several types the one that counts is the slowest to wait for
@@ -45,7 +45,7 @@ class Location:
         return found
 
     def only(self, nodes: Mapping[str, int]) -> Location:
-        """Return the location restricted to these workers."""
+        """Return the location with only these workers; ``nodes`` is the number of workers keyed by node id."""
         types = {node: self.types[node] for node in nodes if node in self.types}
         gpu = self.gpu if self.gpu in types.values() or not types else min(types.values())
         return Location(nodes=nodes, gpu=gpu, types=types)
@@ -53,7 +53,7 @@ class Location:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeCost:
-    """Cost of moving to a new location."""
+    """Cost of moving a job to a new location, in time without progress."""
 
     pause_s: float  # seconds without progress, now
     meanwhile: Location | None = None  # the workers that train on while new ones start; None if all are there at once
@@ -108,7 +108,13 @@ class Rules(abc.ABC):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """Return the cost of moving to ``after``; ``before`` is None at the first start or after a wait."""
+        """Return the cost of moving a job's workers to ``after``.
+
+        Args:
+            application: Name of the job's application.
+            before: Location that the job was last given; None at the first start or after a wait.
+            training: Workers that currently train, without those that are still starting; None if none do.
+        """
 
     @abc.abstractmethod
     def expected_restart_s(self, application: str) -> float:
@@ -119,7 +125,7 @@ class Rules(abc.ABC):
         return self.expected_restart_s(application)
 
     def divisor(self, application: str) -> float:
-        """Return the factor by which the job's true progress is slowed down."""
+        """Return the factor by which the application's true progress is slowed down; 1 for none."""
         return 1.0
 
 
@@ -223,7 +229,7 @@ RULES: Mapping[str, Callable[[], Rules]] = MappingProxyType({"live": LiveRules, 
 
 
 def make_rules(rules: str | Rules) -> Rules:
-    """Return the rules of this name, or the given rules. Raises InputError: the name is unknown."""
+    """Return the rules with this name; an object is returned unchanged. Raises InputError: the name is unknown."""
     if not isinstance(rules, str):
         return rules
     if rules not in RULES:

@@ -29,7 +29,7 @@ _SHARE = 0.25  # of what its GPUs do on average, below which a further one costs
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Workers of a job, keyed by node id, from one moment on; empty if the job waits or has ended.
+    """Workers of a job, keyed by node id, from the time ``time_s`` on; empty if the job waits or has ended.
 
     Examples:
         >>> from placement.simulator import Placed
@@ -87,7 +87,7 @@ class World:
         self.send(JobEnded(job=job.name, view=view), now_s)
 
     def tick(self, now_s: float) -> None:
-        """Advance the allocator core's clock, and update the record of idle GPUs."""
+        """Advance the allocator core's clock to ``now_s``, which may trigger a decision, and record idle GPUs."""
         self.send(TimePassed(), now_s)
         self.idle.look(self.core.views(now_s), self._cluster, now_s)
 
@@ -158,7 +158,7 @@ class IdleWatch:
         self._idle = 0
 
     def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
-        """Update the record after a decision."""
+        """Update the record after a decision; ``views`` are the jobs with the workers that they now have."""
         self.longest_s = max([self.longest_s, *(now_s - since_s for since_s in self._since_s.values())])
         self.gpu_s += self._idle * (now_s - self._looked_s)
         could: dict[str, None] = {}
