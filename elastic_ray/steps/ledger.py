@@ -128,6 +128,12 @@ class StepLedger:
         return step is not None and not step.is_last_micro and self.abandoned < self.depth
 
     @property
+    def unleft(self) -> LoaderStep | None:
+        """Innermost step that user code has not left by ``break``; the outermost if it has left all."""
+        steps = (*self._outer, self.step)
+        return steps[max(self.depth - self.abandoned - 1, 0)]
+
+    @property
     def epochs_done(self) -> float:
         """Number of epochs of data trained on so far, including fractions."""
         step = self.outermost
@@ -412,7 +418,7 @@ class StepLedger:
 
         Raises RuntimeError: The pass is for evaluation only.
         """
-        if self.step is not None and self.step.whole:
+        if (step := self.unleft) is not None and step.whole:
             raise RuntimeError(
                 "backward() within a pass over whole_batches=True, which is for evaluation: towards its end some ranks "
                 "have no batch. To train, leave whole_batches out; where a loss needs several samples together, make "

@@ -212,7 +212,7 @@ class GradientReducer:
         """Decide at a backward pass's first gradient whether the pass is reduced, accumulated and measured."""
         if self._context.faults is not None:
             self._context.moment("backward")
-        step = self._ledger.step
+        step = self._ledger.unleft
         self._running = True
         self._task = torch._C._current_graph_task_id()
         self._reached = set()
