@@ -47,6 +47,7 @@ PRIVATE_NAMES = {
     "of torch's own test classes, whose cases run in the ranks of a group": """_barrier _create_process_group_gloo
         _get_default_group _spawn_processes _spawn_threads""",
     "a clock that a test sets": "_clock",
+    "a lock of torch's that no process may be forked with": "_initialization_lock",
     "waits that a test makes short": "_FORM_TIMEOUT_S _HEARING_S _KEPT _PATIENCE_S",
     "tables of what is refused, each entry of which is tried": """_ARGUMENTS _ElasticArguments _HOMES _OF_ACCELERATOR
         _REFUSED _missing_fields""",

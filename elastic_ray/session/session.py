@@ -303,7 +303,7 @@ class Session:
         return reports
 
     def may_save(self) -> bool:
-        """True if all ranks hold the same model; otherwise request that the models be made equal after the next step."""
+        """True if all ranks hold the same model; if not, request that models are made equal after the next step."""
         settled = self.registry.settled
         if not settled:
             self.run.agreed.wants_consensus = True
