@@ -42,7 +42,7 @@ class TileStore:
         return self._slots[ids % tiles] * self.tiling.height + torch.div(ids, tiles, rounding_mode="floor")
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return a copy of some rows, which this store must hold."""
+        """Return a copy of the rows with these ids, which this store must hold."""
         return self.tensors["weight"].index_select(0, self.places(ids))
 
     def tile(self, name: str, tile: int) -> Tensor:

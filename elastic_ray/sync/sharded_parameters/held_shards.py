@@ -66,7 +66,7 @@ class HeldShards:
         self.unread: dict[int, Rows] = {}
 
     def keep(self, shards: Mapping[ShardId, Shard], unread: Mapping[int, Rows] | None = None) -> None:
-        """Replace all held shards by these."""
+        """Replace all held shards (and unread checkpoint rows) by the given ones."""
         self.shards, self.unread = dict(shards), dict(unread or {})
 
     @property
@@ -116,7 +116,7 @@ class HeldShards:
                 yield piece, held.rows(param)
 
     def give(self, piece: Piece) -> Rows:
-        """Return the rows of a piece, joined from held shards."""
+        """Return the values and optimizer state of a piece's rows, joined from held shards."""
         return joined(self._parts(piece, ()))
 
     def whole(self, param: int, received: Sequence[tuple[Piece, Rows]] = ()) -> tuple[Tensor, State]:

@@ -19,7 +19,7 @@ _DIGIT = 2.0**20  # numbers of steps travel in two digits, exact in float32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Known:
-    """Latest measurements; each is None until there is one."""
+    """Latest measurements that a rank knows; each is None before the first."""
 
     variance: GradientVariance | None = None
     norms: GradientNorms | None = None
@@ -151,7 +151,7 @@ class GradientMeter:
         return self._gradients is not None
 
     def applied(self, replicas: int) -> None:
-        """Commit the variance of the latest pass, because the optimizer is about to apply its gradients."""
+        """Accept the variance of the latest pass, because the optimizer is about to apply the gradients."""
         self._alone = replicas == 1
         variance, self._variance = self._variance, None
         if variance is not None:
@@ -159,7 +159,7 @@ class GradientMeter:
             self._found(dataclasses.replace(self.own, variance=dataclasses.replace(variance, groups=groups)))
 
     def take_unmoved(self) -> GradientNorms | None:
-        """Return the norms of the applied gradient, without norms of the update; None if they were not measured."""
+        """Return the applied gradient's norms without the update's, and clear them; None if they were not measured."""
         gradients, self._gradients = self._gradients, None
         return None if gradients is None else GradientNorms(step=self._step, gradients=gradients, updates=())
 

@@ -106,9 +106,10 @@ class GradientStatistics:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: LoaderStep, steps: int, *, replicas: int, exact: bool, spacing: int) -> None:
-        """Start a step.
+        """Start a step, and decide what is measured in it.
 
         Args:
+            steps: Number of committed steps.
             replicas: Number of ranks whose gradients are summed.
             exact: Whether gradients are sent in a format from which statistics can be computed.
             spacing: Number of steps between two steps with that format.
@@ -129,7 +130,7 @@ class GradientStatistics:
 
     @property
     def in_layers(self) -> bool:
-        """True if this step's gradient is measured in the layers."""
+        """True if the layers measure single samples' gradients in this step."""
         return self.examples is not None and self.examples.on
 
     def part(self) -> list[float]:

@@ -103,7 +103,7 @@ class NoiseTracker:
 
     @property
     def signal(self) -> NoiseSignal:
-        """Strength of the gradient signal relative to its noise, which only rank 0 measures."""
+        """Strength of the gradient signal relative to its noise; only rank 0 measures it."""
         return self._smoothed.signal
 
     def measures(self, step: int, gradients: int, *, halved: bool) -> bool:
@@ -217,7 +217,7 @@ class NoiseTracker:
         return bool(self.adam_like) and any(self.preconditioner(bucket) is not None for bucket in buckets)
 
     def applied(self) -> None:
-        """Commit the estimates of the latest backward pass, whose gradients were applied."""
+        """Add the latest pass's estimates to the averages, because its gradients were applied."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

@@ -87,11 +87,11 @@ class RowBucket:
         return [self._has_gradient]
 
     def share(self, factor: float) -> Any:
-        """Return the held rows multiplied by ``factor``, for :meth:`add`."""
+        """Return the held rows multiplied by ``factor``, which :meth:`add` can add to the held rows."""
         return self.held.scaled(factor)
 
     def carried_share(self, factor: float = 1.0) -> Any:
-        """Return the rows kept by :meth:`carry`, multiplied by ``factor``, for :meth:`add`."""
+        """Return the rows kept by :meth:`carry`, multiplied by ``factor``; None if there are none."""
         return self._carried if self._carried is None or factor == 1.0 else self._carried.scaled(factor)
 
     def flat_gradient(self) -> torch.Tensor:
