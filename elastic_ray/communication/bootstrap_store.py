@@ -47,7 +47,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._untold: dict[str, bytes] = {}
 
     def tell_at_once(self) -> None:
-        """Publish values immediately from now on, instead of together with the next wait."""
+        """Publish each later value immediately, instead of together with the next wait."""
         self._waits = False
 
     def stay_open(self) -> None:
@@ -55,7 +55,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._stays_open = True
 
     def set(self, key: str, value: Any) -> None:
-        """Publish a value."""
+        """Publish a value under ``key`` to all members, at once or with the next wait (:meth:`tell_at_once`)."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._known[key] = self.told[key] = content
         if self._waits:
@@ -64,7 +64,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             self._caller.tell({key: content})
 
     def get(self, key: str) -> bytes:
-        """Wait until a value exists, and return it."""
+        """Wait until a value for ``key`` exists, and return it; raises like :meth:`wait`."""
         self.wait([key])
         return self._known[key]
 
@@ -103,7 +103,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return all(key in self._known for key in keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait until several values exist, and return them."""
+        """Wait until values for all keys exist, and return them in this order; raises like :meth:`wait`."""
         self.wait(keys)
         return [self._known[key] for key in keys]
 

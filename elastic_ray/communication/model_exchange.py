@@ -160,7 +160,7 @@ class ModelExchange:
         self._into: Sequence[torch.Tensor] = ()  # tensors of the pull in progress
 
     def enter(self, communicator: Communicator, *, called_off: Callable[[], bool]) -> None:
-        """Enter a group. All ranks call this. Raises CommunicationFailedError: the group broke."""
+        """Join a group's exchange of models; called on every rank. Raises CommunicationFailedError: the group broke."""
         self.close()
         rank, ranks = communicator.rank, communicator.world_size
         if ranks == 1:
@@ -208,7 +208,7 @@ class ModelExchange:
         return self._into is into and pulled.result()
 
     def ask(self, layout: int, into: Sequence[torch.Tensor]) -> bool:
-        """Pull another rank's newest model into these CPU tensors; False if a pull is in progress."""
+        """Start to pull a random rank's newest model into these CPU tensors; False if a pull is in progress."""
         if self._pulled is not None or self._pulls is None:
             return False
         self._into, self._pulled = into, self._pulls.start(layout, into)

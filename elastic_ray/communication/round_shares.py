@@ -148,7 +148,10 @@ class _SharedRound:
 
 
 class RoundShares:
-    """Assignment of a round's steps to this rank: its own steps, and steps of ranks that are late."""
+    """Assignment of a round's steps to this rank: its own steps, and steps of ranks that are late.
+
+    A round is a number of local steps that all ranks make before their models are averaged.
+    """
 
     def __init__(self) -> None:
         self._server: _Counts | None = None

@@ -151,7 +151,7 @@ class Announcer:
             raise
 
     def begin_transfer(self, peer: int, tag: int, *, received: bool) -> Announced:
-        """Count a message to or from one rank; return the announcement of a long wait for it."""
+        """Count a message from (``received``) or to one rank; return the announcement to make if it takes long."""
         self._transfers[received, peer, tag] += 1
         return transfer(peer, tag, self._transfers[received, peer, tag], received=received)
 
@@ -202,7 +202,7 @@ class Announcer:
         return bool(waits)
 
     def done(self) -> None:
-        """Record that all announced collectives have been started."""
+        """End the phase: all announced collectives have been started."""
         self._open = None
 
     @property
@@ -212,7 +212,7 @@ class Announcer:
 
     @property
     def fingerprints(self) -> list[int]:
-        """Fingerprints in the latest announcement, in rank order."""
+        """Parameter fingerprints in the latest announcement, in rank order; 0 for a rank that sent none."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
     def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:

@@ -121,7 +121,7 @@ class Announced:
 
     @property
     def transfer(self) -> tuple[bool, int, int, int]:
-        """True for a receiver; the other rank; the tag; and the message's number, modulo 256."""
+        """For a rank that waits for a message: True if it receives, the other rank, the tag, and the number mod 256."""
         rest, number = divmod(self.detail, 1 << _NUMBER_BITS)
         return bool(self.index), rest >> _TAG_BITS, rest % (1 << _TAG_BITS), number
 
@@ -133,7 +133,7 @@ def transfer(peer: int, tag: int, number: int, *, received: bool) -> Announced:
 
 
 def lacks_message(made: int, number: int) -> bool:
-    """True if a rank that has made so many transfers has not made this one, whose number is known modulo 256."""
+    """True if a rank that has made ``made`` transfers lacks number ``number``, which is known modulo 256."""
     return 0 < (number - made) % (1 << _NUMBER_BITS) < 1 << (_NUMBER_BITS - 1)
 
 

@@ -20,7 +20,7 @@ from elastic_ray.data.order import EpochOrder, order_for
 
 
 def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchSource:
-    """Return the source of a loader's batches.
+    """Return the source of one rank's batches that suits the dataset and arguments of a loader.
 
     Args:
         seed: seed of the sample order.
