@@ -22,7 +22,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
     the group lives.
 
     Args:
-        timeout_s: Longest total wait from now on [s]. After that no more values are requested, unless
+        timeout_s: Longest total wait from construction on [s]. After that, no values are requested, unless
             :meth:`stay_open` was called.
         called_off: Returns True once the group is no longer wanted, which ends all waits.
     """
@@ -69,7 +69,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these keys exist.
+        """Wait until values for all keys exist; a ``timeout`` can only shorten the store's own.
 
         Raises RuntimeError: a key did not arrive in time, or the controller refuses to answer.
         """

@@ -156,7 +156,7 @@ def refuse_connections(told: Iterable[bytes]) -> int:
     use up its file descriptors, and gloo would read their data. Existing connections are not affected.
 
     Args:
-        told: Values that were sent to peers, in which gloo encodes socket addresses in the kernel's format.
+        told: Values that this process has published, in which gloo encodes socket addresses in the kernel's format.
 
     Returns the number of sockets found.
     """

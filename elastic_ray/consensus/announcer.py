@@ -178,9 +178,9 @@ class Announcer:
         self._entry, self._payload = before
 
     def _check_transfers(self, own: Announced | None = None) -> bool:
-        """True if a rank waits for a message.
+        """True if any rank waits for a message (send or receive) between two ranks.
 
-        Raises RanksDisagreeError: it waits for this rank, which does something else that takes all ranks.
+        Raises RanksDisagreeError: a rank waits for this one, which is in an action that requires all ranks.
 
         Args:
             own: This rank's own wait for a message, which another rank may yet end.
@@ -219,7 +219,7 @@ class Announcer:
         """Announce that this rank no longer needs other ranks; return True if all ranks do so within ``wait_s`` [s].
 
         The announcement remains valid as long as the group exists: a rank that announces something else later still
-        meets it.
+        receives it.
 
         Raises RanksDisagreeError: another rank was seen to continue training during the wait.
         """

@@ -78,7 +78,7 @@ class SaveAgreement:
         return self._writer is not None and not self.given_up and not self.refusals
 
     def ballot(self, rank: int, world_size: int, *, divided: bool, now: bool) -> list[float]:
-        """Return this rank's ballot, to be summed over all ranks; exact in float64.
+        """Return this rank's ballot, whose sum over all ranks :meth:`decide` needs; exact in float64.
 
         Args:
             divided: Whether the state is divided among ranks; equal on all ranks.

@@ -311,7 +311,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def shape(self) -> BatchChoice:
-        """Division of a full step into samples per worker and micro-step, and micro-steps."""
+        """Division of a full step: samples per worker and micro-step, and accumulating micro-steps."""
         session, limits = self._session, self._limits
         if self._given.whole_batches:
             return BatchChoice(atomic_bsz=limits.init_batch_size)
@@ -495,7 +495,7 @@ class AdaptiveDataLoader(ResumableLoader):
             session.passes.edge(loader_pass)
 
     def _begun(self, step: StepBatches, loader_pass: PassProgress, setting: _Setting, *, taken: bool) -> LoaderStep:
-        """Return what the ledger knows of a step that begins; with ``taken`` of another rank's."""
+        """Return the ledger's record of a step that starts, which with ``taken`` belongs to another rank."""
         shape, cut, leads = setting
         return LoaderStep(
             loader_pass=loader_pass,

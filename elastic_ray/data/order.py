@@ -181,7 +181,7 @@ class StreamStep(Generic[Item]):
 
 
 class StreamSharder(Generic[Item]):
-    """Divides a stream (an IterableDataset) by position, so that resizes neither lose nor repeat an item.
+    """Division of a stream (an IterableDataset) by position, so that resizes neither lose nor repeat an item.
 
     Every rank reads the whole stream and keeps the items of its own share, so the stream must be the same on every
     rank: it must not shard itself by rank or by DataLoader worker. It is read in the training process, in one thread

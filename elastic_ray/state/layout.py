@@ -75,7 +75,7 @@ def differing(ones: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """True if two facts agree, or one of them is None."""
+    """True if two facts agree, or either is None."""
     if one is None or other is None:
         return True
     if isinstance(one, float) and isinstance(other, float):

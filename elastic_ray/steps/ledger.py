@@ -87,7 +87,7 @@ class _LeftSteps:
 
 
 class StepLedger:
-    """Tracks the current step: what is committed and what to undo if the step is lost.
+    """Record of one rank's current step: what is committed, and what to undo if the step is lost.
 
     Args:
         moment: Called with the name of each moment of the run, for scripted faults; None if there are none.

@@ -226,7 +226,7 @@ def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, 
     """Return the rows of a shard, or one owner's share of them, as pieces of the whole tensors.
 
     Other optimizer state of a parameter, such as a step count, is written with the parameter's first rows. A rank
-    that writes later rows still includes the name of such state, so that names keep their order.
+    that writes later rows returns `Pieces` without elements for it, so that all ranks list the same names in order.
 
     Args:
         share: Index of this rank among the shard's owners, and number of owners.

@@ -384,7 +384,7 @@ class _Rows:
         self.index, self.group = place, group
 
     def preconditioner(self, source: Any) -> Tensor | None:
-        """Return the denominators of these gradients, [elements]; ``source`` is ``RowDenominators``."""
+        """Return the denominators of the rows' gradients, [elements]; ``source`` is ``RowDenominators``."""
         found: Tensor | None = source.state.get(self.index)
         return found
 

@@ -136,7 +136,7 @@ class GradientMeter:
         return [float(self._variance is not None), float(self._gradients is not None), *variance, *norms]
 
     def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Replace the latest measurements by those of the whole model; drop them if a part is missing."""
+        """Combine ``parts``, the results of :meth:`part` on each worker; drop all if a part is missing."""
         groups = self._groups
         if self._variance is not None:
             sums = tuple(math.fsum(part[2 + group] for part in parts) for group in range(groups))

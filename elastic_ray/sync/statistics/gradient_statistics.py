@@ -138,7 +138,7 @@ class GradientStatistics:
         return [*self.noise.part(), *(self.meter.part() if self.meter.on else ())]
 
     def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Replace the latest measurements of a part of the model with those of the whole model."""
+        """Combine ``parts``, the results of :meth:`part` on each worker, into measurements of the whole model."""
         size = self.noise.shared_size
         self.noise.take_parts([part[:size] for part in parts])
         if self.meter.on:

@@ -185,7 +185,7 @@ class NoiseTracker:
         return [1.0, float(pending.preconditioned), *values]
 
     def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Replace the latest estimates by their sum over all parts of the model; drop them if a part is missing."""
+        """Sum ``parts``, the results of :meth:`part` on each worker; drop the estimates if a part is missing."""
         if self._pending is None or any(part[:2] != parts[0][:2] or not part[0] for part in parts):
             self._pending = None
             return

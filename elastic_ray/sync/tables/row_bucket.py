@@ -107,7 +107,7 @@ class RowBucket:
         self.add(rows_of_dense(vector.view(self.table.param.shape).to(self.held.values.dtype)))
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> RowPreconditioner | None:
-        """Return the factors by which the optimizer multiplies these rows' gradients; None if they are 1."""
+        """Return the factors by which the optimizer multiplies the table's gradients; None if they are 1."""
         self._preconditioner = row_preconditioner(optimizer, self.table.param, self._preconditioner)
         return self._preconditioner
 
