@@ -108,12 +108,12 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return [self._known[key] for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        """Publish several values."""
+        """Publish a value under each of several keys; see :meth:`set`."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a value from this rank's cache."""
+        """Delete a value from this rank's cache only; True if it was there."""
         return self._known.pop(key, None) is not None
 
     def num_keys(self) -> int:

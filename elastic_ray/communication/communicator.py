@@ -276,14 +276,14 @@ class Communicator:
         return contextlib.nullcontext()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
-        """Start sending ``tensor`` to one rank; returns the work for :meth:`wait_all`."""
+        """Start sending ``tensor`` to rank ``destination``; returns the work for :meth:`wait_all`."""
         self.traffic["send"] += tensor.nbytes
         if self._is_staged(tensor):
             return self._guard(lambda: send_staged(self._gloo, tensor, destination, tag))
         return self._guard(lambda: self._backend(tensor).send([tensor], destination, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
-        """Start receiving into ``tensor`` from one rank; returns the work for :meth:`wait_all`."""
+        """Start receiving into ``tensor`` from rank ``source``; returns the work for :meth:`wait_all`."""
         if self._is_staged(tensor):
             return self._guard(lambda: receive_staged(self._gloo, tensor, source, tag))
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
@@ -308,7 +308,7 @@ class Communicator:
             batched += [work] if work is not None else []
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
-        """Return the ``values`` (equally many) of all ranks, in rank order; optionally over the gradient group."""
+        """Return all ranks' ``values``, equally many, in rank order; ``with_gradients`` uses the gradient group."""
         mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
         mine[self.rank] = torch.tensor(list(values), dtype=torch.int64)
         if self.world_size > 1:
@@ -501,13 +501,13 @@ class StagedTransfer:
 
 
 def send_staged(backend: Any, tensor: torch.Tensor, destination: int, tag: int) -> StagedTransfer:
-    """Start sending a tensor on any device through CPU memory."""
+    """Start sending a tensor on any device to rank ``destination`` through CPU memory."""
     host = tensor.detach().to("cpu", copy=True)
     return StagedTransfer(backend.send([host], destination, tag), host)
 
 
 def receive_staged(backend: Any, tensor: torch.Tensor, source: int, tag: int) -> StagedTransfer:
-    """Start receiving into a tensor on any device through CPU memory."""
+    """Start receiving from rank ``source`` into a tensor on any device, through CPU memory."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
     return StagedTransfer(backend.recv([host], source, tag), host, tensor)
 

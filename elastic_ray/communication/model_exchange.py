@@ -195,7 +195,7 @@ class ModelExchange:
         return self._server is not None
 
     def publish(self, layout: int, parts: Sequence[torch.Tensor]) -> None:
-        """Make a copy of this model available to other ranks; ``layout`` is a digest of its tensors' shapes."""
+        """Make a copy of this model's ``parts`` available to other ranks; ``layout`` is a digest of their shapes."""
         if self._server is not None:
             self._server.publish(layout, parts)
 

@@ -145,7 +145,7 @@ class StepSplit:
         return self._sizes[key]
 
     def slices(self, count: int, position: int) -> list[slice]:
-        """Return this rank's slice of the step's samples for each micro-step; empty if it gets no sample."""
+        """Return this rank's slice for each micro-step of the step of ``count`` samples; empty if it gets no sample."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._slices:
             self._slices[key] = self.slices_of(self.rank, count, key[1])
@@ -205,7 +205,7 @@ class BatchSource(Protocol):
         """Close the source at the end of the run."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the step at ``position``; called again for the same position if the step was voided."""
+        """Return the step at ``position``, divided as ``cut`` says; called again if the step was voided."""
 
     def commit(self) -> None:
         """Mark the samples of the current step as used."""
@@ -322,7 +322,7 @@ class MapBatches:
         return functools.partial(_shares, self.indices(epoch), position, cut, self._hashes, sort=self._locality)
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the step at ``position``."""
+        """Return the step at ``position`` of the epoch's order, divided among the ranks as ``cut`` says."""
         total = self._total
         count = cut.count(position, total)
         if not count:
@@ -464,7 +464,7 @@ class StreamBatches:
         self._epoch = -1
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """Seek to ``position`` of the epoch's stream."""
+        """Open the epoch's stream, or continue it, at ``position``."""
         if self._stream is None:
             self._stream = StreamSharder(self._dataset, seed=self._seed, epoch=epoch, position=position)
         elif epoch != self._epoch:

@@ -39,7 +39,7 @@ def places(count: int) -> list[int]:
 
 
 def item_facts(dataset: Any, name: str = "dataset", depth: int = 0) -> Facts:
-    """Return the facts about a dataset's items that can be found without loading a sample, keyed by name."""
+    """Return facts about a dataset's items, found without loading a sample, keyed by names that start with ``name``."""
     if depth > _DEEPEST:
         return {}
     if isinstance(dataset, Subset):

@@ -174,7 +174,7 @@ def check_place(*, epoch: int, position: int) -> None:
 
 
 def epoch_key(*, seed: int, epoch: int) -> str:
-    """Return the key for an epoch's random numbers: the same on every rank."""
+    """Return the key from which an epoch's random numbers derive; equal for equal ``seed`` and ``epoch``."""
     _check_count("seed", seed, at_least=0)
     _check_count("epoch", epoch, at_least=0)
     return f"{seed} {epoch}"

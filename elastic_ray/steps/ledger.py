@@ -381,7 +381,7 @@ class StepLedger:
         return lost
 
     def lost_within(self, *, gradients_wait: bool) -> LostStep:
-        """Return the facts about a loss in a pass, for :meth:`resume`."""
+        """Return the facts about a loss in a pass, for :meth:`resume`; ``gradients_wait`` is as in :meth:`undo`."""
         return LostStep(self.step is not None, gradients_wait or self._around[1] > 0, self._place)
 
     def resume(self, lost: LostStep, cause: str) -> None:

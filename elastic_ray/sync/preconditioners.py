@@ -355,7 +355,7 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
 
 
 def least_denominator(size: Tensor) -> Tensor:
-    """Return the lower bound of denominators: a hundredth of their root mean square."""
+    """Return the lower bound of the denominators ``size``: a hundredth of their root mean square."""
     return size.square().mean().sqrt().mul_(LEAST_PART).clamp_(min=torch.finfo(size.dtype).tiny)
 
 

@@ -416,7 +416,7 @@ class GradientEngine(Participant):
             self._drift.prepare()
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """Average the replicas, if this is due, after all ranks have committed a training step."""
+        """Average the replicas, if due, after a committed training step; ``agree_on_scale`` equalises AMP's scales."""
         self._reducer.drop_halves()
         if self._drift.average is not None:
             self._drift.after_step(ends=self._ends)

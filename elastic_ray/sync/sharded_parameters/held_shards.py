@@ -120,7 +120,7 @@ class HeldShards:
         return joined(self._parts(piece, ()))
 
     def whole(self, param: int, received: Sequence[tuple[Piece, Rows]] = ()) -> tuple[Tensor, State]:
-        """Return a whole parameter and its optimizer state, in new memory on the CPU."""
+        """Return a whole parameter and its optimizer state, from held and received rows, in new memory on the CPU."""
         mine = [each for each in received if each[0].param == param]
         parts = self._parts(Piece(param, 0, self.counts[param]), mine)
         rows = joined([(piece, _on_cpu(each)) for piece, each in parts], copies=True)
@@ -128,7 +128,7 @@ class HeldShards:
 
 
 def cut(rows: Rows, source: Piece, piece: Piece) -> Rows:
-    """Return the part of ``rows`` that belongs to a piece, in shared memory or read from the checkpoint."""
+    """Return ``piece``'s part of the rows of piece ``source``, in shared memory or read from the checkpoint."""
     first, count = piece.start - source.start, piece.stop - piece.start
     like = rows[VALUE].shape
     return {

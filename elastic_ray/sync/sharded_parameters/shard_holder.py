@@ -326,7 +326,7 @@ class ShardHolder:
 
     @torch.no_grad()
     def take_param(self, place: int, value: Tensor) -> None:
-        """Copy this rank's rows from a whole parameter that was loaded."""
+        """Copy this rank's rows from ``value``, the whole parameter at position ``place``, which was loaded."""
         self.check_memory()
         for shard, held in self._held.shards.items():
             if place in held.views:

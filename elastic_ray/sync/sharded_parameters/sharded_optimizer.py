@@ -303,7 +303,7 @@ class ShardedOptimizer:
             self._close()
 
     def load_param(self, name: str, value: Tensor) -> None:
-        """Keep this rank's rows of a whole parameter that all ranks load."""
+        """Keep this rank's rows of ``value``, the whole parameter called ``name``, which all ranks load."""
         self._holder.take_param(next(place for place, each in enumerate(self.params) if each.name == name), value)
         self._by_hand.suspect()
         if self.divided:

@@ -202,7 +202,7 @@ class GradientMeter:
         return values
 
     def take_shared(self, values: list[float]) -> None:
-        """Store rank 0's measurements, which all ranks have received."""
+        """Store rank 0's measurements, given as its :meth:`shared_values`, which all ranks have received."""
         if values == self._received:
             return
         self._received, groups = values, self._groups

@@ -264,7 +264,7 @@ class GradientStatistics:
             self.meter.take_norms(plain)
 
     def collect_alone(self, buckets: Sequence[MeasuredGradient], grad_scale: float) -> None:
-        """Record the gradient norms of a single replica without accumulation, measured in its buckets."""
+        """Record a single replica's gradient norms, measured in its buckets; ``grad_scale`` is AMP's loss scale."""
         if self.wants_norms:
             squared = grad_scale * grad_scale
             self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])

@@ -240,7 +240,7 @@ class NoiseTracker:
         return self._sent[1]
 
     def take_shared(self, values: list[float]) -> None:
-        """Store rank 0's noise scale, which all ranks have received."""
+        """Store rank 0's noise scale, given as its :meth:`shared_values`, which all ranks have received."""
         if values == self._received:
             return
         self._received = values

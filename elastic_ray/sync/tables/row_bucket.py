@@ -169,7 +169,7 @@ class RowBucket:
         self.used = [self._has_gradient or any(self.used)]
 
     def take(self, rows: TouchedRows, *, sparse: bool | None) -> None:
-        """Store the sum of rows over all ranks, and the layout for ``.grad`` on which the ranks have agreed."""
+        """Store the rows, summed over all ranks, and whether ``.grad`` is ``sparse``, as the ranks have agreed."""
         self.held, self.is_sparse = rows, sparse
 
     def fill_flat(self) -> torch.Tensor:
