@@ -277,7 +277,7 @@ def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tens
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], stores: Sequence[TileStore], into: TileStore, height: int
 ) -> None:
-    """Move tiles between ranks; called on every rank with the same moves."""
+    """Send tiles of ``height`` rows from ``stores`` and receive others ``into`` a store; same moves on every rank."""
     rank, world = communicator.rank, communicator.world_size
     matrix = [[0] * world for _ in range(world)]
     for move in moves:

@@ -387,7 +387,7 @@ class LocalGradients:
         self.waits = False  # some of the present step that were not taken
 
     def begin(self, step: Any, micro: int) -> bool:
-        """Prepare to add a gradient; return True if it is the first one of its step."""
+        """Prepare to add a gradient in micro-step ``micro``; return True if it is the first one of its step."""
         before, self._at = self._at, (step, micro)
         first = before[0] is not step or (step is None and self._closed)
         if first:
