@@ -198,7 +198,7 @@ class BatchPlanner:
         return choice
 
     def take_over(self, group: GenerationSpec, gpu: str | None) -> None:
-        """Adopt the current generation, whose batch was chosen by an earlier controller."""
+        """Adopt the current generation, on GPUs of type ``gpu``, whose batch an earlier controller chose."""
         if self.loader is not None:
             self._tuner_on(gpu, self.loader.limits)
         self._choice, self._replicas, self._chosen_for = group.batch, group.world_size, group.generation

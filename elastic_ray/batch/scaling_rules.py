@@ -225,12 +225,12 @@ def by_name(name: str) -> ScalingRule:
 
 
 def default_rule(*, adam_like: bool) -> ScalingRule:
-    """Return AdamScale for optimizers that divide by the gradient's size, AdaScale for all others."""
+    """Return AdamScale if ``adam_like`` (the optimizer divides by the gradient's size), else AdaScale."""
     return AdamScale() if adam_like else AdaScale()
 
 
 def resolve(rule: ScalingRule | str | None, *, adam_like: bool) -> ScalingRule:
-    """Return the rule that a user specifies by name or as an object; the default rule for None."""
+    """Return the rule given by name or as an object; for None, :func:`default_rule` for ``adam_like`` or not."""
     if rule is None:
         return default_rule(adam_like=adam_like)
     if isinstance(rule, str):

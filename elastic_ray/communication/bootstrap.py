@@ -25,7 +25,7 @@ class BootstrapRefusedError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapCall:
-    """Call by a member of a generation that is forming."""
+    """Request of one member while a generation forms: values that it publishes, and keys for which it waits."""
 
     generation: int
     worker: str
@@ -76,7 +76,7 @@ class _Table:
 
 
 class Bootstrap:
-    """Bootstrap server for a job's generations.
+    """Rendezvous server through which the members of a job's generations find each other.
 
     The server runs in a single event loop. If its data is lost, the generation is not formed.
 
@@ -91,7 +91,7 @@ class Bootstrap:
         self._units: dict[str, _Table] = {}
 
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
-        """Store a member's values, and return all values once the requested ones exist or the time is up.
+        """Store a member's values; return all members' values once the requested keys exist or the call's wait is over.
 
         Raises BootstrapRefusedError: the caller is not a member, or the generation was abandoned in the meantime.
         """

@@ -22,7 +22,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
     the group lives.
 
     Args:
-        timeout_s: Longest total wait from now on [s]. After that no more values are requested, unless
+        timeout_s: Longest total wait from construction on [s]. After that, no values are requested, unless
             :meth:`stay_open` was called.
         called_off: Returns True once the group is no longer wanted, which ends all waits.
     """
@@ -47,7 +47,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._untold: dict[str, bytes] = {}
 
     def tell_at_once(self) -> None:
-        """Publish values immediately from now on, instead of together with the next wait."""
+        """Publish each later value immediately, instead of together with the next wait."""
         self._waits = False
 
     def stay_open(self) -> None:
@@ -55,7 +55,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._stays_open = True
 
     def set(self, key: str, value: Any) -> None:
-        """Publish a value."""
+        """Publish a value under ``key`` to all members, at once or with the next wait (:meth:`tell_at_once`)."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._known[key] = self.told[key] = content
         if self._waits:
@@ -64,12 +64,12 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             self._caller.tell({key: content})
 
     def get(self, key: str) -> bytes:
-        """Wait until a value exists, and return it."""
+        """Wait until a value for ``key`` exists, and return it; raises like :meth:`wait`."""
         self.wait([key])
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these keys exist.
+        """Wait until values for all keys exist; a ``timeout`` can only shorten the store's own.
 
         Raises RuntimeError: a key did not arrive in time, or the controller refuses to answer.
         """
@@ -103,17 +103,17 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return all(key in self._known for key in keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait until several values exist, and return them."""
+        """Wait until values for all keys exist, and return them in this order; raises like :meth:`wait`."""
         self.wait(keys)
         return [self._known[key] for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        """Publish several values."""
+        """Publish a value under each of several keys; see :meth:`set`."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a value from this rank's cache."""
+        """Delete a value from this rank's cache only; True if it was there."""
         return self._known.pop(key, None) is not None
 
     def num_keys(self) -> int:

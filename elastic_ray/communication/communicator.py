@@ -161,7 +161,7 @@ class Communicator:
                 raise CommunicationFailedError(f"{prefix}: rank {peer} cannot prove that it is a worker of this job")
 
     def void(self) -> None:
-        """Cancel all current and future waits in this generation; may be called from any thread."""
+        """Cancel the generation: all current and future waits fail. May be called from any thread."""
         self._voided.set()
         self._wake.set()
         if self._nccl is not None:
@@ -225,7 +225,7 @@ class Communicator:
         return self._guard(lambda: self._backend(tensor).allreduce([tensor], options))
 
     def ends_within(self, work: Any, wait_s: float) -> bool:
-        """True if `work` ends within `wait_s` [s]. The wait ends early if the generation is cancelled."""
+        """True if `work` ends within `wait_s` [s]; False also as soon as the generation is cancelled."""
         deadline = time.monotonic() + wait_s
         while not (work.is_completed() or self._voided.is_set()) and time.monotonic() < deadline:
             time.sleep(_PARTING_POLL_S)
@@ -276,14 +276,14 @@ class Communicator:
         return contextlib.nullcontext()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
-        """Start sending ``tensor`` to one rank; returns the work for :meth:`wait_all`."""
+        """Start sending ``tensor`` to rank ``destination``; returns the work for :meth:`wait_all`."""
         self.traffic["send"] += tensor.nbytes
         if self._is_staged(tensor):
             return self._guard(lambda: send_staged(self._gloo, tensor, destination, tag))
         return self._guard(lambda: self._backend(tensor).send([tensor], destination, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
-        """Start receiving into ``tensor`` from one rank; returns the work for :meth:`wait_all`."""
+        """Start receiving into ``tensor`` from rank ``source``; returns the work for :meth:`wait_all`."""
         if self._is_staged(tensor):
             return self._guard(lambda: receive_staged(self._gloo, tensor, source, tag))
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
@@ -308,7 +308,7 @@ class Communicator:
             batched += [work] if work is not None else []
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
-        """Gather equally many integers from all ranks, in rank order; ``with_gradients`` uses the gradient group."""
+        """Return all ranks' ``values``, equally many, in rank order; ``with_gradients`` uses the gradient group."""
         mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
         mine[self.rank] = torch.tensor(list(values), dtype=torch.int64)
         if self.world_size > 1:
@@ -361,7 +361,7 @@ class Communicator:
         Args:
             works: works of sends and receives; None for those in a batch.
             batched: works started by the batch.
-            speak: called again and again while they last.
+            speak: called again and again during the wait; None for nothing.
 
         Raises CommunicationFailedError: the peer is gone, the timeout has passed, or the generation was cancelled.
         The thread ends at the group's timeout at the latest.
@@ -397,7 +397,7 @@ class Communicator:
             raise CommunicationFailedError(failure[0] if failure else "the generation was called off")
 
     def waited_briefly(self, work: Any) -> bool:
-        """True if a short wait by gloo itself succeeded: the cheapest way to wait, but it cannot be cancelled."""
+        """True if a short wait by gloo succeeded, which is cheap but cannot be cancelled; else call :meth:`wait`."""
         if self._nccl is not None:
             return False
         try:
@@ -501,13 +501,13 @@ class StagedTransfer:
 
 
 def send_staged(backend: Any, tensor: torch.Tensor, destination: int, tag: int) -> StagedTransfer:
-    """Start sending a tensor on any device through CPU memory."""
+    """Start sending a tensor on any device to rank ``destination`` through CPU memory."""
     host = tensor.detach().to("cpu", copy=True)
     return StagedTransfer(backend.send([host], destination, tag), host)
 
 
 def receive_staged(backend: Any, tensor: torch.Tensor, source: int, tag: int) -> StagedTransfer:
-    """Start receiving into a tensor on any device through CPU memory."""
+    """Start receiving from rank ``source`` into a tensor on any device, through CPU memory."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
     return StagedTransfer(backend.recv([host], source, tag), host, tensor)
 
@@ -542,7 +542,7 @@ class GradientGroup:
         self._traffic = traffic
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Start summing the tensor over all ranks, in place."""
+        """Start summing the tensor over all ranks, in place; return the work."""
         self._traffic["all_reduce"] += tensor.nbytes
         return self._guard(self._backends[tensor.device.type].allreduce, [tensor])
 
@@ -579,7 +579,7 @@ class GradientGroup:
         return self._guard(self._backends[tensor.device.type].reduce, [tensor], options)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
-        """Start copying rank ``root``'s tensor to all ranks, in place."""
+        """Start copying rank ``root``'s tensor to all ranks, in place; return the work."""
         self._traffic["broadcast"] += tensor.nbytes if self.rank == root else 0
         options = dist.BroadcastOptions()
         options.rootRank = root
@@ -604,7 +604,7 @@ class RetiredCommunicators:
         self._dropping: threading.Thread | None = None
 
     def retire(self, communicator: Communicator) -> None:
-        """Schedule a communicator to be dropped in the background."""
+        """Schedule an unused communicator to be dropped in the background."""
         grace_s = communicator.timeout_s + _RETIRED_GRACE_S if communicator.broken or communicator.voided else 0.0
         with self._news:
             self._retired.append((time.monotonic() + grace_s, communicator))

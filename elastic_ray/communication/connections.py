@@ -96,7 +96,7 @@ def keep_group(work: Any, group: Any) -> None:
 
 
 def drop_ended_groups() -> None:
-    """Release groups whose operations have ended."""
+    """Release groups held by :func:`keep_group` whose operations have ended."""
     with _KEEPING:
         ended = [each for each in _KEPT if each[0].is_completed()]
         _KEPT[:] = [each for each in _KEPT if each not in ended]
@@ -114,7 +114,7 @@ def leave_at_exit(group: Any) -> None:
 
 
 def start_transfer(wait: Callable[[], None]) -> None:
-    """Start a thread that waits for transfers of a group."""
+    """Call ``wait``, which waits for a group's transfers, in a new thread."""
     thread = threading.Thread(target=wait, name="transfer", daemon=True)
     _TRANSFERS.add(thread)
     thread.start()
@@ -155,7 +155,7 @@ def refuse_connections(told: Iterable[bytes]) -> int:
     use up its file descriptors, and gloo would read their data. Existing connections are not affected.
 
     Args:
-        told: Values that were sent to peers, in which gloo encodes socket addresses in the kernel's format.
+        told: Values that this process has published, in which gloo encodes socket addresses in the kernel's format.
 
     Returns the number of sockets found.
     """

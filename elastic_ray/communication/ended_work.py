@@ -31,7 +31,7 @@ class EndedWork(dist._Work):  # type: ignore[name-defined,misc]
         return True
 
     def result(self) -> list[Any]:
-        """Return the results."""
+        """Return the tensors that the operation has produced."""
         return self._tensors
 
     def get_future(self) -> Any:

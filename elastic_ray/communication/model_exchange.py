@@ -160,7 +160,7 @@ class ModelExchange:
         self._into: Sequence[torch.Tensor] = ()  # tensors of the pull in progress
 
     def enter(self, communicator: Communicator, *, called_off: Callable[[], bool]) -> None:
-        """Enter a group. All ranks call this. Raises CommunicationFailedError: the group broke."""
+        """Join a group's exchange of models; called on every rank. Raises CommunicationFailedError: the group broke."""
         self.close()
         rank, ranks = communicator.rank, communicator.world_size
         if ranks == 1:
@@ -195,7 +195,7 @@ class ModelExchange:
         return self._server is not None
 
     def publish(self, layout: int, parts: Sequence[torch.Tensor]) -> None:
-        """Make a copy of this model available to other ranks; ``layout`` is a digest of its tensors' shapes."""
+        """Make a copy of this model's ``parts`` available to other ranks; ``layout`` is a digest of their shapes."""
         if self._server is not None:
             self._server.publish(layout, parts)
 

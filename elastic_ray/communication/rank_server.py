@@ -30,7 +30,7 @@ class RankServer(ABC):
 
     @abstractmethod
     def answer(self, caller: socket.socket) -> None:
-        """Answer a rank's requests until its connection ends. Raises OSError: the connection has ended."""
+        """Answer a connected rank's requests until its connection ends. Raises OSError: the connection has ended."""
 
     def end(self) -> None:
         """Disconnect all ranks, and release the port."""
@@ -93,7 +93,7 @@ class RankServer(ABC):
 
 
 def shut(one: socket.socket) -> None:
-    """Close a socket even if another thread is waiting on it."""
+    """Close a socket, waking any thread that waits on it."""
     with contextlib.suppress(OSError):
         one.shutdown(socket.SHUT_RDWR)
     one.close()

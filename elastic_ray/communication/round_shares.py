@@ -45,7 +45,7 @@ class _Counts(RankServer):
                 caller.sendall(struct.pack(f"!{len(counts)}I", *counts))
 
     def _count(self, number: int, first: int, ranks: int, *, adds: bool) -> Sequence[int]:
-        """Return the steps begun for each of these ranks; with ``adds``, then count one more for the first of them.
+        """Return the number of steps begun of each rank from ``first`` on; ``adds`` then adds one to the first.
 
         A round that is over has no steps left.
         """
@@ -85,7 +85,7 @@ class _Member:
         """Send a request to rank 0 and return the answer.
 
         Raises CommunicationFailedError: rank 0 is gone or does not answer in time, or the group was left or called off.
-        No answer that comes later is taken for that to another request.
+        A late answer is never mistaken for the answer to a later request.
         """
         with self._lock:
             if self._ended:
@@ -148,7 +148,10 @@ class _SharedRound:
 
 
 class RoundShares:
-    """Assignment of a round's steps to this rank: its own steps, and steps of ranks that are late."""
+    """Assignment of a round's steps to this rank: its own steps, and steps of ranks that are late.
+
+    A round is a number of local steps that all ranks make before their models are averaged.
+    """
 
     def __init__(self) -> None:
         self._server: _Counts | None = None
@@ -284,7 +287,7 @@ class RoundShares:
         return self._known.thread.submit(self._count, self._present, self._known.rank, self._own + 1, wait_s)
 
     def _count(self, present: _SharedRound, rank: int, before: int, wait_s: float) -> int:
-        """Return the number of the own step that begins now, or the number of steps of a round if there is none."""
+        """Return the number of this rank's next own step; the round's number of steps if there is none left."""
         present.due.wait(wait_s)
         asked_s = time.monotonic()
         (begun,) = present.ask(rank, 1, adds=False)

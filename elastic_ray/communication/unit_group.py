@@ -39,7 +39,7 @@ class UnitLostError(RuntimeError):
 
 
 class UnitGroup:
-    """Fixed group of the workers of one unit.
+    """Fixed group of the workers of one unit, which together train one replica of the model.
 
     Args:
         cuda: Whether torch's default group also supports CUDA tensors.
@@ -93,7 +93,7 @@ class UnitGroup:
 
     @property
     def leads(self) -> bool:
-        """True if this worker represents its unit."""
+        """True if this worker represents its unit to the job."""
         return self.place.position == 0
 
     @property
@@ -107,7 +107,7 @@ class UnitGroup:
         return self._mesh
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return all workers' values (equally many on each), in order of position; raises UnitLostError."""
+        """Return all workers' values (equally many on each), by position in the unit; raises UnitLostError."""
         rows = torch.zeros(self.place.size, len(values), dtype=torch.float64)
         rows[self.place.position] = torch.tensor(list(values), dtype=torch.float64)
         try:
@@ -118,7 +118,7 @@ class UnitGroup:
         return found
 
     def over_shards(self, sums: list[tuple[tuple[int, int], str, float]]) -> list[tuple[tuple[int, int], str, float]]:
-        """Return accumulators' sums over all parts of the unit's samples, each part counted once.
+        """Return (accumulator, name, sum) summed over all parts of the unit's samples, each part counted once.
 
         Raises:
             UnitLostError: a worker of the unit is gone.
@@ -140,11 +140,11 @@ class UnitGroup:
         return [(key, name, sum(own)) for (key, name, _), *own in zip(sums, *parts.values(), strict=True)]
 
     def agree(self, well: bool) -> bool:
-        """Return True if ``well`` is True on every worker of the unit."""
+        """Return True if ``well`` is True on every worker of the unit; every worker must call this."""
         return all(bool(row[0]) for row in self.gather([float(well)]))
 
     def of_leader(self, content: bytes) -> bytes:
-        """Return the content that the leading worker has passed. Raises UnitLostError: a worker is gone."""
+        """Return the leading worker's ``content`` on every worker. Raises UnitLostError: a worker is gone."""
         size = round(self.gather([float(len(content))])[0][0])
         data = (
             torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -219,7 +219,7 @@ class Announcer:
         return [int(code) for code in self._values[: self._world]]
 
     def done(self) -> None:
-        """Record that all announced collectives have been started."""
+        """End the phase: all announced collectives have been started."""
         self._open = None
 
     @property
@@ -236,7 +236,7 @@ class Announcer:
         """Announce that this rank no longer needs other ranks; return True if all ranks do so within ``wait_s`` [s].
 
         The announcement remains valid as long as the group exists: a rank that announces something else later still
-        meets it.
+        receives it.
 
         Raises RanksDisagreeError: another rank was seen to continue training during the wait.
         """

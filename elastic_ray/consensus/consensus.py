@@ -97,12 +97,12 @@ class AgreedChanges:
         return generation
 
     def take_batch(self) -> BatchChoice | None:
-        """Return the agreed batch shape, and clear it; None for no change."""
+        """Return the agreed batch shape to change to, and clear it; None for no change."""
         batch, self.batch = self.batch, None
         return batch
 
     def is_unrecorded(self) -> bool:
-        """True at the third report by a rank other than 0, if rank 0 has never reported."""
+        """Count a report by a rank other than 0; True at the third one if rank 0 has never reported."""
         self._others += 1
         return self._others == _UNRECORDED and not self._heard
 
@@ -226,10 +226,10 @@ class ControlPart(Protocol):
         """Return the number of values; equal on all ranks of a group."""
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this rank's contribution. Sums that must be exact have to be so in float32."""
+        """Return this rank's contribution, of :meth:`size` values; sums that must be exact have to be so in float32."""
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Apply the sums over all ranks; every rank that receives them receives the same."""
+        """Apply the sums of :meth:`values` over all ranks, which are equal on every rank that receives them."""
 
 
 class RankConsensus:
@@ -381,7 +381,7 @@ class RankConsensus:
         return values
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Draw the same conclusions on every rank from the sums of all ranks' control values."""
+        """Apply the sums of all ranks' control values, from which every rank draws the same conclusions."""
         self._changes.conclude(sums[:CONTROL_SIZE], world_size)
         if self._changes.ran_out:
             self._position.fail(RAN_OUT)

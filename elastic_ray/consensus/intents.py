@@ -185,7 +185,7 @@ def notes_differ(notes: Sequence[int], step: int) -> str:
     """Return the error message for ranks of which only some added to the gradients of the last update.
 
     Args:
-        notes: Flag of each rank: 1 if it added to these gradients, else 0.
+        notes: Flag of each rank: 1 if it added to the last update's gradients, else 0.
     """
     doing: dict[str, list[int]] = {}
     for rank, note in enumerate(notes):

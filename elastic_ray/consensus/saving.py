@@ -27,7 +27,7 @@ class Readiness(enum.Enum):
 
 
 class Saving(enum.Enum):
-    """Mode in which the ranks have agreed to save a checkpoint."""
+    """Mode in which the ranks save a checkpoint: together (each its part), rank 0 alone, or later."""
 
     TOGETHER = enum.auto()
     ALONE = enum.auto()
@@ -74,11 +74,11 @@ class SaveAgreement:
 
     @property
     def together(self) -> bool:
-        """True if all ranks write their parts, as far as this rank knows."""
+        """True if all ranks write their parts, as far as this rank knows; otherwise rank 0 saves alone."""
         return self._writer is not None and not self.given_up and not self.refusals
 
     def ballot(self, rank: int, world_size: int, *, divided: bool, now: bool) -> list[float]:
-        """Return this rank's ballot, to be summed over all ranks; exact in float64.
+        """Return this rank's ballot, whose sum over all ranks :meth:`decide` needs; exact in float64.
 
         Args:
             divided: Whether the state is divided among ranks; equal on all ranks.
@@ -125,7 +125,7 @@ class SaveAgreement:
         return _RIDING
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this rank's ballot for the control sums, for the case that a checkpoint is requested now."""
+        """Return this rank's ballot, sent with every step in case rank 0 requests a checkpoint in the same sums."""
         return _NEVER if self._writer is None or self.given_up else _said(rank, self._writer.standing())
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:

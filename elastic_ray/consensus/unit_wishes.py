@@ -50,7 +50,7 @@ class UnitWishes:
 
         Args:
             well: Whether everything on this worker has succeeded since the last call.
-            due: Whether this worker has a checkpoint to save.
+            due: Whether this worker has a checkpoint to save; only the leading worker's value counts.
             measured: Number of parameter groups whose statistics this worker has measured.
 
         Raises UnitLostError: another worker is gone.
@@ -81,7 +81,7 @@ class UnitWishes:
         return all(bool(row[0]) for row in rows)
 
     def take_save(self) -> int:
-        """Return the token of the checkpoint that the leading worker wants to save, and clear it; 0 for none."""
+        """Return the token of the checkpoint that the leading worker wants saved, and clear it; 0 for none."""
         token, self._save = self._save, 0
         return token
 

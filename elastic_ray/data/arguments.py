@@ -245,7 +245,7 @@ def describe_sample(dataset: Any) -> str:
 
 
 def first_length(dataset: Any, tokens_per_sample: Any) -> float | None:
-    """Return the mean length of a few samples; None if the loop counts no tokens or no length is found."""
+    """Return the mean length of a few samples; None unless the loop counts tokens and all samples have a length."""
     if tokens_per_sample != WEIGH or isinstance(dataset, (IterableDataset, DataLoader)):
         return None
     if not isinstance(dataset, Sized):

@@ -20,7 +20,7 @@ from elastic_ray.data.order import EpochOrder, order_for
 
 
 def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchSource:
-    """Return the source of a loader's batches.
+    """Return the source of one rank's batches that suits the dataset and arguments of a loader.
 
     Args:
         seed: seed of the sample order.
@@ -53,7 +53,7 @@ def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchS
 
 
 def order_of(given: LoaderArguments) -> EpochOrder:
-    """Return the sample order for the dataset at its current length."""
+    """Return the order of samples that the loader's arguments imply, for the dataset's current length."""
     if given.batch_sampler is not None:
         return BatchSamplerOrder(given.batch_sampler, samples=len(given.dataset))
     return order_for(given.dataset, shuffle=given.shuffles, sampler=given.sampler)

@@ -90,7 +90,7 @@ class StepSplit:
         self._slices: dict[tuple[int, int], list[slice]] = {}
 
     def begin(self, position: int, steps: int) -> None:
-        """Record that ``steps`` steps are committed at ``position`` of the pass, as the origin for counting steps."""
+        """Record that ``steps`` steps are committed at ``position`` (samples used of the pass), to count from there."""
         if self._first[0] >= 0:  # of another pass, or after a nested one
             self.owed = 0
         self._first = position, steps
@@ -107,7 +107,7 @@ class StepSplit:
         return 2 if self.halving.due(self.step_at(position), count) else 1
 
     def count(self, position: int, total: int) -> int:
-        """Return the number of samples in the step at ``position``; 0 at the end of the pass.
+        """Return the number of samples, over all ranks, in the step at ``position``; 0 at the end of the pass.
 
         If the step has fewer samples than ranks, some ranks get none.
         """
@@ -131,7 +131,7 @@ class StepSplit:
         return self.owed if position == self._first[0] else 0
 
     def sizes(self, count: int, position: int) -> list[list[int]]:
-        """Return the number of samples of each rank and micro-step in the step at ``position``; do not modify it."""
+        """Return ``sizes[rank][micro]``, the samples of each micro-batch of the step at ``position``; do not modify."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._sizes:
             parts = split(
@@ -145,7 +145,7 @@ class StepSplit:
         return self._sizes[key]
 
     def slices(self, count: int, position: int) -> list[slice]:
-        """Return this rank's slice of the step at ``position`` for each micro-step; empty if it gets no sample."""
+        """Return this rank's slice for each micro-step of the step of ``count`` samples; empty if it gets no sample."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._slices:
             self._slices[key] = self.slices_of(self.rank, count, key[1])
@@ -164,7 +164,7 @@ class StepSplit:
         return [slice(each.start * self.shards, each.stop * self.shards) for each in found]
 
     def steps_to_come(self, position: int, total: int, most: int) -> list[int]:
-        """Return the sizes of the next steps, starting at ``position``; at most ``most`` sizes."""
+        """Return the sizes of up to ``most`` next steps from ``position`` on, in a pass of ``total`` samples."""
         return [len(step) for step in itertools.islice(_steps(position, total, self), most)]
 
     def own(self, indices: list[int]) -> list[int]:
@@ -175,7 +175,7 @@ class StepSplit:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """The next step of a pass."""
+    """The next step of a pass: sizes of all ranks' micro-batches, and functions that fetch this rank's."""
 
     total: int  # samples of the pass, as far as they are known
     # ``sizes[rank][micro]`` samples of each rank's micro-batches; no rank at all at the end of the pass
@@ -191,7 +191,12 @@ class BatchSource(Protocol):
     """Protocol of an object that supplies one rank's batches to a loader."""
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """Start or restart at ``position`` of the epoch, for a new pass or after the group or batch changed."""
+        """Start or restart at ``position`` of the epoch, for a new pass or after the group or batch changed.
+
+        Args:
+            position: samples that the pass has used.
+            cut: division of the next steps among the ranks.
+        """
 
     def end(self) -> None:
         """End the pass."""
@@ -200,7 +205,7 @@ class BatchSource(Protocol):
         """Close the source at the end of the run."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the step at ``position``; called again for the same position if the step was voided."""
+        """Return the step at ``position``, divided as ``cut`` says; called again if the step was voided."""
 
     def commit(self) -> None:
         """Mark the samples of the current step as used."""
@@ -209,7 +214,7 @@ class BatchSource(Protocol):
         """Return values that must be equal on all ranks for each sample to be used exactly once, keyed by name."""
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """True if a group of ``world_size`` ranks may start at ``position`` of a pass with ``total`` samples."""
+        """True if a group of ``world_size`` ranks may take over at ``position`` of a pass with ``total`` samples."""
 
 
 @runtime_checkable
@@ -284,7 +289,7 @@ class MapBatches:
         self._firsts: Sequence[int] = ()  # positions of those of the present step
 
     def indices(self, epoch: int) -> Order:
-        """Return the epoch's order."""
+        """Return the epoch's order of sample indices."""
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, self._order.epoch_order(self._seed, epoch)
         return self._epoch[1]
@@ -317,7 +322,7 @@ class MapBatches:
         return functools.partial(_shares, self.indices(epoch), position, cut, self._hashes, sort=self._locality)
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the step at ``position``."""
+        """Return the step at ``position`` of the epoch's order, divided among the ranks as ``cut`` says."""
         total = self._total
         count = cut.count(position, total)
         if not count:
@@ -362,13 +367,13 @@ class MapBatches:
         return self._loader.collate_fn(whole(batch) if whole else [dataset[index] for index in batch])
 
     def hash_of_rest(self, epoch: int, position: int) -> int:
-        """Return the sum of the sample hashes of the epoch's order from ``position`` to its end."""
+        """Return the sum of the samples' index hashes from ``position`` to the end of the epoch's order."""
         order = self.indices(epoch)
         pieces = (order[begin : begin + _CHUNK] for begin in range(position, len(order), _CHUNK))
         return sum(int(sample_hashes(piece).sum()) for piece in pieces) & BITS
 
     def fetch(self) -> Any:
-        """Return this rank's next batch."""
+        """Return this rank's next batch, waiting for the DataLoader."""
         assert self._batches is not None, "begin() comes first"
         return next(self._batches)
 
@@ -459,7 +464,7 @@ class StreamBatches:
         self._epoch = -1
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """Seek to ``position`` of the epoch's stream."""
+        """Open the epoch's stream, or continue it, at ``position``."""
         if self._stream is None:
             self._stream = StreamSharder(self._dataset, seed=self._seed, epoch=epoch, position=position)
         elif epoch != self._epoch:
@@ -495,7 +500,7 @@ class StreamBatches:
         return StepBatches(total=total, sizes=cut.sizes(drawn.count, position), fetches=fetches, sample_tag=drawn.tag)
 
     def commit(self) -> None:
-        """Commit the step and release its items."""
+        """Mark the step's items as used, and release them."""
         if self._stream is not None:
             self._stream.commit()
 

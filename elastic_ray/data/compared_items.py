@@ -39,7 +39,7 @@ def places(count: int) -> list[int]:
 
 
 def item_facts(dataset: Any, name: str = "dataset", depth: int = 0) -> Facts:
-    """Return the facts about a dataset's items that can be found without loading a sample, keyed by name."""
+    """Return facts about a dataset's items, found without loading a sample, keyed by names that start with ``name``."""
     if depth > _DEEPEST:
         return {}
     if isinstance(dataset, Subset):
@@ -215,7 +215,7 @@ def _cut(entry: Any, root: str) -> Any:
 
 
 def still_facts(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Facts:
-    """Return the facts of a pass; items that have changed since ``first`` become None unless both values are texts."""
+    """Return a pass's facts, with None for items that differ from ``first`` unless both values contain text."""
     return {name: value if _is_still(name, value, first.get(name)) else None for name, value in facts.items()}
 
 

@@ -304,14 +304,14 @@ class AdaptiveDataLoader(ResumableLoader):
         return self._session.registry.loaders.leads(self)
 
     def join(self, session: Session) -> None:
-        """Attach this loader to another run of this process."""
+        """Attach this loader to the run of ``session``, in a process that runs several in turn."""
         if session is not self._session:
             self._session, self._setting, self._passes = session, None, 0
             self._announce()
 
     @property
     def shape(self) -> BatchChoice:
-        """Division of a full step into samples per worker and micro-step, and micro-steps."""
+        """Division of a full step: samples per worker and micro-step, and accumulating micro-steps."""
         session, limits = self._session, self._limits
         if self._given.whole_batches:
             return BatchChoice(atomic_bsz=limits.init_batch_size)
@@ -363,7 +363,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def dataset(self) -> Any:
-        """Dataset of the samples."""
+        """Dataset from which the samples come."""
         return self._given.dataset
 
     @property
@@ -385,7 +385,11 @@ class AdaptiveDataLoader(ResumableLoader):
         return self.batches()
 
     def batches(self, *, joined_later: bool = False) -> Iterator[Any]:
-        """Iterate over the batches. With ``joined_later``, no rank joins between the last step and the epoch's end."""
+        """Iterate over this rank's batches of a pass, like ``iter(loader)``.
+
+        Args:
+            joined_later: no rank joins between the last step and the epoch's end.
+        """
         self._join_present_run()
         self._joined_later = joined_later
         loader_pass = self._session.enter_loop()
@@ -491,7 +495,7 @@ class AdaptiveDataLoader(ResumableLoader):
             session.passes.edge(loader_pass)
 
     def _begun(self, step: StepBatches, loader_pass: PassProgress, setting: _Setting, *, taken: bool) -> LoaderStep:
-        """Return what the ledger knows of a step that begins; with ``taken`` of another rank's."""
+        """Return the ledger's record of a step that starts, which with ``taken`` belongs to another rank."""
         shape, cut, leads = setting
         return LoaderStep(
             loader_pass=loader_pass,

@@ -173,7 +173,7 @@ def digest(order: Order) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamStep(Generic[Item]):
-    """One rank's part of a global batch from a stream."""
+    """One rank's items of a global batch from a stream, in one list per micro-step."""
 
     items: list[list[Item]]  # this rank's items, one list per micro-step, none empty
     count: int  # items in the global batch, over all ranks
@@ -181,7 +181,7 @@ class StreamStep(Generic[Item]):
 
 
 class StreamSharder(Generic[Item]):
-    """Divides a stream (an IterableDataset) by position, so that resizes neither lose nor repeat an item.
+    """Division of a stream (an IterableDataset) by position, so that resizes neither lose nor repeat an item.
 
     Every rank reads the whole stream and keeps the items of its own share, so the stream must be the same on every
     rank: it must not shard itself by rank or by DataLoader worker. It is read in the training process, in one thread
@@ -283,7 +283,7 @@ class StreamSharder(Generic[Item]):
         return StreamStep(items=items, count=count, tag=item_tag(self._ahead[0]))
 
     def commit(self) -> int:
-        """Commit the drawn step and release its items; return the new position."""
+        """Mark the drawn step's items as used, and release them; return the new position."""
         self._drop(self._drawn)
         self._drawn = 0
         return self.position

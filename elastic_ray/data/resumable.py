@@ -41,7 +41,7 @@ class ResumableLoader:
 
     @property
     def batches_left(self) -> int | None:
-        """Micro-batches left in the current pass at the current batch size; None between steps or if unknown."""
+        """Number of this rank's micro-batches left in the pass at the current batch size; None between steps."""
         step = self._session.ledger.step
         if step is None:
             return None

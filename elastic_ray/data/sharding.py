@@ -174,7 +174,7 @@ def check_place(*, epoch: int, position: int) -> None:
 
 
 def epoch_key(*, seed: int, epoch: int) -> str:
-    """Return the key for an epoch's random numbers: the same on every rank."""
+    """Return the key from which an epoch's random numbers derive; equal for equal ``seed`` and ``epoch``."""
     _check_count("seed", seed, at_least=0)
     _check_count("epoch", epoch, at_least=0)
     return f"{seed} {epoch}"
@@ -378,5 +378,5 @@ def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[t
 
 
 def batches_of(count: int, *, rank: int, world_size: int) -> int:
-    """Return how many of a pass's ``count`` batches go to `rank`, if the group keeps its size."""
+    """Return how many of a pass's ``count`` undivided batches go to `rank`, if the group keeps its size."""
     return len(range(rank, count, world_size))

@@ -44,7 +44,7 @@ NO_COMMUNICATION_HOOK = (
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for keyword arguments of DistributedDataParallel, and for unknown ones."""
+    """Raise TypeError if ``options`` holds DistributedDataParallel's arguments or unknown ones; empty is accepted."""
     for name in options:
         if name in _OF_DDP:
             raise TypeError(f"AdaptiveDataParallel has no {name}=, which is DistributedDataParallel's: {_OF_DDP[name]}")

@@ -64,7 +64,7 @@ class Facts:
 
 
 def common_rank(fingerprints: Sequence[int], joined: Sequence[bool]) -> int:
-    """Return the first rank with the most common fingerprint, preferring ranks that did not just join; 0 is none."""
+    """Return the first rank with the most common fingerprint (0: none), preferring ranks that have not just joined."""
     known = [rank for rank, value in enumerate(fingerprints) if value]
     return min(known, key=lambda rank: (joined[rank], -fingerprints.count(fingerprints[rank]), rank))
 
@@ -75,7 +75,7 @@ def differing(ones: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """True if two facts agree, or one of them is None."""
+    """True if two facts agree, or either is None."""
     if one is None or other is None:
         return True
     if isinstance(one, float) and isinstance(other, float):

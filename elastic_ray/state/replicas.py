@@ -196,7 +196,7 @@ _DIGEST_BYTES = 5
 
 
 def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a captured state with their paths."""
+    """Yield the tensors of a captured state with their paths, which start with ``name``."""
     if isinstance(tree, torch.Tensor):
         yield name, getattr(tree, "_local_tensor", tree)  # of what a unit has divided, this worker's part
     elif isinstance(tree, Mapping):
@@ -254,7 +254,7 @@ def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def different_ranks(told: Sequence[int], joined: Sequence[bool]) -> tuple[int, ...]:
-    """Return the ranks whose digest differs from that of most ranks; joiners do not count in the majority."""
+    """Return the ranks whose digest in ``told`` differs from that of most ranks that have not just joined."""
     members = [each for each, late in zip(told, joined, strict=True) if not late] or list(told)
     common = max(set(members), key=lambda value: (members.count(value), -members.index(value)))
     return tuple(rank for rank, value in enumerate(told) if value != common)
@@ -279,7 +279,7 @@ def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], 
 
 
 def check_alike(ranks: Sequence[int], joined: Sequence[bool], told: str, step: int) -> None:
-    """Raise ReplicasDifferError, with the text ``told``, if any of ``ranks`` had trained before this group."""
+    """Raise ReplicasDifferError, with the text ``told``, if any of these differing ranks has not just joined."""
     if any(not joined[rank] for rank in ranks):
         raise ReplicasDifferError(
             f"all ranks must hold the same state before a group starts, but after {step} steps {told}. Code that "

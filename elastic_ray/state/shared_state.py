@@ -277,7 +277,7 @@ class SharedState:
                     state.restore(tree)
 
     def resume(self, trees: dict[str, Any], *, loaded: bool) -> None:
-        """Continue from captured states: kept through a rerun, or ``loaded`` from an automatic checkpoint.
+        """Continue from captured states: kept through a rerun or, if ``loaded``, from an automatic checkpoint.
 
         Raises RuntimeError: As in :meth:`install`.
         """
@@ -310,7 +310,7 @@ class SharedState:
         """Give every rank of a new group an exact copy of the furthest rank's state.
 
         Args:
-            ledger: Leaves this rank's steps if other ranks are in none: they draw these steps again, or are past them.
+            ledger: Ledger of this rank, which leaves a step if other ranks will draw it again or have completed it.
             replicas: Merges replicas that differ among ranks at the same progress. Before anything is sent, the ranks
                 that hold a state replace it by the mean over those of them that had completed the last average.
             samples: Samples per epoch of this rank's training data; None if unknown.
@@ -437,7 +437,7 @@ _IN_MEMORY = "io.BytesIO"
 class Remembered:
     """Copy of a tree of tensors in memory that is reused for the next copy.
 
-    ``copy.deepcopy`` returns the same object: there is one per state, for the step in progress.
+    ``copy.deepcopy`` returns the same object, because each state has a single copy, for the current step.
     """
 
     def __init__(self) -> None:

@@ -87,7 +87,7 @@ class _LeftSteps:
 
 
 class StepLedger:
-    """Tracks the current step: what is committed and what to undo if the step is lost.
+    """Record of one rank's current step: what is committed, and what to undo if the step is lost.
 
     Args:
         moment: Called with the name of each moment of the run, for scripted faults; None if there are none.
@@ -391,7 +391,7 @@ class StepLedger:
         return lost
 
     def lost_within(self, *, gradients_wait: bool) -> LostStep:
-        """Return the facts about a loss in a pass, for :meth:`resume`."""
+        """Return the facts about a loss in a pass, for :meth:`resume`; ``gradients_wait`` is as in :meth:`undo`."""
         return LostStep(self.step is not None, gradients_wait or self._around[1] > 0, self._place)
 
     def resume(self, lost: LostStep, cause: str) -> None:

@@ -16,13 +16,13 @@ class StrategyError(ValueError):
 
 
 def check_one_of(field: str, value: object, known: tuple[str, ...]) -> None:
-    """Raise StrategyError if the value is not one of the known values."""
+    """Raise StrategyError, naming ``field``, if the value is not one of the known values."""
     if value not in known:
         raise StrategyError(f"{field} must be one of {', '.join(known)}, but got {value!r}")
 
 
 def check_count(field: str, value: object, *, least: int, most: int) -> None:
-    """Raise StrategyError if the value is not an integer from ``least`` to ``most``."""
+    """Raise StrategyError, naming ``field``, if the value is not an integer from ``least`` to ``most``."""
     check_whole(field, value, least=least, error=StrategyError)
     if isinstance(value, int) and value > most:
         raise StrategyError(f"{field} must be a whole number, {most} or less, but got {value!r:.40}")
@@ -37,13 +37,13 @@ def check_range(field: str, value: object, *, above: float, up_to: float) -> Non
 
 
 def check_flag(field: str, value: object) -> None:
-    """Raise StrategyError if the value is not a bool."""
+    """Raise StrategyError, naming ``field``, if the value is not a bool."""
     if not isinstance(value, bool):
         raise StrategyError(f"{field} must be True or False, but got {value!r}")
 
 
 def check_type(field: str, value: object, kind: Any) -> None:
-    """Raise StrategyError if the value does not have the given type."""
+    """Raise StrategyError, naming ``field``, if the value does not have the type ``kind``."""
     if not isinstance(value, kind):
         names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
         raise StrategyError(f"{field} must be a {names}, but got {value!r}")

@@ -162,7 +162,7 @@ class TilePlan:
     divided: bool  # whether the group has more ranks than each tile has owners; else every rank holds the whole state
 
     def holds(self, params: Sequence[int]) -> bool:
-        """True if the optimizer state of all these parameters is divided into tiles."""
+        """True if the optimizer state of all parameters at these positions is divided into tiles."""
         return set(params) <= set(self.params)
 
 
@@ -183,7 +183,7 @@ class SyncPlan:
 
 
 def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> SyncPlan:
-    """Return the plan that carries out a strategy for a model in a group.
+    """Return the plan (buckets, operations and owners) that carries out a strategy for a model in a group.
 
     Raises StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer does not
     accept the gradients that a rule produces.

@@ -289,7 +289,7 @@ class FlatPreconditioner:
 
     @torch.no_grad()
     def factors_of(self, parts: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> list[Tensor | None]:
-        """Return the factors for the selected part of each parameter; None for a factor of 1."""
+        """Return the factors for a part of each parameter (cut by its function); None stands for 1."""
         found: list[Tensor | None] = [None] * len(parts)
         by_function: dict[_Function, list[int]] = {}
         places = [self._places[id(param)] for param, _ in parts]
@@ -355,7 +355,7 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
 
 
 def least_denominator(size: Tensor) -> Tensor:
-    """Return the lower bound of denominators: a hundredth of their root mean square."""
+    """Return the lower bound of the denominators ``size``: a hundredth of their root mean square."""
     return size.square().mean().sqrt().mul_(LEAST_PART).clamp_(min=torch.finfo(size.dtype).tiny)
 
 

@@ -27,7 +27,7 @@ _HOW = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdatedRows:
-    """Rows that the current update changes."""
+    """Rows that the update in progress changes, for :func:`change_parameters`."""
 
     places: Mapping[int, int]  # position of each of the model's parameters, by ``id``
     # of each shard that this rank holds the rows by that position; without parameters of which it has none
@@ -126,13 +126,13 @@ class HandChanges:
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     def watch(self, rows: Iterable[Tensor]) -> None:
-        """Watch the given rows from now on."""
+        """Replace the watched rows by these, with their current values as the reference."""
         flat = [each.detach().reshape(-1) for each in rows if each.numel()]
         self._looked_at = [each[:: max(1, each.numel() // _LOOKED_AT)] for each in flat]
         self.note()
 
     def note(self) -> None:
-        """Accept the current values as the reference, and clear all findings."""
+        """Accept the watched rows' current values as the reference, and clear all findings."""
         self._seen, self._found, self._suspected = self._now(), False, False
 
     def suspect(self) -> None:

@@ -345,7 +345,7 @@ class Strategy:
 
     @property
     def label(self) -> str:
-        """Name of the strategy; ``"by hand"`` if it has none."""
+        """Name of the strategy for display; ``"by hand"`` if the user gave it no name."""
         return self.name or "by hand"
 
     @property

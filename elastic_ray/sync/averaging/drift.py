@@ -90,7 +90,7 @@ class Drift:
 
     @property
     def settled(self) -> bool:
-        """True if all replicas are identical after the committed steps."""
+        """True if all ranks' replicas are identical after the steps committed so far."""
         alone = self._context.group.world_size == 1
         return alone or self.average is None or not self.on or self._settled_at == self._context.states.progress.steps
 

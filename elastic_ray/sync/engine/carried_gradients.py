@@ -128,7 +128,7 @@ class CarriedGradients:
                     return
 
     def remember(self) -> Any:
-        """Return the data needed to undo the step that starts now; None if nothing is accumulated."""
+        """Return the data that :meth:`roll_back` needs if the next step is lost; None if nothing is accumulated."""
         self._asked = self.applied = False
         if not self._steps:
             return None

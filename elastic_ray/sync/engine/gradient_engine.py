@@ -191,7 +191,7 @@ class GradientEngine(Participant):
         return self._in_force.explain()
 
     def require_statistics(self, user: str) -> None:
-        """Refuse strategies without gradient statistics from now on; errors mention the ``user`` of the statistics.
+        """Refuse strategies without gradient statistics from this call on, naming the setting ``user`` in errors.
 
         Raises StrategyError: the current strategy does not provide statistics.
         """
@@ -416,7 +416,7 @@ class GradientEngine(Participant):
             self._drift.prepare()
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """Average the replicas, if this is due, after all ranks have committed a training step."""
+        """Average the replicas, if due, after a committed training step; ``agree_on_scale`` equalises AMP's scales."""
         self._reducer.drop_halves()
         if self._drift.average is not None:
             self._drift.after_step(ends=self._ends)
@@ -492,7 +492,7 @@ class GradientEngine(Participant):
         self._divided.enter_group()
 
     def remember(self) -> Any:
-        """Return the data needed to undo the step that starts now."""
+        """Return the data that :meth:`roll_back` needs if the step that is about to start is lost."""
         self._reducer.reduction.end_step()
         force = self._in_force
         self._asked_before, self._entering = force.asked, False

@@ -126,7 +126,7 @@ class GradientReducer:
 
     @property
     def plain_buckets(self) -> list[Bucket] | None:
-        """Buckets of the model, if all of them hold complete gradients; otherwise None."""
+        """Buckets of the model, if all hold whole gradients (no slices or table rows); otherwise None."""
         found = [bucket for bucket in self._buckets if type(bucket) is Bucket]
         return found if len(found) == len(self._buckets) else None
 

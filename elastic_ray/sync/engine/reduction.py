@@ -158,7 +158,7 @@ class BucketLayout:
         return digest((*self._layout, self.sequel.takes))
 
     def settle_first(self, index: int) -> SettlingOperation:
-        """Wrap a bucket's operation so that its next pass also sends the residual of an earlier strategy."""
+        """Wrap bucket ``index``'s operation so that its next pass also sends the residual of an earlier strategy."""
         settling = SettlingOperation(self.operations[index])
         self.operations[index] = settling
         return settling

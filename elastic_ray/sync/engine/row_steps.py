@@ -38,7 +38,7 @@ class RowSteps:
         self.look_again()
 
     def look_again(self) -> None:
-        """Request a new check, because the optimizer's state or the layout of gradients may have changed."""
+        """Check sparse momentum buffers again in the next step, because the state or layout may have changed."""
         self._looks, self.idle = True, False
 
     def stand_inside(self) -> None:

@@ -42,7 +42,7 @@ class UnitStatistics:
         self._left_out: list[str] | None = None
 
     def follow(self, buckets: Sequence[GradientBucket]) -> None:
-        """Measure the gradients in these buckets, except for parameters that other workers of the unit count."""
+        """Measure the gradients in ``buckets``, except for parameters that other workers of the unit count."""
         self._buckets, self._left_out = buckets, self._statistics.noise.counted_elsewhere
         left_out = {id(p) for name, p in self._module.named_parameters() if name in (self._left_out or ())}
         for bucket in buckets:

@@ -198,7 +198,7 @@ class Bucket:
         self.body.add_(vector)
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> FlatPreconditioner | None:
-        """Return the factors by which the optimizer multiplies these gradients; None if they are 1."""
+        """Return the factors by which the optimizer multiplies the bucket's gradients; None if they are 1."""
         return preconditioner(optimizer, [getattr(p, "whole", p) for p in self.params])
 
     def squared_norm(self, preconditioner: FlatPreconditioner | None) -> torch.Tensor:

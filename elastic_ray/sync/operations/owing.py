@@ -47,7 +47,7 @@ class Residual:
         return self.owed is not None or self.folded is not None
 
     def add_to(self, flat: torch.Tensor, scale: float) -> None:
-        """Add the residual, multiplied by ``scale``, to the gradients of a new pass."""
+        """Add the residual, multiplied by ``scale``, to ``flat``, the gradients of a new pass."""
         owed = self._begin_pass()
         if owed is not None and owed.flat is not None:
             flat.add_(owed.flat, alpha=scale / owed.scale)
@@ -63,7 +63,7 @@ class Residual:
         return self._latest or self.owed
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised memory for the residual of a pass."""
+        """Return uninitialised memory, shaped like ``like``, for the residual of a pass."""
         spare, self._spare = self._spare, None
         return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
 
@@ -88,7 +88,7 @@ class Residual:
         self._latest = self._fresh = None
 
     def fold(self, total: torch.Tensor) -> None:
-        """Store the sum of all ranks' residuals (without a loss scale) before the ranks leave the group."""
+        """Store ``total``, the sum of all ranks' residuals (without a loss scale), before the ranks leave the group."""
         self.folded = total
 
     def share(self, ranks: int) -> None:

@@ -26,12 +26,12 @@ Owners = tuple[tuple[int, ...], ...]
 
 
 def needed_at_once(moves: Sequence[Move], target: Owners, held: Sequence[Set[int]]) -> tuple[Move, ...]:
-    """Return the moves that must be made before the next step: those to first owners that hold no tiles yet."""
+    """Return the moves to make before the next step: first tiles for ranks that must own some and hold none yet."""
     return tuple(move for move in moves if not held[move.destination] and target[move.tile][0] == move.destination)
 
 
 def moved(moves: Sequence[Move], held: Sequence[Set[int]]) -> list[frozenset[int]]:
-    """Return the tiles that each rank holds after the moves."""
+    """Return the tiles that each rank holds after the moves, given the tiles ``held`` by each rank before."""
     return [
         frozenset(tiles) | {move.tile for move in moves if move.destination == rank} for rank, tiles in enumerate(held)
     ]
@@ -56,6 +56,8 @@ def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int)
     """Return the moves after the next step: each rank receives one tile, or several if they are small.
 
     Args:
+        target: Planned owners of each tile.
+        present: Current owners of each tile.
         most: Limit on the total size that a rank receives if it receives several tiles, in the unit of ``sizes``.
     """
     ranks = range(1 + max(rank for mine in (*target, *present) for rank in mine))
@@ -121,7 +123,7 @@ class TileHolder:
         self.stored.follow(self.params.values())
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return the spans of each parameter with the ranks that own them in the current group."""
+        """Return the spans of each parameter, in order, with the ranks that own them in the current group."""
         found: dict[int, list[OwnedSpan]] = {id(param): [] for param in params}
         for spans, owners in zip(self._tiling.tiles, self.owners, strict=True):
             for span in spans:
@@ -196,7 +198,7 @@ class TileHolder:
         return self._tiling.elements(tile) * self.params[self._tiling.tiles[tile][0].name].element_size()
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to ranks that stay; called on every rank."""
+        """Send tiles that only leaving ranks own to ranks for which ``stays`` is True; called on every rank."""
         if given := hand_over(self.owners, stays):
             self._receive(communicator, given)
 
@@ -275,7 +277,7 @@ class TileHolder:
         self.stored.take(self.params.values())
 
     def drop(self) -> None:
-        """Release all state, because other ranks hold the valid one."""
+        """Release this rank's state, because it is outdated and other ranks hold the valid state."""
         self._clear()
         self.stored.forget()
         self.held, self._whole = None, False
@@ -291,7 +293,7 @@ class TileHolder:
             self.stored.forget()
 
     def reload(self) -> None:
-        """Replace this rank's tiles by their part of the complete state that all ranks have loaded."""
+        """Replace this rank's tiles by their parts of a complete state that was loaded into every rank's optimizer."""
         held = self.held
         self.stored.forget()
         if held is None:

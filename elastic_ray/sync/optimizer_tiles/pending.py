@@ -115,7 +115,7 @@ class PendingUpdate:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group, for :func:`as_then`."""
+    """Return the options of each parameter group (such as betas), for :func:`as_then`."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
@@ -162,7 +162,7 @@ _SCALED = ("lr", "betas", "eps", "weight_decay")
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """Return the learning rates of all groups, and other numeric options that depend on the batch size."""
+    """Return the learning rates of all groups, and other numeric options that a scaling rule changes with the batch."""
     return tuple(float(number) for group in optimizer.param_groups for name in _SCALED for number in _in(group, name))
 
 

@@ -94,7 +94,7 @@ class Publisher:
 
     @property
     def is_outdated(self) -> bool:
-        """True if any tensor has been moved to other memory."""
+        """True if any parameter has been moved to other memory, so that a new publisher is needed."""
         return self._where() != self._addresses
 
     @torch.no_grad()

@@ -112,7 +112,7 @@ class HeldTiles:
         self._views[tile] = views
 
     def drop(self, tile: int) -> None:
-        """Stop holding a tile."""
+        """Stop holding a tile, and release its optimizer state."""
         for view in self._views.pop(tile):
             del self.states[view]
 
@@ -125,7 +125,7 @@ class HeldTiles:
                 self.states[view] = {key: _owned(value) for key, value in self.states[view].items()}
 
     def states_of(self, tile: int) -> list[State]:
-        """Return the states of the tile's spans."""
+        """Return the optimizer state of each of the tile's spans, in order."""
         return [self.states[view] for view in self._views[tile]]
 
     def spans(self) -> Iterator[tuple[Span, Parameter]]:

@@ -101,7 +101,7 @@ class TiledOptimizer:
 
     @property
     def owners(self) -> object:
-        """Owners of each tile; a new object whenever they change."""
+        """Ranks that own each tile; a new object whenever owners change, so that callers can compare by identity."""
         return self._holder.owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
@@ -141,7 +141,7 @@ class TiledOptimizer:
         return kwargs if self._holder.held is None or not self._begun else self._hooks.before(kwargs)
 
     def decide(self) -> bool:
-        """Vote on the next update; return False if the step is lost."""
+        """Vote with all ranks on the next update; return False if the vote fails, so that the step is lost."""
         held = self._holder.held
         if held is not None or self._open or self._stored or self._gathered is not None:
             self._close()
@@ -280,7 +280,7 @@ class TiledOptimizer:
         self._call_hooks({})
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to ranks that stay; called on every rank."""
+        """Send tiles that only leaving ranks own to ranks for which ``stays`` is True; called on every rank."""
         if self.divided:
             self._holder.hand_over(self._run.group.communicator, stays)
 
@@ -341,7 +341,7 @@ class TiledOptimizer:
         return list(self._holder.params.values())
 
     def capture(self) -> dict[str, Any] | None:
-        """Return the data that all ranks share, without states; None if there are no tiles."""
+        """Return the last update's number and rates, without states, for joiners; None if there are no tiles."""
         if self._holder.tiling is None:
             return None
         owes = {"owes_hooks": True} if self._owes_hooks else {}
@@ -394,7 +394,7 @@ _NONE = -1.0
 
 
 class Denominators:
-    """Denominators of an optimizer for statistics, from its own state or gathered from the owners of its tiles."""
+    """Values by which an Adam-like optimizer divides gradients, from its state or from the owners of its tiles."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, divided: Callable[[], bool]) -> None:
         self._optimizer, self._divided = optimizer, divided

@@ -22,7 +22,7 @@ _ALIGNED = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive elements of a parameter."""
+    """Consecutive elements of a flattened parameter."""
 
     name: str  # of the parameter, the first of its names
     start: int  # first element, of the parameter as a vector
@@ -67,10 +67,11 @@ class Tiling:
 
 
 def cut(profile: ModelProfile, params: Iterable[int], owner: Owner) -> Tiling:
-    """Divide parameters into tiles; equal arguments give equal tilings on every rank.
+    """Return a division of parameters into tiles; equal arguments give equal tilings on every rank.
 
     Args:
         profile: Profile of the model; tensors whose optimizer is not element-wise are kept whole.
+        params: Positions of the parameters in ``profile.params``.
     """
     tiles: list[tuple[Span, ...]] = []
     chosen = [profile.params[i] for i in params]

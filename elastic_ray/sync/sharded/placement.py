@@ -214,6 +214,7 @@ def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: in
     If possible, leaving ranks send; the ranks that own the fewest tiles receive.
 
     Args:
+        owners: Ranks that own each tile.
         stays: For each rank, whether it stays; at least one must.
 
     Raises ValueError: no rank stays.
@@ -235,5 +236,5 @@ def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: in
 
 
 def lost(tiles: int, held: Sequence[Set[int]]) -> tuple[int, ...]:
-    """Return the tiles that no rank holds."""
+    """Return the tiles, of ``tiles`` in total, that no rank holds."""
     return tuple(tile for tile in range(tiles) if not any(tile in each for each in held))

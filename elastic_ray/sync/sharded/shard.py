@@ -179,7 +179,7 @@ class TableShard:
         self._by_tile = torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to ranks that stay; called on every rank."""
+        """Send tiles that only leaving ranks own to ranks for which ``stays`` is True; called on every rank."""
         given = hand_over(self._owners, stays)
         if not given:
             return
@@ -194,7 +194,7 @@ class TableShard:
         return self._by_tile.shape[-1] == self._world
 
     def read(self, ids: Tensor) -> Tensor:
-        """Return rows by id, all of which this rank must hold."""
+        """Return the rows with these ids, [len(ids), width], all of which this rank must hold."""
         assert self.store is not None
         return self.store.rows(ids)
 
@@ -204,7 +204,7 @@ class TableShard:
         return fetch(communicator, self.store, self._by_tile[:, 0], ids)
 
     def push(self, communicator: Communicator, ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and summed gradients (over all ranks, in rank order) of the rows that this rank owns.
+        """Send row gradients to the row owners; return ids and gradients, summed over ranks, of this rank's own rows.
 
         Args:
             gradient: Gradients on this rank for the rows ``ids``, weighted by samples.
@@ -214,7 +214,7 @@ class TableShard:
         return summed(push(communicator, self._by_tile, ids, gradient), gradient.shape[1])
 
     def whole(self, communicator: Communicator | None, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """Return tensors of the complete table on rank 0, None on other ranks; called on every rank.
+        """Return the named tensors of the complete table on rank 0, None on other ranks; called on every rank.
 
         Args:
             communicator: Communicator of the group; None before the first group.
@@ -277,7 +277,7 @@ def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tens
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], stores: Sequence[TileStore], into: TileStore, height: int
 ) -> None:
-    """Move tiles between ranks; called on every rank with the same moves."""
+    """Send tiles of ``height`` rows from ``stores`` and receive others ``into`` a store; same moves on every rank."""
     rank, world = communicator.rank, communicator.world_size
     matrix = [[0] * world for _ in range(world)]
     for move in moves:

@@ -37,12 +37,12 @@ class TileStore:
         return self._slots[ids % self.tiling.tiles] >= 0
 
     def places(self, ids: Tensor) -> Tensor:
-        """Return the positions of rows in this store's tensors; the store must hold these rows."""
+        """Return the positions, in this store's tensors, of the rows with these ids, which the store must hold."""
         tiles = self.tiling.tiles
         return self._slots[ids % tiles] * self.tiling.height + torch.div(ids, tiles, rounding_mode="floor")
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return a copy of some rows, which this store must hold."""
+        """Return a copy of the rows with these ids, which this store must hold."""
         return self.tensors["weight"].index_select(0, self.places(ids))
 
     def tile(self, name: str, tile: int) -> Tensor:
@@ -62,7 +62,7 @@ class InitialRows(Protocol):
         """True if the rows were loaded; False if they are newly initialised."""
 
     def fill(self, name: str, tile: int, into: Tensor) -> None:
-        """Write a tile's part of one tensor into ``into``, [height, width]."""
+        """Write a tile's part of the tensor called ``name`` (``weight`` or state) into ``into``, [height, width]."""
 
 
 class SeededRows:

@@ -86,7 +86,7 @@ class ShardedTable:
         self._loaded, self._begun = source.trained, False
 
     def left_for(self, run: Run) -> dict[str, Tensor] | None:
-        """Return the complete weight for another run in this process; None if it is not available yet."""
+        """Return the complete weight, to start another run in this process with it; None before the first group."""
         if run is self._run:
             raise ValueError("a ShardedEmbedding must belong to one model, but another wrapped model already has it")
         if self._shard.store is not None and not self._shard.everywhere:
@@ -150,7 +150,7 @@ class ShardedTable:
         return Announced(Intent.ROWS, self._number[0], self._number[1] * 4 + what)
 
     def join(self) -> None:
-        """Participate in a fetch of rows by other ranks."""
+        """Participate in other ranks' fetch of rows without fetching any, because this rank has no samples."""
         self._shard.fetch(self._run.group.communicator, self._nothing[0])
 
     def _check_place(self) -> None:
@@ -220,13 +220,13 @@ class ShardedTable:
         self._unused = False
 
     def zero(self) -> None:
-        """Clear the gradients, unless the step is lost."""
+        """Clear the gradients of the table's rows, unless the step is lost."""
         if not self._run.ledger.failed:  # user code runs on in a lost step; what was received may be needed
             self._local.zero()
             self._pending, self._unused = None, False
 
     def update(self, lr: float) -> None:
-        """Apply the received gradients, or the local gradients if this rank is alone.
+        """Apply the gradients received for this rank's rows, or the local gradients if this rank is alone.
 
         Raises RuntimeError: row gradients were not sent, because no parameter of the model had a gradient.
         """
@@ -240,7 +240,7 @@ class ShardedTable:
         self._apply(_Update(self._last.number + 1, self._run.group.generation, lr * self.rule.lr_factor))
 
     def leave_out(self) -> None:
-        """Skip the update; called on every rank."""
+        """Skip the update and discard its received gradients; called on every rank."""
         self._pending = None
 
     def _apply(self, update: _Update) -> None:
@@ -262,7 +262,7 @@ class ShardedTable:
         self._begun, self._unused, self._pending, self._gathered = True, False, None, None
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send rows that only leaving ranks own to ranks that stay; called on every rank."""
+        """Send rows that only leaving ranks own to ranks for which ``stays`` is True; called on every rank."""
         self._gathered = None
         self._shard.hand_over(self._run.group.communicator, stays)
 
@@ -309,7 +309,7 @@ class ShardedTable:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def capture(self) -> Any:
-        """Return the state that all ranks share, without rows."""
+        """Return shape and last update of the table, which all ranks share, without rows."""
         return {
             "rows": [self._shape.rows, self._shape.width],
             "rule": repr(self.rule),
@@ -387,7 +387,7 @@ class LocalGradients:
         self.waits = False  # some of the present step that were not taken
 
     def begin(self, step: Any, micro: int) -> bool:
-        """Prepare to add a gradient; return True if it is the first one of its step."""
+        """Prepare to add a gradient in micro-step ``micro``; return True if it is the first one of its step."""
         before, self._at = self._at, (step, micro)
         first = before[0] is not step or (step is None and self._closed)
         if first:
@@ -399,7 +399,7 @@ class LocalGradients:
         return first
 
     def add(self, ids: Tensor, gradient: Tensor) -> None:
-        """Add gradients that are weighted by samples; ids must be unique."""
+        """Add gradients (weighted by samples) for the rows with these ids, which must be unique."""
         if not self._closed:
             self._present.append((ids, gradient))
             self.waits = True

@@ -306,7 +306,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def to_sharded(module: nn.Module) -> None:
-    """Return the model to its sharded state, even from within a lost step or a pass without gradients."""
+    """Free a model's gathered parameters, even from within a lost step or a pass without gradients."""
     for state in states_of(module):
         if state._is_root:
             _reset(state)
@@ -386,9 +386,10 @@ def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Te
 
 
 def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedParam, Tensor, Tensor]]) -> None:
-    """Move a model to another group, with other shards; its parameters stay the same objects.
+    """Give a model's parameters, which stay the same objects, the shards of another group.
 
     Args:
+        mesh: Mesh of the new group.
         shards: For each parameter, the memory and the rows in it, from :func:`memory_for`.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo

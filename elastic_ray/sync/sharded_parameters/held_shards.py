@@ -66,7 +66,7 @@ class HeldShards:
         self.unread: dict[int, Rows] = {}
 
     def keep(self, shards: Mapping[ShardId, Shard], unread: Mapping[int, Rows] | None = None) -> None:
-        """Replace all held shards by these."""
+        """Replace all held shards (and unread checkpoint rows) by the given ones."""
         self.shards, self.unread = dict(shards), dict(unread or {})
 
     @property
@@ -116,11 +116,11 @@ class HeldShards:
                 yield piece, held.rows(param)
 
     def give(self, piece: Piece) -> Rows:
-        """Return the rows of a piece, joined from held shards."""
+        """Return the values and optimizer state of a piece's rows, joined from held shards."""
         return joined(self._parts(piece, ()))
 
     def whole(self, param: int, received: Sequence[tuple[Piece, Rows]] = ()) -> tuple[Tensor, State]:
-        """Return a whole parameter and its optimizer state, in new memory on the CPU."""
+        """Return a whole parameter and its optimizer state, from held and received rows, in new memory on the CPU."""
         mine = [each for each in received if each[0].param == param]
         parts = self._parts(Piece(param, 0, self.counts[param]), mine)
         rows = joined([(piece, _on_cpu(each)) for piece, each in parts], copies=True)
@@ -128,7 +128,7 @@ class HeldShards:
 
 
 def cut(rows: Rows, source: Piece, piece: Piece) -> Rows:
-    """Return the part of ``rows`` that belongs to a piece, in shared memory or read from the checkpoint."""
+    """Return ``piece``'s part of the rows of piece ``source``, in shared memory or read from the checkpoint."""
     first, count = piece.start - source.start, piece.stop - piece.start
     like = rows[VALUE].shape
     return {
@@ -226,7 +226,7 @@ def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, 
     """Return the rows of a shard, or one owner's share of them, as pieces of the whole tensors.
 
     Other optimizer state of a parameter, such as a step count, is written with the parameter's first rows. A rank
-    that writes later rows still includes the name of such state, so that names keep their order.
+    that writes later rows returns `Pieces` without elements for it, so that all ranks list the same names in order.
 
     Args:
         share: Index of this rank among the shard's owners, and number of owners.

@@ -56,7 +56,7 @@ _HOOKS = (
 
 
 def key_of(shard_size: int | None) -> str:
-    """Return a key for layouts whose step times may be pooled.
+    """Return the key under which step times of a layout with this shard size are recorded.
 
     The key for one group of all workers contains no size, so that records of earlier versions stay valid.
     """

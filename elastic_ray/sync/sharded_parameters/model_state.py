@@ -28,7 +28,7 @@ class ShardedModelState:
         self._module, self._optimizer = module, optimizer
 
     def capture(self) -> Any:
-        """Return the buffers."""
+        """Return the buffers, keyed by name, without parameters."""
         return {"buffers": dict(self._module.named_buffers())}
 
     def capture_to_save(self) -> Any:

@@ -77,7 +77,7 @@ class ShardProcessGroup(dist.ProcessGroup):
         return EndedWork()
 
     def all_gather_single(self, output: Any, tensor: Any, options: Any = None) -> Any:
-        """Gather one tensor from all ranks, as ``full_tensor()`` of a sharded tensor requires."""
+        """Gather ``tensor`` from all ranks into ``output``, as ``full_tensor()`` of a sharded tensor requires."""
         collectives = self._collectives
         if collectives is None:
             output.copy_(tensor.reshape(output.shape))
@@ -86,7 +86,7 @@ class ShardProcessGroup(dist.ProcessGroup):
         return EndedWork()
 
     def allgather_into_tensor_coalesced(self, outputs: Any, tensors: Any, options: Any = None) -> Any:
-        """Gather several tensors from all ranks."""
+        """Gather each of several tensors from all ranks into the output at the same position."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.all_gather_single(output, tensor)
         return EndedWork()

@@ -98,7 +98,7 @@ class ShardCollectives:
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
 
     def begin(self, what: Announced) -> None:
-        """Start a pass together with all other ranks.
+        """Agree with all ranks to start the pass or call ``what``, before its first collective.
 
         Raises CommunicationFailedError: The group broke. RanksDisagreeError: Other ranks do something else.
         """

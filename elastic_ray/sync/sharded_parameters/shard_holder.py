@@ -128,7 +128,7 @@ class ShardHolder:
         return bool(self._held.ids)
 
     def drop(self) -> None:
-        """Release all shards, because other ranks hold the valid ones."""
+        """Release all shards, because they are outdated and other ranks hold the valid ones."""
         self._held.keep({})
 
     # -- the group -----------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class ShardHolder:
         )
 
     def hand_over(self, group: Group, stays: Sequence[bool]) -> None:
-        """Move shards before ranks leave, so that two staying ranks hold each shard; called on every rank."""
+        """Move shards so that two ranks for which ``stays`` is True hold each, before others leave; on every rank."""
         layout = self._layout
         given = hand_over([layout.holders(index) for index in range(layout.parts)], stays, COPIES)
         sent = [
@@ -326,7 +326,7 @@ class ShardHolder:
 
     @torch.no_grad()
     def take_param(self, place: int, value: Tensor) -> None:
-        """Copy this rank's rows from a whole parameter that was loaded."""
+        """Copy this rank's rows from ``value``, the whole parameter at position ``place``, which was loaded."""
         self.check_memory()
         for shard, held in self._held.shards.items():
             if place in held.views:

@@ -159,7 +159,7 @@ class MovedRows:
         return rows
 
     def values(self, groups: int) -> list[float]:
-        """Return the values to send: whether an update was measured, and its squared norms; see :meth:`size`."""
+        """Return 1 and the measured update's squared norms per group, or zeros; the size is :meth:`size`."""
         if self._waiting is not None and len(self._waiting[1]) != groups:
             self._waiting = None  # the optimizer was given another group since
         if not self.size(groups) or self._waiting is None:
@@ -339,7 +339,7 @@ class ShardStatistics:
         return self._measures and self._step is not None and self._step.is_last_micro
 
     def values(self) -> list[float]:
-        """Return the values to send at the end of the pass."""
+        """Return this rank's measurements to sum over the ranks at the end of the pass, for :meth:`take`."""
         statistics = self._statistics
         own = [0.0] * (statistics.norms_size + statistics.mean_size)
         if self._concludes:
@@ -384,7 +384,7 @@ class _Rows:
         self.index, self.group = place, group
 
     def preconditioner(self, source: Any) -> Tensor | None:
-        """Return the denominators of these gradients, [elements]; ``source`` is ``RowDenominators``."""
+        """Return the denominators of the rows' gradients, [elements]; ``source`` is ``RowDenominators``."""
         found: Tensor | None = source.state.get(self.index)
         return found
 

@@ -303,7 +303,7 @@ class ShardedGradients(Participant):
         return self._waits
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Reshard the model after a failed pass, which torch still considers to be in progress."""
+        """Reshard the model after a backward pass that raised, which torch still considers to be in progress."""
         self._task = -1
         to_sharded(self._module)
 
@@ -326,7 +326,7 @@ class ShardedGradients(Participant):
     # -- steps that are lost -------------------------------------------------------------------------------------------
 
     def roll_back(self, remembered: Any) -> None:
-        """Undo a lost step."""
+        """Undo a lost step: discard its gradients and statistics."""
         self._waits, self._step = False, None
         self._statistics.forget()
         self._micro_steps.forget()
@@ -338,7 +338,7 @@ class ShardedGradients(Participant):
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy that is shown to users."""
+        """Strategy that identifies the sharded model's layout to users and in records."""
         return checks.SHARDED
 
     @property
@@ -348,7 +348,7 @@ class ShardedGradients(Participant):
 
     @property
     def strategy_key(self) -> str:
-        """Key of layouts whose step times may be pooled."""
+        """Key under which step times are recorded; equal keys are comparable."""
         return checks.key_of(self._collectives.shard_size)
 
     def set_strategy(self, strategy: object) -> None:
@@ -383,7 +383,7 @@ class ShardedGradients(Participant):
         self._optimizer.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Send shards that only leaving ranks hold to ranks that stay."""
+        """Send shards that only leaving ranks hold to ranks for which ``stays`` is True."""
         self._optimizer.hand_over(stays)
 
     def enter_group(self) -> None:
@@ -416,7 +416,7 @@ class MicroSteps:
         self._micro, self._before, self._so_far, self._added = 0, None, None, False
 
     def begin_pass(self, step: LoaderStep) -> None:
-        """Start a backward pass of a step."""
+        """Start a backward pass in the step's current micro-step, keeping the sums of earlier micro-steps."""
         if step.micro != self._micro:
             self._micro, self._before, self._added = step.micro, self._so_far, False
         elif self._added and not any(bool(grad.any()) for grad in self._gradients() if grad is not None):

@@ -105,7 +105,7 @@ class ShardedOptimizer:
         return self._begun and self._run.group.world_size > 1
 
     def decide(self, part: OptimizerPart) -> bool:
-        """Vote on the next update of one optimizer; return False if the step is lost."""
+        """Vote with all ranks on one optimizer's next update; return False if the vote fails: the step is lost."""
         self._close()
         if not self.divided:
             return True
@@ -183,7 +183,7 @@ class ShardedOptimizer:
         return ShardUpdate(part.optimizer, hidden, groups, self._by_hand)
 
     def update(self, part: OptimizerPart, apply: Callable[[], Any]) -> Any:
-        """Make a decided update of one optimizer, and return the result of ``apply``."""
+        """Make a decided update of one optimizer with ``apply``, its step, whose result is returned."""
         followed, self._followed = self._followed, []
         result = self._update(part).make(self._with_grads(self.groups_of(part.optimizer), followed), apply)
         self._last = self._last.next(self._run.group.generation, part.optimizer)
@@ -234,7 +234,7 @@ class ShardedOptimizer:
         self._run.tell("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Move shards before ranks leave, so that two staying ranks hold each shard; called on every rank."""
+        """Move shards so that two ranks for which ``stays`` is True hold each, before others leave; on every rank."""
         if self.divided and not all(stays):
             self._holder.hand_over(self._run.group, stays)
 
@@ -259,7 +259,7 @@ class ShardedOptimizer:
             self.gather()
 
     def gather(self) -> None:
-        """Gather the whole model in rank 0's CPU memory until the next update; called on every rank.
+        """Gather the whole model into rank 0's CPU memory, where it stays until the next update; called on every rank.
 
         Raises ReplicasDifferError: Holders of a shard differ; raised on every rank.
         """
@@ -303,7 +303,7 @@ class ShardedOptimizer:
             self._close()
 
     def load_param(self, name: str, value: Tensor) -> None:
-        """Keep this rank's rows of a whole parameter that all ranks load."""
+        """Keep this rank's rows of ``value``, the whole parameter called ``name``, which all ranks load."""
         self._holder.take_param(next(place for place, each in enumerate(self.params) if each.name == name), value)
         self._by_hand.suspect()
         if self.divided:
@@ -333,7 +333,7 @@ class ShardedOptimizer:
         }
 
     def gathered(self) -> dict[Parameter, State] | None:
-        """Return the optimizer's whole states; None if this rank does not have them."""
+        """Return the optimizer's whole states, keyed by parameter; None if this rank does not have them."""
         whole = self.gathered_whole()
         return None if whole is None else {self.params[place].param: state for place, (_, state) in whole.items()}
 
@@ -409,11 +409,11 @@ class OptimizerPart:
         return StepHooks(self.optimizer).before(kwargs)
 
     def decide(self) -> bool:
-        """Vote on the next update; return False if the step is lost."""
+        """Vote with all ranks on the next update; return False if the vote fails, so that the step is lost."""
         return self.shards.decide(self)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make a decided update, and return the result of ``apply``."""
+        """Make a decided update with ``apply``, the optimizer's step, whose result is returned."""
         return self.shards.update(self, lambda: apply(**kwargs))
 
     def whole_states(self) -> dict[Tensor, State]:

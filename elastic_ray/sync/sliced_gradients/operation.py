@@ -107,7 +107,7 @@ class SlicedBucket(Bucket):
         return found
 
     def know(self, numbers: Tensor) -> None:
-        """Store the shared statistics after they were summed over all ranks."""
+        """Store the statistics of :meth:`numbers` after they were summed over all ranks."""
         self._numbers = numbers.tolist()
 
     @property

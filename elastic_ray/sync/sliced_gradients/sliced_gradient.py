@@ -59,7 +59,7 @@ class Content:
         self.norm, self.nonfinite, self.waits = squared_norm**0.5, (int(nans), int(infinities)), False
 
     def become(self, plain: Tensor) -> None:
-        """Turn the gradient into an ordinary tensor."""
+        """Turn the gradient into the ordinary tensor ``plain``."""
         self.waits, self.plain = False, plain
 
     def fill(self, number: float, count: int) -> None:

@@ -19,7 +19,7 @@ _DIGIT = 2.0**20  # numbers of steps travel in two digits, exact in float32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Known:
-    """Latest measurements; each is None until there is one."""
+    """Latest measurements that a rank knows; each is None before the first."""
 
     variance: GradientVariance | None = None
     norms: GradientNorms | None = None
@@ -136,7 +136,7 @@ class GradientMeter:
         return [float(self._variance is not None), float(self._gradients is not None), *variance, *norms]
 
     def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Replace the latest measurements by those of the whole model; drop them if a part is missing."""
+        """Combine ``parts``, the results of :meth:`part` on each worker; drop all if a part is missing."""
         groups = self._groups
         if self._variance is not None:
             sums = tuple(math.fsum(part[2 + group] for part in parts) for group in range(groups))
@@ -151,7 +151,7 @@ class GradientMeter:
         return self._gradients is not None
 
     def applied(self, replicas: int) -> None:
-        """Commit the variance of the latest pass, because the optimizer is about to apply its gradients."""
+        """Accept the variance of the latest pass, because the optimizer is about to apply the gradients."""
         self._alone = replicas == 1
         variance, self._variance = self._variance, None
         if variance is not None:
@@ -159,7 +159,7 @@ class GradientMeter:
             self._found(dataclasses.replace(self.own, variance=dataclasses.replace(variance, groups=groups)))
 
     def take_unmoved(self) -> GradientNorms | None:
-        """Return the norms of the applied gradient, without norms of the update; None if they were not measured."""
+        """Return the applied gradient's norms without the update's, and clear them; None if they were not measured."""
         gradients, self._gradients = self._gradients, None
         return None if gradients is None else GradientNorms(step=self._step, gradients=gradients, updates=())
 
@@ -202,7 +202,7 @@ class GradientMeter:
         return values
 
     def take_shared(self, values: list[float]) -> None:
-        """Store rank 0's measurements, which all ranks have received."""
+        """Store rank 0's measurements, given as its :meth:`shared_values`, which all ranks have received."""
         if values == self._received:
             return
         self._received, groups = values, self._groups

@@ -106,9 +106,10 @@ class GradientStatistics:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: LoaderStep, steps: int, *, replicas: int, exact: bool, spacing: int) -> None:
-        """Start a step.
+        """Start a step, and decide what is measured in it.
 
         Args:
+            steps: Number of committed steps.
             replicas: Number of ranks whose gradients are summed.
             exact: Whether gradients are sent in a format from which statistics can be computed.
             spacing: Number of steps between two steps with that format.
@@ -129,7 +130,7 @@ class GradientStatistics:
 
     @property
     def in_layers(self) -> bool:
-        """True if this step's gradient is measured in the layers."""
+        """True if the layers measure single samples' gradients in this step."""
         return self.examples is not None and self.examples.on
 
     def part(self) -> list[float]:
@@ -137,7 +138,7 @@ class GradientStatistics:
         return [*self.noise.part(), *(self.meter.part() if self.meter.on else ())]
 
     def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Replace the latest measurements of a part of the model with those of the whole model."""
+        """Combine ``parts``, the results of :meth:`part` on each worker, into measurements of the whole model."""
         size = self.noise.shared_size
         self.noise.take_parts([part[:size] for part in parts])
         if self.meter.on:
@@ -263,7 +264,7 @@ class GradientStatistics:
             self.meter.take_norms(plain)
 
     def collect_alone(self, buckets: Sequence[MeasuredGradient], grad_scale: float) -> None:
-        """Record the gradient norms of a single replica without accumulation, measured in its buckets."""
+        """Record a single replica's gradient norms, measured in its buckets; ``grad_scale`` is AMP's loss scale."""
         if self.wants_norms:
             squared = grad_scale * grad_scale
             self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])

@@ -103,7 +103,7 @@ class NoiseTracker:
 
     @property
     def signal(self) -> NoiseSignal:
-        """Strength of the gradient signal relative to its noise, which only rank 0 measures."""
+        """Strength of the gradient signal relative to its noise; only rank 0 measures it."""
         return self._smoothed.signal
 
     def measures(self, step: int, gradients: int, *, halved: bool) -> bool:
@@ -185,7 +185,7 @@ class NoiseTracker:
         return [1.0, float(pending.preconditioned), *values]
 
     def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Replace the latest estimates by their sum over all parts of the model; drop them if a part is missing."""
+        """Sum ``parts``, the results of :meth:`part` on each worker; drop the estimates if a part is missing."""
         if self._pending is None or any(part[:2] != parts[0][:2] or not part[0] for part in parts):
             self._pending = None
             return
@@ -217,7 +217,7 @@ class NoiseTracker:
         return bool(self.adam_like) and any(self.preconditioner(bucket) is not None for bucket in buckets)
 
     def applied(self) -> None:
-        """Commit the estimates of the latest backward pass, whose gradients were applied."""
+        """Add the latest pass's estimates to the averages, because its gradients were applied."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -240,7 +240,7 @@ class NoiseTracker:
         return self._sent[1]
 
     def take_shared(self, values: list[float]) -> None:
-        """Store rank 0's noise scale, which all ranks have received."""
+        """Store rank 0's noise scale, given as its :meth:`shared_values`, which all ranks have received."""
         if values == self._received:
             return
         self._received = values

@@ -40,7 +40,7 @@ _HEARING_S = 10.0  # a race waits for so long for what earlier jobs have found
 
 
 class StrategyTuner:
-    """Tuner that chooses a strategy for ``Auto`` during training.
+    """Tuner that chooses a strategy for ``Auto`` during training, by a race between candidates.
 
     Its state is equal on all ranks, and is sent to joiners.
 
@@ -62,7 +62,7 @@ class StrategyTuner:
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy to use from the next step on."""
+        """Strategy that applies from the next step on: the race's current candidate or winner."""
         return self.choice.strategy
 
     @property
@@ -72,7 +72,7 @@ class StrategyTuner:
 
     @property
     def found(self) -> dict[str, FoundStrategy]:
-        """Winners of races, for use by other jobs of the same model; keyed by the form of the group."""
+        """Winners of races, for other jobs of the same model; keyed by model number and form of the group."""
         choices = {**self._known, self._form: self.choice}
         return {
             f"{self._number} {form}": FoundStrategy(name=choice.strategy.name, step_s=measured[choice.strategy.name])
@@ -81,7 +81,7 @@ class StrategyTuner:
         }
 
     def tell(self, table: Callable[[], str]) -> None:
-        """Report the chosen strategy to the job's user once it has taken effect; called on every rank."""
+        """Report a chosen strategy to the job's user once it is in use, with the text that ``table`` returns."""
         choice = self.choice
         if choice is self._looked_at or not choice.settled or self._model.plan.strategy != choice.strategy:
             return
@@ -102,7 +102,7 @@ class StrategyTuner:
         self._context.tell("strategy", f"strategy for {workers} workers: {choice.reason}", detail)
 
     def reduced(self) -> None:
-        """Measure the first reduced backward pass of a step."""
+        """Record that a backward pass has been reduced; the first one of a step is measured."""
         step, ledger = self._context.ledger.step, self._context.ledger
         if step is None or step is self._step:
             return
@@ -285,7 +285,7 @@ class StrategyInForce:
 
     @property
     def key(self) -> str | None:
-        """Key of strategies whose step times may be pooled; None while a strategy is being chosen.
+        """Key under which step times are recorded; equal keys are comparable. None while a strategy is being chosen.
 
         A chosen strategy has the prefix ``auto/``, because the choice may be different in another group.
         """
@@ -378,7 +378,7 @@ class StrategyInForce:
         return self.pending or lower(self.plan.strategy, self.profile, self.topology).digest != self.digest
 
     def roll_back(self, asked: _Asked | None) -> None:
-        """Restore the pending request from before the lost step."""
+        """Restore ``asked``, the request that was pending before the lost step; None if there was none."""
         self.asked = asked
         if self.tuner is not None:
             self.tuner.roll_back()

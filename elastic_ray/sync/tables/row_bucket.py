@@ -87,11 +87,11 @@ class RowBucket:
         return [self._has_gradient]
 
     def share(self, factor: float) -> Any:
-        """Return the held rows multiplied by ``factor``, for :meth:`add`."""
+        """Return the held rows multiplied by ``factor``, which :meth:`add` can add to the held rows."""
         return self.held.scaled(factor)
 
     def carried_share(self, factor: float = 1.0) -> Any:
-        """Return the rows kept by :meth:`carry`, multiplied by ``factor``, for :meth:`add`."""
+        """Return the rows kept by :meth:`carry`, multiplied by ``factor``; None if there are none."""
         return self._carried if self._carried is None or factor == 1.0 else self._carried.scaled(factor)
 
     def flat_gradient(self) -> torch.Tensor:
@@ -107,7 +107,7 @@ class RowBucket:
         self.add(rows_of_dense(vector.view(self.table.param.shape).to(self.held.values.dtype)))
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> RowPreconditioner | None:
-        """Return the factors by which the optimizer multiplies these rows' gradients; None if they are 1."""
+        """Return the factors by which the optimizer multiplies the table's gradients; None if they are 1."""
         self._preconditioner = row_preconditioner(optimizer, self.table.param, self._preconditioner)
         return self._preconditioner
 
@@ -169,7 +169,7 @@ class RowBucket:
         self.used = [self._has_gradient or any(self.used)]
 
     def take(self, rows: TouchedRows, *, sparse: bool | None) -> None:
-        """Store the sum of rows over all ranks, and the layout for ``.grad`` on which the ranks have agreed."""
+        """Store the rows, summed over all ranks, and whether ``.grad`` is ``sparse``, as the ranks have agreed."""
         self.held, self.is_sparse = rows, sparse
 
     def fill_flat(self) -> torch.Tensor:

@@ -107,7 +107,7 @@ class TableGradient:
         return found
 
     def write(self, rows: TouchedRows, *, sparse: bool) -> None:
-        """Write rows to ``.grad``; they must include all rows that :meth:`rows` has returned for it."""
+        """Write rows to a ``sparse`` or dense ``.grad``, including all rows that :meth:`rows` returned for it."""
         grad = self.param.grad
         if sparse:
             self.param.grad = rows.to_sparse()

@@ -86,7 +86,7 @@ class TouchedRows:
         return self.values.shape[0]
 
     def at(self) -> torch.Tensor:
-        """Return the ids of the held rows, also if the gradient holds all rows."""
+        """Return the ids of the held rows; all row ids if the whole table is held."""
         return torch.arange(self.table, device=self.values.device) if self.ids is None else self.ids
 
     def marks(self) -> torch.Tensor:
