@@ -382,12 +382,7 @@ class CollectiveResults:
     place: tuple[int, int] = (0, 0)  # committed steps and ended passes then
 
     def begin(self, number: int, place: tuple[int, int]) -> None:
-        """Drop the recorded results if ``place`` is new, because all ranks have reached it.
-
-        Args:
-            number: Number of collectives completed before ``place``; the next recorded result has this index.
-            place: Position in the run that all ranks share.
-        """
+        """Drop the recorded results if ``place`` is new: all ranks have reached it, after ``number`` collectives."""
         if place != self.place:
             self.first, self.contents, self.place = number, [], place
 
