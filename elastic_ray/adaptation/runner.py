@@ -83,7 +83,7 @@ class SharedValues:
         self.batch_size = batch_size
 
     def wish_for(self, bounds: tuple[int | None, int | None]) -> None:
-        """Store a policy's request for a number of workers."""
+        """Store a policy's request for (fewest, most) workers; None for a bound means the job's own limit."""
         self.wish, self.wished_by = None if bounds == (None, None) else bounds, -1
 
     def asked_by(self, policy: int) -> None:

@@ -59,7 +59,7 @@ def copy_directory(
     *,
     go_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, Checksum]:
-    """Copy all files and directories below ``source``, and flush them to disk.
+    """Copy everything below ``source`` on ``origin`` to ``target`` in the run's storage, and flush it to disk.
 
     Args:
         go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.

@@ -45,11 +45,12 @@ class ReportedCheckpoints:
         self._fails = self._alone = False
 
     def add(self, checkpoint: Any, index: int, is_stopping: Callable[[], bool]) -> str:
-        """Add the files of a rank other than 0 to the checkpoint that rank 0 stores.
+        """Add the files of a rank other than 0 to the checkpoint that rank 0 stores for report ``index``.
 
         Returns the reason why the files are not kept; empty if they are.
 
-        Raises WorkerDismissed: the job ends. SourceError: the checkpoint does not exist or is not readable.
+        Raises WorkerDismissed: ``is_stopping()`` returned True. SourceError: the checkpoint does not exist or is not
+        readable.
         """
         begun_s = time.monotonic()
         while True:
@@ -84,7 +85,7 @@ class ReportedCheckpoints:
     def store(
         self, checkpoint: Any, index: int, note: CheckpointNote, is_stopping: Callable[[], bool]
     ) -> tuple[str | None, str]:
-        """Store a checkpoint.
+        """Store the checkpoint of report ``index``, waiting until it is stored, or ``is_stopping()`` returns True.
 
         Returns the path of the stored checkpoint and an empty text; or None and the reason why it was abandoned.
 

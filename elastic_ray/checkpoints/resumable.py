@@ -35,7 +35,7 @@ def find_stored(
     """Find a run's checkpoints in storage and return them.
 
     Args:
-        is_trial: True if the job is a trial; its own directory is ignored, as its sweep decides where it continues.
+        is_trial: True for a trial, whose own directory is ignored: it starts from ``start_from``, or None for scratch.
         with_states: also look for automatic checkpoints.
         verify: read reported checkpoints completely and compare their checksums.
         heard: called for every checkpoint, so that a waiting caller sees progress.

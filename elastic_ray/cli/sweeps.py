@@ -111,7 +111,7 @@ def parameters_text(parameters: Mapping[str, Any]) -> str:
 
 
 def sweep_line(status: SweepStatus, best: str) -> str:
-    """Return a one-line summary of a sweep."""
+    """Return a one-line summary of a sweep; ``best`` is the best trial's display name, or empty."""
     parts = [f"{status.running} running", f"{status.done} done", f"{status.cut} cut"]
     parts += [f"{status.failed} failed"] if status.failed else []
     if status.best is not None:

@@ -53,10 +53,7 @@ class BranchRun:
     waits_s: float
 
     def measure(self, start: Callable[[JobSpec], Any]) -> BranchResult:
-        """Run the branches one after the other, and return the comparison of their losses.
-
-        Args:
-            start: Returns the controller of a new job with the given specification.
+        """Run the branches one after the other, each submitted by ``start``; return the comparison of their losses.
 
         Raises BranchError: no checkpoint exists yet, a branch failed, or the losses are inconclusive. OSError: storage
         cannot be used.
@@ -157,10 +154,7 @@ class Branch:
         self.storage.filesystem.open_output_stream(self._mark).close()
 
     def remove(self) -> None:
-        """Delete the branch's directory.
-
-        Raises BranchError: the directory has no marker file, so it may belong to the user.
-        """
+        """Delete the branch's directory. Raises BranchError: it has no marker file, so it may belong to the user."""
         path, filesystem = self.storage.path, self.storage.filesystem
         if filesystem.get_file_info(path).type.name == "NotFound":
             return

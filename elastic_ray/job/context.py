@@ -61,11 +61,7 @@ class ReportIntake:
         self._trackers.report(report)
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the next report after number ``after``, waiting up to ``wait_s`` [s]; None if none arrives in time.
-
-        Args:
-            after: Number of the last report that the caller has handled; None if it has handled none.
-        """
+        """Return the report after number ``after`` (None: the last delivered one); None if none comes in ``wait_s``."""
         wanted = self.queue.wanted(after)
         if self.queue.gone(wanted):
             report = await self._writer.report(wanted, self.queue.oldest - 1)

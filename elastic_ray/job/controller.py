@@ -70,10 +70,7 @@ _PREFIX = "job:"
 
 
 def start(spec: JobSpec) -> Any:
-    """Return the actor of the job's new controller: an idle pre-started process if one exists, otherwise a new one.
-
-    Raises ValueError: a controller with that name is alive.
-    """
+    """Return the job's new controller, pre-started (warm) if possible. Raises ValueError: one of that name is alive."""
     stored = with_stored_train_loop(spec)
     try:
         return _warm(stored) or _create(stored)
@@ -361,12 +358,7 @@ class JobController:
         return self._job.saved(message)
 
     async def greet(self, worker: str, token: str) -> ControllerAnswer:
-        """Return whether a process is a worker of this controller's job, or must reintroduce itself after a restart.
-
-        Args:
-            worker: Id of the worker; empty for an idle process.
-            token: Secret that the controller gave to the worker's process.
-        """
+        """Return whether process ``worker`` (empty: an idle one) with secret ``token`` belongs to this controller."""
         if self._reconnection is not None:
             return ControllerAnswer.INTRODUCE if worker else ControllerAnswer.STRANGER
         return ControllerAnswer.KNOWN if self._job.group.actors.knows(worker, token) else ControllerAnswer.STRANGER

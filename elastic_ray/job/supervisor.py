@@ -310,11 +310,7 @@ class JobSupervisor:
         return self._saved or self.group.history.saves_soon(time.monotonic())
 
     def suspend(self, why_not_saved: str) -> None:
-        """Handle that all ranks stopped at the same step: end the job, restart it, or wait for a new allocation.
-
-        Args:
-            why_not_saved: Reason why rank 0 has not saved the job; empty if it has.
-        """
+        """End, restart or suspend the job, whose ranks all stopped; ``why_not_saved`` is empty if rank 0 saved it."""
         if self._starter.looking or self.record.phase.ended:
             return
         if not self._preemption.active:  # a worker took this controller for gone

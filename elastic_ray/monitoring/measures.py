@@ -93,11 +93,7 @@ def mib(count: int) -> float:
 
 
 def traffic_fields(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, float]:
-    """Return the bytes between two readings as fields of ``WorkerMeasures``: ``<operation>_mib`` to data [MiB].
-
-    Args:
-        before, after: Bytes passed to a group's collectives so far, keyed by operation.
-    """
+    """Return the data passed between two readings of bytes by operation, as fields of ``WorkerMeasures`` [MiB]."""
     return {f"{name}_mib": mib(count - before.get(name, 0)) for name, count in after.items()}
 
 

@@ -237,6 +237,7 @@ def waits_for(
     """Return what a job is waiting for: storage, slots, a node, a placement group, or processes; empty if nothing.
 
     Args:
+        workers: Phase of each of the job's workers; empty without workers.
         storage: Description of what the job waits for from storage; empty if storage responds.
         needs_node: True if no existing node can ever hold one of the job's workers.
     """

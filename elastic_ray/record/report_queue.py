@@ -154,7 +154,7 @@ class ReportQueue:
         return self._reports.low
 
     async def wait_for_reader(self, index: int) -> None:
-        """Block until the worker that made report ``index`` may continue training."""
+        """Wait while report ``index`` is more than ``ahead`` reports ahead of the reader, to slow down training."""
         while self._open and self._ahead is not None and index > self._taken + self._ahead:
             await self._changed.wait()
 

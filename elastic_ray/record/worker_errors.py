@@ -125,8 +125,7 @@ class WorkerErrors:
 
         Args:
             beside: The job's other workers, all of which were started before this exception.
-            nodes: Number of nodes that could run a worker; failures on all of them, or on several, blame the program.
-            wanted: Number of workers that the job should have, which bounds the number of failed starts.
+            nodes, wanted: Number of nodes that could run a worker, and of workers wanted; each limits failed starts.
         """
         origin = error.origin
         if origin is None or origin.refusal:

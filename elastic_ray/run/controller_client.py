@@ -35,12 +35,7 @@ class ControllerClient(Protocol):
         """Request that rank 0's next step report be sent early, because it holds something urgent."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
-        """Report rank 0's metrics and checkpoint; block until the checkpoint's files are copied.
-
-        Args:
-            checkpoint: A ``Checkpoint``; None if only metrics are reported.
-            index: Number of the report in the run.
-        """
+        """Report rank 0's metrics, and its checkpoint unless None; block until the checkpoint's files are copied."""
 
     def add_files(self, checkpoint: Any, index: int) -> None:
         """Add another rank's files to the checkpoint that rank 0 reports as number ``index``; block until received."""

@@ -78,7 +78,7 @@ class Participant:
 
     @property
     def is_open(self) -> bool:
-        """True if gradients wait for an update."""
+        """True if there are accumulated gradients that no optimizer step has applied yet."""
         return False
 
     @property
@@ -103,7 +103,7 @@ class Participant:
 
     @property
     def pulls(self) -> bool:
-        """True if ranks pull each other's models."""
+        """True if each rank averages its model with models that it pulls from other ranks (pair averaging)."""
         return False
 
     def enter_exchange(self, communicator: Communicator) -> None:
@@ -180,7 +180,7 @@ class Participant:
         raise ValueError("the gradients of a sharded model have no topology")
 
     def fix_drift(self) -> int:
-        """Fix the action after the step on which ranks agree; return a digest of the action, equal on all ranks."""
+        """Fix the strategy that applies after this step; return a digest of it for comparison across ranks."""
         return 0
 
     # -- the group -----------------------------------------------------------------------------------------------------

@@ -300,7 +300,7 @@ class Registry:
 
     @property
     def gradients_wait(self) -> bool:
-        """True if any model's gradients wait for an update."""
+        """True if any model has accumulated gradients that no optimizer step has applied yet."""
         return any(each.is_open for each in self.gradients)
 
     @property

@@ -61,7 +61,7 @@ class GroupChanges:
         self.furthest_passes = 0  # loader passes that the present group's furthest rank had ended when it was formed
 
     def join(self, *, timeout_s: float) -> None:
-        """Join a group for the first time.
+        """Join a group for the first time, waiting up to ``timeout_s`` [s] for one.
 
         Raises WorkerDismissed: The job ended or shrank before this worker joined.
         """
@@ -149,7 +149,7 @@ class GroupChanges:
         return 0 < self._steps_waited <= _LONGEST_WAIT
 
     def regroup(self, cause: str) -> int:
-        """Find a group with which to continue; return the number of loader passes that its furthest rank has ended.
+        """Find a group to continue with after a failure; return the number of passes that its furthest rank ended.
 
         Raises CommunicationFailedError: The group cannot change.
         """
@@ -382,12 +382,7 @@ class CollectiveResults:
     place: tuple[int, int] = (0, 0)  # committed steps and ended passes then
 
     def begin(self, number: int, place: tuple[int, int]) -> None:
-        """Drop the recorded results if ``place`` is new, because all ranks have reached it.
-
-        Args:
-            number: Number of collectives completed before ``place``; the next recorded result has this index.
-            place: Position in the run that all ranks share.
-        """
+        """Drop the recorded results if ``place`` is new: all ranks have reached it, after ``number`` collectives."""
         if place != self.place:
             self.first, self.contents, self.place = number, [], place
 
@@ -455,6 +450,7 @@ class UserCollectives:
         """Execute a collective and return its result as bytes.
 
         Args:
+            what: Name of the collective, for comparison across ranks and for messages.
             detail: Further facts that must be equal on all ranks.
             perform: Executes the collective in a group of several ranks.
             alone: Returns the result for this rank alone: before it has joined, during catch-up, and in a step that is

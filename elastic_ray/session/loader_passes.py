@@ -385,6 +385,7 @@ class LoaderPasses:
         """End a loader pass on all ranks together, so that no rank is ever more than one step ahead.
 
         Args:
+            total: Number of samples in the pass.
             put_off: The user's code after the loop has already run. Actions between two steps are postponed until the
                 progress includes that code, so that a joiner, or the job when resumed, does not run it again.
             abandoned: The loop was left before its end.

@@ -294,7 +294,7 @@ class Session:
             )
 
     def count_report(self, *, saves: bool = False) -> int:
-        """Count a call of ``report`` and return its number in the run; ``saves`` is True if it passes a checkpoint."""
+        """Count a call of ``report`` and return its number in the run; ``saves`` if it passes a checkpoint."""
         self.run.agreed.wants_comparison |= saves
         if self.rank and self.run.agreed.is_unrecorded():
             self.run.tell_once("warning", UNRECORDED, 0)
@@ -317,7 +317,7 @@ class Session:
 
     @property
     def takes_more(self) -> bool:
-        """True if this rank's largest micro-batch in the current step exceeds that of an equal division."""
+        """True if this rank's largest micro-batch in the step exceeds that of an equal division."""
         step = self.ledger.outermost
         return step is not None and self.atomic_bsz > step.equal_bsz
 

@@ -71,11 +71,7 @@ class TypeShares:
         return self._mixed
 
     def weights(self, others: Sequence[float] | None) -> tuple[float, ...] | None:
-        """Return each current rank's relative weight in a step's samples; None if the shares are equal.
-
-        Args:
-            others: Weights for other reasons (stragglers), by which the weights are multiplied; None if equal.
-        """
+        """Return each current rank's weight in a step's samples, times ``others`` if given; None if all are equal."""
         if not self.mixed:
             return tuple(others) if others is not None else None
         known = self._known()

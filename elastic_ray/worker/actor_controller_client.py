@@ -211,13 +211,7 @@ class ActorControllerClient:
         self.push(PrepareFailed(worker=self._worker, generation=generation, cause=cause))
 
     def beat(self, *, report: StepReport | None, at: tuple[int, int] | None = None, ending: bool = False) -> None:
-        """Send a heartbeat.
-
-        Args:
-            report: Rank 0's measurements; None on other ranks.
-            at: Generation and number of steps that this worker has reached; None before its first generation.
-            ending: True for the run's last heartbeat.
-        """
+        """Send a heartbeat with rank 0's ``report`` and the position ``at`` (generation, step); ``ending`` if last."""
         waits = "" if ending else self.calls.waiting()
         beat = WorkerHeartbeat(
             worker=self._worker,

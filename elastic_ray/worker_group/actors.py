@@ -256,11 +256,7 @@ class WorkerActors:
         self._on_result(worker, end)
 
     def adopt(self, unit: Sequence[WorkerReregistration]) -> None:
-        """Adopt a running worker that an earlier controller started.
-
-        Args:
-            unit: Registrations of the worker's processes, in order of position; several if the worker is a unit.
-        """
+        """Adopt a running worker of an earlier controller, given its processes' registrations in order of position."""
         first, worker = unit[0], unit[0].worker
         self._groups[worker], self._nodes[worker] = groups.find(first.group), first.node
         self._fulfilled.add(worker)

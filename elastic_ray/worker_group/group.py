@@ -170,10 +170,8 @@ class WorkerGroup:
     def heard(self, worker: str, position: int = 0) -> bool:
         """Record a sign of life from a worker; return False if its message must be ignored.
 
-        Messages from workers that were killed, for example because they were declared lost, are ignored.
-
-        Args:
-            position: Index of the sending process within the worker's unit.
+        Messages from workers that were killed, for example because they were declared lost, are ignored; ``position``
+        is the sending process's index in the worker's unit.
         """
         if worker in self._given_up:
             return False

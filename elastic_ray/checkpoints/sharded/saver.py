@@ -167,11 +167,7 @@ class PartSaver:
         self._never = why
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Return this rank's readiness to write its part, and start what it lacks (access to storage, memory).
-
-        Args:
-            now: True if the part is written while no rank trains, so that no copy is needed.
-        """
+        """Return this rank's readiness to write its part, and start what it lacks; with ``now``, it needs no copy."""
         if self._looking is None:
             self._looking = self._calls.start("looking for the run's directory", self._storage.check_reachable)
         self._look(wait=now)

@@ -108,11 +108,7 @@ class ElasticFetcher(_DataFetcher):
         self.done = True
 
     def batches_of_epoch(self, had: int) -> float:
-        """Return the epoch's number of micro-batches at the current batch size; infinite for a dataset without length.
-
-        Args:
-            had: Number of micro-batches already started in this epoch.
-        """
+        """Return the epoch's number of micro-batches, ``had`` of them already started; infinite if unknown."""
         left = self.loader.batches_left
         if left is None:
             return float("inf")

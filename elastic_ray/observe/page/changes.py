@@ -29,7 +29,7 @@ _BIG = 1e5  # above: seconds since the epoch, of which hundredths count
 
 
 def tables(snapshot: PageSnapshot) -> dict[str, Any]:
-    """Convert the snapshot to values that JSON can hold."""
+    """Return the snapshot's fields as values that JSON can hold, keyed by field name."""
     return {name: plain(getattr(snapshot, name)) for name in _names(PageSnapshot)}
 
 

@@ -144,10 +144,7 @@ class Doors:
         return len(self._connections)
 
     def open(self, key: Hashable, peer: str, now_s: float) -> Hashable | None:
-        """Add a connection from ``peer``; return the connection to close if there are too many, otherwise None.
-
-        The connection to close is the one that has waited longest, and may be the new one.
-        """
+        """Add a connection; if there are too many, return the longest waiting one, to be closed, otherwise None."""
         of_peer = [each for each, one in self._connections.items() if one.peer == peer]
         self._connections[key] = _Connection(peer, now_s)
         if len(of_peer) >= self._most_of_one:

@@ -83,13 +83,7 @@ class History:
         self._marks.append((self._numbers, time_s, job, kind, text))
 
     def measure(self, time_s: float, used: int, waiting: int | None, usd_per_h: float | None) -> None:
-        """Record a use of slots, unless nothing has changed; an entry with the same time is replaced.
-
-        Args:
-            used: Number of slots in use.
-            waiting: Number of waiting jobs; None if unknown.
-            usd_per_h: Price of the nodes [USD per hour]; None if unknown.
-        """
+        """Record slots in use, waiting jobs and price [USD/h] (None if unknown), replacing an entry of equal time."""
         last = self._uses[-1] if self._uses else None
         if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] > time_s):
             return

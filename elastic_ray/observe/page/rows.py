@@ -119,12 +119,7 @@ def slots_of(total: Mapping[str, float]) -> int:
 
 
 def slots_per_worker(bundle: Mapping[str, float], total: Mapping[str, float]) -> float:
-    """Return the number of a node's slots (GPUs, or CPUs on a node without GPUs) that one worker occupies.
-
-    Args:
-        bundle: Resources of one worker.
-        total: All resources of the node.
-    """
+    """Return how many slots (GPUs, or CPUs without GPUs) of a node with ``total`` a worker with ``bundle`` occupies."""
     return bundle.get("GPU", 0.0) if total.get("GPU") else bundle.get("CPU", 0.0)
 
 
@@ -149,11 +144,7 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
 
 
 def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
-    """Return the job's planned slots keyed by node id: at least one on each node that has a worker.
-
-    Args:
-        totals: Resources of each node, keyed by node id.
-    """
+    """Return the job's planned slots keyed by node id, at least 1 each; ``totals`` holds each node's resources."""
     return {
         node: max(1, math.ceil(workers * slots_per_worker(state.view.bundle, totals.get(node, {})) - 1e-6))
         for node, workers in by_node(state.target).items()
