@@ -189,9 +189,7 @@ def add_amounts(totals: dict[str, float], bundle: Resources, workers: float) -> 
 def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Cluster) -> None:
     """Raise AllocationError if the cluster cannot hold an allocation; the message names the rule, and the job or node.
 
-    Args:
-        bundles: Resources of one worker, keyed by job.
-        cluster: The nodes. Workers may use only the ``free`` resources.
+    Workers may use only nodes' ``free`` resources. ``bundles`` are the resources of one worker, keyed by job.
     """
     nodes = cluster.by_id()
     used: dict[str, dict[str, float]] = {}

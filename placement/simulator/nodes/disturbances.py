@@ -122,10 +122,7 @@ class SpotTrace:
         return {node: order[i % len(order)] for i, node in enumerate(nodes)}
 
     def gone(self, place: int, offset_s: float, until_s: float) -> Iterator[Span]:
-        """Yield each (from, to) [s] of simulated time up to ``until_s`` in which a place holds no machine.
-
-        Simulated second 0 is second ``offset_s`` of the trace, which repeats from its start when it ends.
-        """
+        """Yield each (from, to) [s] until ``until_s`` with a place empty; second 0 is ``offset_s`` of the trace."""
         taken = self.places[place]
         if not taken:
             yield 0.0, math.inf
