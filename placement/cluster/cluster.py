@@ -84,7 +84,7 @@ class Node:
         return self.labels.get(MARKET_LABEL) == SPOT
 
     def slots(self, bundle: Resources) -> int:
-        """Return the number of workers with this resource bundle that fit into ``free``."""
+        """Return the number of workers with this resource bundle that fit into ``free``, as if no elastic job ran."""
         return slots(self.free, bundle)
 
     def matches(self, label_selector: Mapping[str, str]) -> bool:

@@ -79,7 +79,7 @@ def secured(view: JobView) -> bool:
 
 
 def stays(view: JobView, problem: Problem) -> bool:
-    """True if the job keeps its minimum, because it may not be stopped at all or not for newly arrived nodes."""
+    """True if the job keeps its minimum: it may not be stopped at all, or not because new nodes have arrived."""
     return secured(view) or view.job in problem.kept
 
 

@@ -130,7 +130,7 @@ def use_idle(
 ) -> None:
     """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within ``horizon_s``.
 
-    Modifies ``places``. No job grows beyond ``most_nodes`` nodes.
+    Modifies ``places``, each job's workers by node index. No job grows beyond ``most_nodes`` nodes; held ones stay.
     """
     for i, view in enumerate(running):
         limit = growth_limit(view)

@@ -70,7 +70,7 @@ class Disturbances:
         return tuple(gpu for gpu in types if "" in self.spot or gpu in self.spot)
 
     def script(self, nodes: Sequence[Node], seed: int, until_s: float) -> list[tuple[float, Kind, str]]:
-        """Return (time, kind, node) of every event on a node until ``until_s``, in the order of time."""
+        """Return (time [s], "down", "up", "slow" or "well", node id) of every event until ``until_s``, by time."""
         events: list[tuple[float, Kind, str]] = []
         for node in nodes:
             events += self._spells(node.node_id, "down", "up", (self.node_mtbf_h, self.repair_s), seed, until_s)
