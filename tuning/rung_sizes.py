@@ -90,7 +90,7 @@ class RungSizes:
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
-    """Return a ``Rung`` for each of the promise's, in order; ``records`` are those of trials started so far."""
+    """Return one ``Rung`` per rung of the promise, in order; ``records`` are those of trials started so far."""
     found, low, expected = [], 0, float(trials)
     for high in promise.rungs:
         made = [min(max(len(each.values) - low, 0), high - low) for each in records]

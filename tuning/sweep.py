@@ -349,7 +349,7 @@ class SweepActor:
             begun.controller.stop.remote(reason=f"the sweep was stopped: {self._stop_reason}")
 
     async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
-        """Record the metric of a trial's reports after the first ``before``, replacing earlier values; weigh again."""
+        """Record a trial's metric at each report after the first ``before``, and update the weights of all trials."""
         record = self._records.get(trial, TrialRecord(trial=trial)).told(before, values)
         self._records[trial] = dataclasses.replace(record, running=self._runs(trial))
         self._weigh()
