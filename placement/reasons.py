@@ -124,7 +124,7 @@ class Reason:
 
 
 def nodes_of(node_ids: Collection[str]) -> tuple[str, str]:
-    """Return a phrase for these nodes as the subject of a sentence, and the ending of its verb ("s" for one node)."""
+    """Return a phrase for these nodes as the subject of a sentence, and its verb's ending ("s" for one node)."""
     several = len(node_ids) > 1
     return (f"{len(node_ids)} nodes", "") if several else (f"node {next(iter(node_ids))[:8]}", "s")
 

@@ -66,13 +66,13 @@ class Sweep(NamesArguments):
 
     @property
     def planned(self) -> bool:
-        """True if the sweep has a deadline or a budget, so that a size is planned for each rung."""
+        """True if the sweep has a deadline or a budget, so that a number of workers is planned for each rung."""
         return self.deadline_s is not None or self.budget_usd is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """Remaining training up to one rung, summed over all trials."""
+    """Training left between the previous rung and this one, summed over all trials."""
 
     trials: int  # that come into it, at least 1
     reports: float  # still to be made by all of them
@@ -90,7 +90,7 @@ class RungSizes:
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
-    """Return the remaining rungs of a sweep, with the training left in each."""
+    """Return one ``Rung`` per rung of the promise, in order; ``records`` are those of trials started so far."""
     found, low, expected = [], 0, float(trials)
     for high in promise.rungs:
         made = [min(max(len(each.values) - low, 0), high - low) for each in records]
@@ -121,8 +121,13 @@ def size_rungs(
 ) -> RungSizes:
     """Return the number of workers for each rung that meets the limits at the lowest cost.
 
+    Without a limit on seconds, the fastest sizes within ``worker_s`` are chosen. If the limits cannot be met,
+    ``feasible`` is False and the sizes are those that come closest.
+
     Args:
         rates: Reports per second of a trial on 1, 2, ... workers; 0 for an invalid size. At least one is above 0.
+        slots: Number of workers that fit on the cluster, of which ``at_once`` trials run at a time at most.
+        seconds, worker_s: Time and worker-seconds left.
     """
     points: list[_Point] = [(0.0, 0.0, ())]
     able = [w for w, rate in enumerate(rates.tolist(), start=1) if rate > 0]
@@ -154,10 +159,10 @@ def _front(found: Sequence[_Point]) -> list[_Point]:
 
 
 class SweepPlanner:
-    """Planner of trial sizes while a sweep runs.
+    """Planner that chooses each trial's number of workers while a sweep of ``trials`` trials runs.
 
     Args:
-        begun_s: Time at which the sweep started [s].
+        begun_s: Time at which the sweep started [s since the epoch].
     """
 
     def __init__(self, sweep: Sweep, promise: Promise, trials: int, begun_s: float) -> None:
@@ -173,10 +178,12 @@ class SweepPlanner:
         slots: Mapping[str, Sequence[int]],
         now_s: float,
     ) -> dict[str, int]:
-        """Return the number of workers for each running trial; empty until the speed of some trial is known.
+        """Return the number of workers for each running trial (in ``views``); empty until some trial's speed is known.
 
         Args:
+            records: Records of all trials so far, keyed by trial.
             slots: Number of a trial's workers that fit on each node of the empty cluster, keyed by trial.
+            now_s: Current time [s since the epoch].
         """
         self._spent_s += max(now_s - self._seen_s, 0.0) * sum(view.workers for view in views)
         self._seen_s, self._at_once = now_s, max(self._at_once, len(views))

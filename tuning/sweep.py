@@ -70,7 +70,7 @@ class SweepRunsError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SweepDriver:
-    """Identity and limits of a sweep's driver, which runs one ``Tuner.fit()`` or one NNI experiment."""
+    """Identity and limits of a sweep's driver, the process that runs one ``Tuner.fit()`` or one NNI experiment."""
 
     token: str  # unique among all drivers
     ray_job: str  # Ray job of its process
@@ -82,7 +82,7 @@ class SweepDriver:
     trials: int = 0  # in all, with a plan
 
     def planner(self) -> SweepPlanner | None:
-        """Return a planner that sizes the sweep's rungs; None if the sweep has no limits or no promise."""
+        """Return a planner of the workers per trial in each rung; None if the sweep has no limits or no promise."""
         if self.limits is None or not self.limits.planned or self.promise is None:
             return None
         return SweepPlanner(self.limits, self.promise, self.trials, self.begun_s)
@@ -93,7 +93,8 @@ def this_driver(
 ) -> SweepDriver:
     """Return a new driver in this process for the sweep whose results are in ``folder``.
 
-    Raises ValueError: limits are given, but the number of reports or of trials is unknown.
+    Without a promise, all trials weigh the same. Raises ValueError: the limits have a deadline or budget, but the
+    number of reports or of ``trials`` in all is unknown.
     """
     if limits is not None and limits.planned:
         if promise is None or promise.max_t is None:
@@ -119,12 +120,12 @@ def this_driver(
 
 
 def sweep_runs(name: str) -> bool:
-    """True if the sweep of this name has an actor, so that it is running or ended only seconds ago."""
+    """True if the sweep with this name has an actor, meaning that it is running or ended only seconds ago."""
     return find_actor(f"sweep:{name}") is not None
 
 
 def claim_sweep(name: str, driver: SweepDriver) -> None:
-    """Make ``driver`` the sweep's only driver, after waiting for an earlier driver that may have just ended.
+    """Make ``driver`` the only driver of the sweep ``name``; waits up to 10 s for an earlier driver to end.
 
     Raises SweepRunsError: another sweep of this name is running.
     """
@@ -145,7 +146,7 @@ def claim_sweep(name: str, driver: SweepDriver) -> None:
 
 
 def release_sweep(name: str, driver: SweepDriver) -> None:
-    """Release the sweep's name for other sweeps, without waiting for an answer."""
+    """Release the sweep's name for other sweeps if ``driver`` holds it; returns without waiting for an answer."""
     if ray.is_initialized() and (sweep := find_actor(f"sweep:{name}")) is not None:
         sweep.release.remote(driver.token)
 
@@ -171,7 +172,7 @@ def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
 
 
 class StopWatch:
-    """Non-blocking check that detects a stop of the sweeps that this process drives."""
+    """Non-blocking check for a stop of the sweeps that this process drives."""
 
     def __init__(self) -> None:
         self._asked: dict[str, Any] = {}
@@ -197,7 +198,7 @@ class StopWatch:
 
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
-    """Return the sweep's actor, creating it on first use."""
+    """Return the actor of the sweep ``name``, creating it with ``promise`` if it does not exist."""
     return create_on_head(SweepActor, f"sweep:{name}", name, promise, get_if_exists=True)
 
 
@@ -232,7 +233,7 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
 
 
 def promised(spec: JobSpec, promise: Promise | None) -> JobSpec:
-    """Return a trial's job specification with the fields that the sweep's promise determines."""
+    """Return a trial's specification with metric, mode, rungs and ``most_reports`` set from the promise, if any."""
     if promise is None or spec.trial is None:
         return spec
     most, rungs = promise.max_t, promise.rungs
@@ -250,7 +251,7 @@ class _TrialStart:
 
 
 class SweepActor:
-    """Actor class of a sweep; use :func:`find_sweep` to get its handle.
+    """Actor class of a sweep, which starts, compares and stops trials; use :func:`find_sweep` to get its handle.
 
     Args:
         promise: Rule by which trials are compared; None gives every trial the same weight.
@@ -309,7 +310,7 @@ class SweepActor:
             self._driver = None
 
     async def open(self, spec: JobSpec) -> tuple[Any, Promise | None]:
-        """Return a controller that runs this trial, and the promise by which the sweep compares its trials."""
+        """Return a controller that runs this trial, and the sweep's promise (None if trials are not compared)."""
         assert spec.trial is not None, "only trials are opened here"
         if self._stop_reason:
             raise SweepStoppedError(self._name, self._stop_reason)
@@ -328,7 +329,7 @@ class SweepActor:
         return controller, self._promise
 
     async def attached(self, spec: JobSpec, controller: Any) -> Promise | None:
-        """Attach a driver to a trial's running controller; return the promise by which the sweep compares trials."""
+        """Register a running trial whose new driver has found its controller; return the sweep's promise or None."""
         assert spec.trial is not None, "only trials are attached here"
         run, kind = spec.trial.controller, _kind(spec)
         self._processes.admit(run, kind)
@@ -348,13 +349,13 @@ class SweepActor:
             begun.controller.stop.remote(reason=f"the sweep was stopped: {self._stop_reason}")
 
     async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
-        """Record the metric of a trial's reports after the first ``before``, replacing earlier values; weigh again."""
+        """Record a trial's metric at each report after the first ``before``, and update the weights of all trials."""
         record = self._records.get(trial, TrialRecord(trial=trial)).told(before, values)
         self._records[trial] = dataclasses.replace(record, running=self._runs(trial))
         self._weigh()
 
     async def closed(self, run: str) -> None:
-        """Record the end of a run, whose controller may now run another trial."""
+        """Record that a run has ended; its controller may now run another trial."""
         ended = self._busy.pop(run, None)
         if ended is not None:
             self._ending[run] = ended
@@ -365,7 +366,7 @@ class SweepActor:
 
         Args:
             reason: Reason recorded in the trials' last events.
-            now: True to stop in the middle of a step.
+            now: True to stop in the middle of a step; by default trials finish their current step.
         """
         self._stop_reason = self._stop_reason or reason
         self._stopped_by_s = time.monotonic() + _STOP_S
@@ -415,9 +416,9 @@ class SweepActor:
         self._processes.settle(run, fit)
 
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:
-        """Hold a run's checkpoint in the cluster's memory.
+        """Keep a run's checkpoint in the cluster's memory, so that a trial can start from it without reading storage.
 
-        ``held`` is wrapped in a tuple, because Ray would replace a bare reference by the object that it refers to.
+        ``held`` is wrapped in a tuple, because Ray would replace a bare reference with the object that it refers to.
         """
         if run in self._busy:
             self._cached.hold(run, path, held[0])

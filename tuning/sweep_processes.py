@@ -75,7 +75,7 @@ class SweepProcesses:
         return process.actor, process.ready
 
     def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
-        """Return a run's process to the pool, or kill it if it is not ``fit`` for another run."""
+        """Accept a process handed back by a run, or kill it if it is not ``fit`` for another run."""
         for process in self._lent.get(run, []):
             if process.actor == actor:
                 self._lent[run].remove(process)
@@ -84,7 +84,7 @@ class SweepProcesses:
         ray.kill(actor)  # lent by a sweep's actor that is gone
 
     def settle(self, run: str, fit: Mapping[Any, bool] | None = None) -> None:
-        """Close a finished run, and end its processes except those that another run may use.
+        """Close a finished run, and kill the processes it still borrows, except those that another run may use.
 
         Args:
             fit: Processes that another run may use, each with True if it has ever answered; None for none.

@@ -76,7 +76,7 @@ class NoCheckpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """Settings shared by all trials of a sweep."""
+    """Settings shared by all trials of a sweep, as checked by :func:`make_template`."""
 
     spec: JobSpec  # the job of a trial, but for its name, config and places
     promise: Promise | None  # by what trials are compared while they run; None leaves that to the sweep's driver
@@ -149,9 +149,9 @@ def make_template(
 
 
 def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a trial's parameters for display: numbers and shortened texts.
+    """Return a trial's parameters for display: at most 50 numbers and texts, the texts cut to 40 characters.
 
-    The name of a nested parameter contains its path, such as ``"net/width"``.
+    The name of a nested parameter contains its path, such as ``"net/width"``; ``prefix`` is put before every name.
     """
     shown: dict[str, Any] = {}
     for name, value in config.items():
@@ -170,6 +170,7 @@ class TrialJob:
     Args:
         sweep: Name of the sweep if the template has none; also its tenant, unless ``SchedulingConfig`` sets one.
         config: The trial's parameters; they override ``train_loop_config``.
+        directory: The trial's own directory on ``filesystem``, in which each start makes a run's directory.
         knowledge_path: Directory for the measurements of all trials.
         start_from: Path of a checkpoint of this or another trial to start from; None starts from scratch.
 
@@ -392,12 +393,13 @@ class TrialJob:
 
 
 def claim_run(filesystem: pyarrow.fs.FileSystem, directory: str, last: str, *, private: bool) -> str:
-    """Return a new directory for one start of a trial, so that no run overwrites another run's checkpoints.
+    """Return a new directory for one start (run) of a trial, so that no run overwrites another run's checkpoints.
 
     Its number is higher than those of all existing runs and of the last run, even if that was deleted. On a local file
     system the directory is created at once, so that two concurrent callers get different ones.
 
     Args:
+        directory: The trial's directory, which contains its runs.
         last: Name of the trial's last run; empty for none.
         private: True if only the user may read the directory.
     """

@@ -68,12 +68,12 @@ class Promise(NamesArguments):
 
     @property
     def patience(self) -> int:
-        """Number of reports (up to the second rung) after which a missing metric counts as never reported."""
+        """Number of reports (the second rung) after which a trial that has never reported the metric fails."""
         return self.next_rung(self.grace_period)
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        """Report counts at which trials may be stopped (the first rungs), and ``max_t``; empty if ``max_t`` is None."""
+        """Numbers of reports at which trials may be stopped, ending with ``max_t``; empty if ``max_t`` is None."""
         if self.max_t is None:
             return ()
         found = [self.grace_period]
@@ -82,7 +82,7 @@ class Promise(NamesArguments):
         return tuple(sorted({*found, self.max_t}))
 
     def next_rung(self, reports: int) -> int:
-        """Return the first rung after this number of reports, at most ``max_t``."""
+        """Return the first rung above the given number of reports a trial has made, or ``max_t`` if that is lower."""
         if self.max_t is not None and reports >= self.max_t:
             return self.max_t
         passed = math.log(max(reports / self.grace_period, 1.0)) / math.log(self.reduction_factor)
@@ -94,7 +94,7 @@ class Promise(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """Record of a trial's progress, and of its metric at each report."""
+    """Metric of one trial after each of its reports, and whether the trial is running."""
 
     trial: str
     values: tuple[float, ...] = ()  # the metric after 1, 2, ... reports; NaN where it was not reported.
@@ -111,18 +111,20 @@ class TrialRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialWeight:
-    """Weight of a running trial's speed in the allocator's decisions, with its reason."""
+    """Factor by which a running trial's speed counts in the allocator's decisions (1/4 to 4), with its reason."""
 
     value: float
     reason: str
 
 
 def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str, TrialWeight]:
-    """Return a weight for every running trial; of two with equally many reports, the better never weighs less.
+    """Return a weight for every running trial, keyed by trial: about 1 on average, within [1 / 4, 4].
+
+    Of two trials with equally many reports, the better one never weighs less.
 
     Args:
         records: All known trials of the sweep, including those that have ended.
-        promise: Rule by which trials are compared; None gives every trial the same weight.
+        promise: Rule by which trials are compared; None gives every trial the weight 1.
     """
     running = [each for each in records if each.running]
     if promise is None:
@@ -142,7 +144,7 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
 
 
 def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise) -> float:
-    """Return s, the trial's chance of passing its next rung, by its rank among trials with as many reports or more."""
+    """Return the trial's chance (0 to 1) of passing its next rung, by its rank among those with as many reports."""
     eta = promise.reduction_factor
     prior = 1.0 / eta
     at = len(trial.values)
@@ -184,7 +186,7 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
 
 
 def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
-    """Return an error message about a report in which the compared metric is missing or not a number."""
+    """Return an error message for a report already known to lack a usable value of the promise's metric."""
     flat = dict(_flat(metrics))
     if flat.get(promise.metric) is not None:
         return f"trials are compared by {promise.metric!r}, but {flat[promise.metric]!r} is no number: report one"
@@ -205,7 +207,7 @@ def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
 
 
 def check_searchable(name: object) -> None:
-    """Raise ValueError for a parameter that the allocator sets and that therefore cannot be searched."""
+    """Raise ValueError if a parameter has the name of a setting that the allocator decides (``num_workers``)."""
     if name in ("num_workers", "scaling_config"):
         raise ValueError(
             f"{name!r} cannot be searched: the allocator changes a trial's workers while it runs, within "
@@ -225,14 +227,14 @@ class CheckpointCache:
         self._until_s: dict[str, float] = {}
 
     def hold(self, run: str, path: str, reference: Any) -> None:
-        """Add a checkpoint that a run has reported; only the run's last two are kept."""
+        """Add the reference to a checkpoint that a run has reported; only the run's last two are kept."""
         mine = self._of_run.setdefault(run, {})
         mine[path] = reference
         while len(mine) > _PER_RUN:
             del mine[next(iter(mine))]
 
     def find(self, path: str | None) -> Any | None:
-        """Return the checkpoint stored at this path; None if it is not in the cache."""
+        """Return the reference to the checkpoint stored at this path, of any run; None if it is not in the cache."""
         return next((each[path] for each in self._of_run.values() if path in each), None)
 
     def over(self, run: str, until_s: float) -> None:

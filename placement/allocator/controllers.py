@@ -45,7 +45,7 @@ class Controllers:
         self._heard_s.pop(job, None)
 
     def post(self, instruction: Instruction) -> None:
-        """Send a job's latest instruction, one call at a time per job, since calls may overtake each other."""
+        """Send an instruction to its job's controller; while one is under way, only the newest of its type waits."""
         address = (instruction.job, type(instruction))
         self._outbox[address] = instruction
         if address not in self._sending:

@@ -125,7 +125,7 @@ class KnownJob:
         self.reason = reason
 
     def judge(self, impossible: Reason | None, now_s: float) -> bool:
-        """Update why no node could hold the job (None if one could); return True if it has become possible again."""
+        """Store why no node could hold the job, None if one could; return True if it has become possible again."""
         if impossible is not None:
             self.reason = impossible
             self.impossible_since_s = now_s if self.impossible_since_s is None else self.impossible_since_s

@@ -76,7 +76,7 @@ class ScalingDecision:
     usd_per_h: float  # price of these nodes [USD/h]
 
     def note(self, job: str) -> str:
-        """Return the messages for a job's user as text; empty if there are none."""
+        """Return the notes for a job's user, such as an unreachable deadline, as text; empty if there are none."""
         return "; ".join(map(str, self.notes.get(job, ())))
 
     def explained(self, job: str) -> str:
@@ -155,7 +155,7 @@ class Autoscaler:
         return self._bills.pop(job, Bill()).usd
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """Record that the provider has no more nodes of a type for now, so that another type is requested."""
+        """Record that the provider has no nodes of type ``name`` for now, so that others are requested."""
         self._launches.refuse(name, why, now_s)
 
     def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:
@@ -505,7 +505,7 @@ class Launches:
         self._present: Mapping[str, int] = {}
 
     def watch(self, wanted: Mapping[str, int], present: Mapping[str, int], now_s: float) -> None:
-        """Compare the requested nodes with the existing ones, and close types whose launches have failed."""
+        """Close types whose launches have failed; ``wanted`` and ``present`` are numbers of nodes keyed by type."""
         self._present = present
         for name, each in self._types.items():
             there, asked, failed = present.get(name, 0), self._asked.get(name), self._failed.get(name)
@@ -525,7 +525,7 @@ class Launches:
                 self._asked[name] = dataclasses.replace(asked, present=min(asked.present, there))
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """Close a node type that the provider cannot supply now."""
+        """Close a node type that the provider cannot supply now; ``why`` is the provider's message."""
         if name in self._types and self.closed(name, now_s) is None:
             failed = self._failed.get(name)
             times = 0 if failed is None else failed.times

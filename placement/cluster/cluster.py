@@ -84,7 +84,7 @@ class Node:
         return self.labels.get(MARKET_LABEL) == SPOT
 
     def slots(self, bundle: Resources) -> int:
-        """Return the number of workers with this resource bundle that fit into ``free``."""
+        """Return the number of workers with this resource bundle that fit into ``free``, as if no elastic job ran."""
         return slots(self.free, bundle)
 
     def matches(self, label_selector: Mapping[str, str]) -> bool:
@@ -189,9 +189,7 @@ def add_amounts(totals: dict[str, float], bundle: Resources, workers: float) -> 
 def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Cluster) -> None:
     """Raise AllocationError if the cluster cannot hold an allocation; the message names the rule, and the job or node.
 
-    Args:
-        bundles: Resources of one worker, keyed by job.
-        cluster: The nodes. Workers may use only the ``free`` resources.
+    Workers may use only nodes' ``free`` resources. ``bundles`` are the resources of one worker, keyed by job.
     """
     nodes = cluster.by_id()
     used: dict[str, dict[str, float]] = {}

@@ -187,10 +187,7 @@ class Free(Protocol[_JobContra, _KeyCo]):
 
 
 class FreeSlots:
-    """Free slots of each node, for jobs whose workers are all alike; jobs are identified by number.
-
-    One slot holds one worker. The constructor's ``slots`` are the free slots of each node.
-    """
+    """Free slots (room for one worker each) of each node, for jobs whose workers are alike, identified by number."""
 
     def __init__(self, slots: Sequence[int] | Ints) -> None:
         self._free = np.array(slots, dtype=np.int64)
@@ -269,19 +266,13 @@ class Occupancy(Generic[_Job, _Key]):
 
 
 def best_fit(fits: NDArray[np.int64], wanted: int) -> int | None:
-    """Return the index of the tightest node with room for all workers, the first on ties; None if none has room.
-
-    ``fits`` is the number of workers that fit on each node.
-    """
+    """Return the index of the tightest node on which ``wanted`` workers fit, the first on ties; None if none fits."""
     enough = fits >= wanted
     return int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max))) if enough.any() else None
 
 
 def worst_fit(fits: NDArray[np.int64]) -> int | None:
-    """Return the index of the roomiest node, the first on ties; None if no node has room for a worker.
-
-    ``fits`` is the number of workers that fit on each node.
-    """
+    """Return the index of the node on which most workers fit, the first on ties; None if none has room for a worker."""
     index = int(np.argmax(fits)) if len(fits) else 0
     return index if len(fits) and fits[index] > 0 else None
 

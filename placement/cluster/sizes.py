@@ -96,7 +96,7 @@ class AllowedSizes:
         return low, high
 
     def or_any(self, least: int, most: int) -> tuple[AllowedSizes, int, int]:
-        """Return the sizes with their smallest and largest value in this range; if none is in it, allow any size."""
+        """Return these sizes, with the least and greatest in the range; any size and the range if there is none."""
         low, high = self.at_least(least), self.at_most(most)
         return (self, low, high) if low is not None and low <= high else (AllowedSizes(), least, most)
 

@@ -40,10 +40,7 @@ class BatchForecast:
             check_number("a batch of steps", batch, least=1, unit="sample")
 
     def after(self, samples: float) -> tuple[int | None, BatchForecast | None]:
-        """Return the forecast as seen after training on this many more samples.
-
-        Returns the batch that then applies (None if unchanged) and the rest of the forecast (None if empty).
-        """
+        """Return (batch, rest of the forecast) after this many more samples; None for a part that has no change."""
         batch = next((size for begin, size in reversed(self.steps) if begin <= samples), None)
         left = tuple((begin - samples, size) for begin, size in self.steps if begin > samples)
         return batch, BatchForecast(steps=left) if left else None
@@ -56,7 +53,7 @@ class NoiseTrend:
         self._seen = collections.deque[tuple[float, float]](maxlen=64)  # (training time [s], noise scale)
 
     def see(self, trained_s: float, noise: float) -> None:
-        """Record the noise scale after ``trained_s`` seconds of training; ignored unless both are positive."""
+        """Record the noise scale after this training time; ignored if not positive, or soon after the last record."""
         if 0 < noise < math.inf and trained_s > 0 and (not self._seen or trained_s >= _APART * self._seen[-1][0]):
             self._seen.append((trained_s, noise))
 

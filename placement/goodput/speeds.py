@@ -316,12 +316,9 @@ def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Float
 def numbers_of(
     model: GoodputModel, max_batch_size: int | None, bounds: tuple[int, int] | None, accumulation: bool
 ) -> tuple[float, ...]:
-    """Return a job's model and the limits of its batch as the row of numbers that ``of_numbers`` expects.
+    """Return a job's model and the limits of its batch [samples] as the row of numbers that ``of_numbers`` expects.
 
-    Args:
-        max_batch_size: Largest global batch [samples]; None keeps the initial one.
-        bounds: Smallest and largest micro-batch of a worker [samples]; None for no bounds.
-        accumulation: True if a step may have several micro-steps.
+    ``max_batch_size`` None keeps the initial batch; ``bounds`` are those of a worker's micro-batch, None for none.
     """
     low, high = bounds or (1, 2**53)
     t, noise = model.throughput_model, model.noise

@@ -57,9 +57,7 @@ class Problem:
     def beside(self, decided: Allocation, reserved: Allocation | None = None) -> Problem:
         """Return the problem on the resources left after subtracting the workers of two allocations.
 
-        Args:
-            decided: Workers of jobs already decided about, keyed by job and node id.
-            reserved: Workers kept free for other jobs, in the same form; None for none.
+        ``decided`` has jobs already decided about; ``reserved`` (None for none), workers kept for other jobs.
         """
         bundles = {view.job: view.bundle for view in self.views}
         cluster = without(self.cluster, decided, bundles)
@@ -81,7 +79,7 @@ def secured(view: JobView) -> bool:
 
 
 def stays(view: JobView, problem: Problem) -> bool:
-    """True if the job keeps its minimum, because it may not be stopped at all or not for newly arrived nodes."""
+    """True if the job keeps its minimum: it may not be stopped at all, or not because new nodes have arrived."""
     return secured(view) or view.job in problem.kept
 
 

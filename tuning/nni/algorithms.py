@@ -101,10 +101,7 @@ def read_assessor(given: Any, mode: str) -> Algorithm | None:
 
 
 def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | None:
-    """Return the promise (comparison rule) equivalent to one of NNI's assessors; None for no or a custom assessor.
-
-    It is also None if the assessor's arguments are invalid, which NNI reports later.
-    """
+    """Return the promise (comparison rule) equivalent to an NNI assessor; None if it is None, custom or invalid."""
     if assessor is None or not assessor.name:
         return None
     said = assessor.class_args

@@ -22,10 +22,7 @@ class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no ty
         return json.loads(os.environ[PARAMETER])
 
     def send_metric(self, type: str, parameter_id: Any, trial_job_id: Any, sequence: int, value: Any) -> None:
-        """Report a metric to the experiment through the elastic job, which drops repeats after workers restart or join.
-
-        Only ``type`` ("FINAL" for the final result) and ``value`` (a number, or a mapping of metrics) are used.
-        """
+        """Report ``value`` (a metric or a mapping) through the job, which drops repeats after a worker restarts."""
         metrics = dict(value) if isinstance(value, Mapping) else {DEFAULT: value}
         elastic_ray.report({**metrics, FINAL: True} if type == "FINAL" else metrics)
 

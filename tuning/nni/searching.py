@@ -96,10 +96,7 @@ class NNISearch(Searcher):
         return dict(self._parameters[index])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Report the last metric value of a finished or stopped trial to the tuner.
-
-        With ``error``, or without a finite value of the metric, the tuner only learns that the trial has ended.
-        """
+        """Report a trial's last value of the metric to the tuner, or only its end if it has failed or reported none."""
         index = self._ids.pop(trial_id, None)
         if index is None:
             return

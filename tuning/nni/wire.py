@@ -37,9 +37,8 @@ class TrialId:
 def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
     """Return the part of a report that NNI receives: the metric as ``default``, other numbers and text by name.
 
-    If ``metric`` is not in the report, an entry ``default`` is used instead.
-
-    Raises ValueError: the metric is missing or not a finite number; the message lists the reported metrics.
+    If ``metric`` is missing, the report's own ``default`` is used. Raises ValueError, listing the reported metrics,
+    if that is missing too, or not a finite number.
     """
     name = metric if metric in metrics else DEFAULT
     value = finite(metrics.get(name))

@@ -113,7 +113,7 @@ class BoaPolicy:
     def told(self, classes: Mapping[str, JobClass], gpus: float) -> BoaPolicy:
         """Return the policy with widths for these classes, on ``gpus`` GPUs or as many as its budget pays for.
 
-        Raises ValueError: the budget pays for fewer GPUs than the classes need at their cheapest widths.
+        Raises ValueError: that is fewer than the classes need at their cheapest widths.
         """
         least = sum(each.per_h * _hull(each)[0][0] for each in classes.values()) / 3600.0
         budget = max(gpus, least) if self.budget_usd_per_h is None else self.budget_usd_per_h / self.usd

@@ -99,10 +99,7 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
 
 
 def bound(options: Options, multipliers: Floats) -> float:
-    """Return an upper bound on the sum of values of all feasible choices, given a price for each GPU type, (K,).
-
-    The bound is the sum of max(value - price x size) over jobs plus price x capacity.
-    """
+    """Return an upper bound of any feasible sum: sum of max(value - price x size) + price x capacity."""
     net = options.values - multipliers[options.pool_of] * options.sizes
     return float(net.max(axis=1).sum() + multipliers @ options.capacities)
 
@@ -207,10 +204,7 @@ def _realise(options: Options, wanted: Ints) -> Ints:
 
 
 def fill(options: Options, picks: Ints) -> Ints:
-    """Return the picks after using the remaining capacity, the largest gain per size first.
-
-    It ends when no option that fits increases the sum of values.
-    """
+    """Return the picks after filling the remaining capacity, the largest gain per size first, while that adds value."""
     picks = picks.copy()
     left = options.capacities - options.used(picks)
     # A job that leaves room gives others a chance: look again, which ends since every step adds.

@@ -229,10 +229,7 @@ class GpuPool:
 
 
 def split(cluster: Cluster, samples: Mapping[WorkerKind, JobView]) -> tuple[GpuPool, ...]:
-    """Return the cluster's pools of nodes, one per GPU type, sorted by type and without draining nodes.
-
-    ``samples`` holds one job of each kind of worker; the slots are counted for each of these kinds.
-    """
+    """Return the cluster's pools of nodes, one per GPU type, sorted; ``samples`` has a job of each kind of worker."""
     groups: dict[str, list[int]] = {}
     for index, node in enumerate(cluster.nodes):
         if not node.draining:
@@ -290,10 +287,7 @@ def _size_grid(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
 
 
 def nodes_needed(slots: Ints, sizes: Ints) -> Ints:
-    """Return the smallest number of nodes that hold each number of workers; 0 if all nodes together do not.
-
-    ``slots`` is the number of workers that fit on each node.
-    """
+    """Return the fewest nodes (with these slots) that hold each number of workers; 0 if all together do not."""
     roomy = np.cumsum(-np.sort(-slots))
     if not len(roomy):
         return np.zeros_like(sizes)

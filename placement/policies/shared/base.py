@@ -156,7 +156,7 @@ def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
 
 
 def no_room(view: JobView, fits: int, others: int) -> Reason:
-    """Return the reason for a waiting job: only ``fits`` of its workers fit beside other jobs' minimums."""
+    """Return the reason for a waiting job: beside the minimums of ``others`` other jobs, only ``fits`` workers fit."""
     wanted = f"{view.min_workers} x {describe(view.bundle)}"
     cause = Cause.MEMORY if 1 < view.sizes.fitting == view.min_workers else Cause.NO_ROOM
     return Reason(cause, (wanted, fits), f"the minimum of {others} other jobs comes first")
@@ -268,7 +268,7 @@ def _placed(targets: dict[str, Target], jobs: Sequence[JobView], cluster: Cluste
 
 
 def grow_in_turn(order: Sequence[JobView], admission: Admission) -> dict[str, Target]:
-    """Grow jobs one by one; a fallback of slot-based policies for jobs whose workers are of different kinds."""
+    """Return targets after growing jobs one by one: a fallback of slot-based policies for unlike workers."""
     counts = grow(order, admission)
     why = "workers; workers of several kinds, so jobs grow in turn"
     return {

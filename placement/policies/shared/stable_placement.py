@@ -18,8 +18,7 @@ class StablePlacer:
 
     Args:
         slots: Number of free slots of each node.
-        kinds: Kind of each node, as a number; all workers of a job are on nodes of one kind. By default all nodes are
-            of the same kind.
+        kinds: Kind (a number) of each node, the same for all by default; a job's workers are on one kind.
     """
 
     def __init__(self, slots: Sequence[int], kinds: Sequence[int] | None = None) -> None:
@@ -34,7 +33,7 @@ class StablePlacer:
         least: Sequence[int],
         kinds: Sequence[int] | None = None,
     ) -> list[dict[int, int]] | None:
-        """Return each job's workers, keyed by node index; None if some job gets fewer than its minimum.
+        """Return each job's workers, keyed by node index; None if some job gets fewer than its minimum ``least``.
 
         Jobs are placed in order of decreasing size. A job that keeps its size stays unless a larger job took its nodes.
         A job that moves goes to the node with the fewest workers of staying jobs, preferring the tightest fit. A job
@@ -42,9 +41,7 @@ class StablePlacer:
         workers than its size if room is short.
 
         Args:
-            sizes: Wanted number of workers of each job.
             present: Current workers of each job, keyed by node index.
-            least: Minimum number of workers of each job.
             kinds: Kind of node that each job needs; by default 0 for all jobs.
         """
         wanted = [0] * len(sizes) if kinds is None else list(kinds)
@@ -133,7 +130,7 @@ def use_idle(
 ) -> None:
     """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within ``horizon_s``.
 
-    Modifies ``places``. No job grows beyond ``most_nodes`` nodes.
+    Modifies ``places``, each job's workers by node index. No job grows beyond ``most_nodes`` nodes; held ones stay.
     """
     for i, view in enumerate(running):
         limit = growth_limit(view)
@@ -168,20 +165,13 @@ def shape_of(place: Mapping[int, int]) -> tuple[int, int]:
 
 
 def growth_limit(view: JobView) -> int:
-    """Return the most workers that the job may have now: the smaller of two limits in its view.
-
-    These are ``useful_workers``, beyond which more workers cannot be used or have not been explored, and the view's
-    ``growth_limit``, if it has one.
-    """
+    """Return the most workers that the job may have now: the smaller of its ``useful_workers`` and ``growth_limit``."""
     limit = view.useful_workers
     return limit if view.growth_limit is None else min(limit, view.growth_limit)
 
 
 def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int, int]:
-    """Return the job's current workers, keyed by node index; empty if any of its nodes is gone or draining.
-
-    ``index`` maps a node id to the node's index, or to None if the node is gone or draining.
-    """
+    """Return the job's current workers by node index; empty if ``index`` is None for a node (gone or draining)."""
     place: dict[int, int] = {}
     for node_id, workers in view.allocation.items():
         at = index(node_id)
@@ -194,11 +184,7 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
 def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
     """Return the shapes (nodes, workers) to consider: all sizes up to one full node, then multiples of it.
 
-    Each size is placed on the fewest nodes. The job's minimum is always among the sizes.
-
-    Args:
-        slots: Number of the job's workers that fit on each node.
-        most: Largest number of workers.
+    Each size, at least the job's minimum and at most ``most``, is on the fewest nodes; ``slots`` is each node's room.
     """
     roomy = np.cumsum(sorted(slots, reverse=True))
     if not len(roomy) or roomy[-1] < view.min_workers:
@@ -244,10 +230,9 @@ class WorstFitPlacer:
         return dict(view.allocation)
 
     def spread(self, view: JobView, workers: int) -> Mapping[str, int] | None:
-        """Reserve room for the workers on the roomiest nodes of the GPU type that has the most room.
+        """Reserve room on the roomiest nodes of the GPU type with the most room; return workers keyed by node id.
 
-        Returns the number of workers keyed by node id. Ties between nodes go to the first id. If no type has enough
-        room, nothing is reserved and None is returned.
+        Ties between nodes go to the first id. If no type has enough room, reserve nothing and return None.
         """
         fits = self.free.slots(view)
         sums = {gpu: int(fits[self._of(gpu)].sum()) for gpu in dict.fromkeys(self._types)}

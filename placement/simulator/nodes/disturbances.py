@@ -70,7 +70,7 @@ class Disturbances:
         return tuple(gpu for gpu in types if "" in self.spot or gpu in self.spot)
 
     def script(self, nodes: Sequence[Node], seed: int, until_s: float) -> list[tuple[float, Kind, str]]:
-        """Return (time, kind, node) of every event on a node until ``until_s``, in the order of time."""
+        """Return (time [s], "down", "up", "slow" or "well", node id) of every event until ``until_s``, by time."""
         events: list[tuple[float, Kind, str]] = []
         for node in nodes:
             events += self._spells(node.node_id, "down", "up", (self.node_mtbf_h, self.repair_s), seed, until_s)
@@ -122,10 +122,7 @@ class SpotTrace:
         return {node: order[i % len(order)] for i, node in enumerate(nodes)}
 
     def gone(self, place: int, offset_s: float, until_s: float) -> Iterator[Span]:
-        """Yield each (from, to) [s] of simulated time up to ``until_s`` in which a place holds no machine.
-
-        Simulated second 0 is second ``offset_s`` of the trace, which repeats from its start when it ends.
-        """
+        """Yield each (from, to) [s] until ``until_s`` with a place empty; second 0 is ``offset_s`` of the trace."""
         taken = self.places[place]
         if not taken:
             yield 0.0, math.inf

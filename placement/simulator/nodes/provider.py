@@ -116,10 +116,7 @@ class Provider:
         return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
 
     def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
-        """Rent or release machines towards these numbers, keyed by node type, and return the new machines.
-
-        Of surplus machines, only those that are still starting are released. Fewer are rented if a spot market is full.
-        """
+        """Rent machines up to these numbers by type and return the new ones; release surplus ones still starting."""
         fresh: list[Machine] = []
         for each in self.types:
             mine = [m for m in self.machines.values() if m.kind.name == each.name]

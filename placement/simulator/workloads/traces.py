@@ -122,10 +122,7 @@ class Lengths:
         return application.stretched(max(1, round(application.epochs * factor)))
 
     def declaration(self, epochs: int, job: str, seed: int) -> float | None:
-        """Return the number of epochs that the job declares, with a random error if set; None if jobs declare none.
-
-        ``epochs`` is the job's actual number.
-        """
+        """Return how many epochs a job of ``epochs`` epochs declares, with a random error if set; None if none."""
         if not self.declared:
             return None
         if not self.error:

@@ -22,12 +22,9 @@ from placement.simulator.world.rules import Location, Rules
 
 
 def rigid_batch(batch: int, replicas: int, app: Application, most_local: int) -> tuple[int, int]:
-    """Return (atomic batch, accumulation steps) that split a given global batch, by the Pollux artifact's rule.
+    """Return (atomic batch, accumulation steps) that split a global batch, by the Pollux artifact's rule.
 
-    Args:
-        batch: Global batch [samples].
-        replicas: Number of workers.
-        most_local: Largest number of samples of a worker in one pass.
+    An atomic batch, the samples of one of the ``replicas`` in one pass, is at most ``most_local``.
     """
     local = math.ceil(batch / replicas - _EPS)
     accum = math.ceil(local / most_local - _EPS) - 1
@@ -70,7 +67,7 @@ def best_batch(
 ) -> tuple[int, int]:
     """Return (atomic batch, accumulation steps) with the highest goodput; atomic batch 0 if nothing fits.
 
-    The atomic batch (samples of a worker in one pass) is between ``least`` and ``most``.
+    ``least`` and ``most`` bound the atomic batch: the samples of a worker in one pass.
     """
     _, atomic_bsz, accum_steps = model.best(
         nodes, replicas, max_batch_size=max_batch_size, atomic_bsz_range=(least, most), accumulation=True
@@ -475,9 +472,9 @@ class MixedSteps:
         return sum(map(sum, self.shares.values())) * (self.accum_steps + 1)
 
     def measure(self, app: Application, counts: tuple[int, ...]) -> tuple[float, MixedObservation]:
-        """Return the true step time [s] and its measurement; all workers wait for the slowest type and slowest link.
+        """Return the true step time [s] with ``counts`` workers per node, and the measurement of it.
 
-        ``counts`` is the number of workers on each node.
+        All workers wait for the slowest type and the slowest link.
         """
         grads, syncs = dict[str, float](), []
         for gpu, shares in self.shares.items():
@@ -496,14 +493,10 @@ class MixedSteps:
 def shared_out(
     app: Application, models: Mapping[str, GoodputModel], location: Location, batch_size: int | None
 ) -> MixedSteps:
-    """Return how a step's batch is divided among the job's workers on several GPU types.
+    """Return how a step's batch is divided among workers on several GPU types, for the highest modelled goodput.
 
-    The division has the highest goodput according to ``models`` (one per GPU type). While some type has no model, or
-    that division leaves a worker without samples, all workers get equal shares.
-
-    Args:
-        location: The job's workers.
-        batch_size: Fixed global batch [samples]; None chooses the best one (the initial one for equal shares).
+    If a type has no model, or a worker would get no samples, all shares are equal. ``models`` are keyed by GPU type;
+    ``batch_size`` is the global batch, None for the best one (the initial one for equal shares) [samples].
     """
     workers = location.workers_by_type
     if all(gpu in models for gpu in workers):

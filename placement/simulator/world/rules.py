@@ -108,12 +108,9 @@ class Rules(abc.ABC):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """Return the cost of moving a job's workers to ``after``.
+        """Return the cost of moving a job's workers from ``before`` (None if it has none) to ``after``.
 
-        Args:
-            application: Name of the job's application.
-            before: Location that the job was last given; None at the first start or after a wait.
-            training: Workers that currently train, without those that are still starting; None if none do.
+        ``training`` are the workers that currently train, without those still starting; None for none.
         """
 
     @abc.abstractmethod

@@ -70,7 +70,7 @@ class World:
         self.send(NodesChanged(cluster=cluster), 0.0)
 
     def hear(self, job: SimulatedJob, now_s: float) -> None:
-        """Send the job's heartbeat to the allocator core."""
+        """Send the job's heartbeat (its current view) to the allocator core at ``now_s`` [s]."""
         view = job.view()
         if job.rules.pace.silent_start and not job.progress:
             view = dataclasses.replace(view, progress=None, stop_cost_s=None)
