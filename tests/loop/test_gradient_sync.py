@@ -17,7 +17,7 @@ class Counting:
     """Leaves gradients as they are, and notes what it is asked for."""
 
     nonfinite_ranks, is_open, local, strategy_key = None, False, False, ""
-    gives_statistics, drifts, settled, marker = True, False, True, 0
+    gives_statistics, drifts, averages, settled, marker = True, False, False, True, 0
     calls: list[str]  # of the latest
 
     def __init__(self, *args: Any, **options: Any) -> None:
