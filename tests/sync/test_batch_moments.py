@@ -63,3 +63,11 @@ def test_other_optimizers_keep_their_moments(kind: Any, options: dict[str, Any])
     gradients = [torch.tensor([1.0, -3.0]), torch.tensor([2.0, 5.0])]
     found, plain = (steps_of(kind, gradients, shares, **options) for shares in (4.0, 1.0))
     assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(plain[key])) for key, value in found.items())
+
+
+def test_a_parameter_without_state_gets_none() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = torch.optim.Adam([p])
+    scale_moments(optimizer, 4.0)  # as after a step that AMP has skipped
+    assert not optimizer.state

@@ -51,7 +51,7 @@ def scale_moments(optimizer: torch.optim.Optimizer, shares: float) -> None:
         if group["weight_decay"] and not (decoupled or group.get("decoupled_weight_decay")):
             continue
         beta1, beta2 = map(float, group["betas"])
-        params = [p for p in group["params"] if p.grad is not None and "exp_avg_sq" in optimizer.state[p]]
+        params = [p for p in group["params"] if p.grad is not None and "exp_avg_sq" in optimizer.state.get(p, ())]
         kinds: dict[float, list[tuple[Any, Any]]] = {}
         for p, state in zip(params, with_steps_read([optimizer.state[p] for p in params]), strict=True):
             kinds.setdefault(float(state["step"]), []).append((p.grad, state))

@@ -67,7 +67,6 @@ class ShardedGradients(Participant):
         self._step: LoaderStep | None = None
         self._task = -1  # autograd's number of the backward pass in progress
         self._reduces = self._warned = False
-        self.averages = False  # no strategy averages sharded models
         self._waits = False  # gradients of a step wait for the optimizer
         self._micro_steps = MicroSteps(self._gradients)
         self._has_gradient: set[nn.Parameter] = set()  # in the pass in progress; torch gives zeros to the others
