@@ -141,7 +141,7 @@ def rates(rule: str, grows_at: int) -> dict[str, Any]:
     Rank 0 asks for batches of twice the size in step `grows_at`.
     """
     model = net()
-    optimizer = torch.optim.SGD(two_groups(model), lr=0.1)
+    optimizer = (torch.optim.Adam if rule == "adam" else torch.optim.SGD)(two_groups(model), lr=0.1)
     optimizer.param_groups[1]["lr"] = 0.03
     inside: list[list[float]] = []
     original = optimizer.step
