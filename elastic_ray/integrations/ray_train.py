@@ -148,7 +148,7 @@ def check(function: str, given: Mapping[str, Any]) -> None:
         )
     if function == "prepare_data_loader" and not given.get("move_to_device", True):
         raise RuntimeError(
-            "prepare_data_loader(move_to_device=False) cannot be kept in an elastic job: leave it out, or pass the "
+            "prepare_data_loader(move_to_device=False) is not supported in an elastic job: leave it out, or pass the "
             "DataLoader to elastic_ray.AdaptiveDataLoader"
         )
 
@@ -201,7 +201,7 @@ class RayTrainLoader(LoaderOnDevice):
     def __init__(self, data_loader: DataLoader[Any], device: torch.device) -> None:
         if data_loader.batch_size is None:
             raise RuntimeError(
-                "prepare_data_loader() of a DataLoader with a batch_sampler cannot be kept in an elastic job, which "
+                "prepare_data_loader() of a DataLoader with a batch_sampler is not supported in an elastic job, which "
                 "cuts batches by itself: give it batch_size, and a sampler if need be"
             )
         workers = current_session().group.most_workers
