@@ -88,7 +88,7 @@ def train(strategy: str | None = None, scaler: bool = False, several: bool = Fal
 def by_hand(steps: list[tuple[float, int]]) -> Tensor:
     """AdamW whose moments decay by their beta for each initial batch, with the product of all as their bias.
 
-    What the second ones hold of the noise, 1 / scale at each batch, multiplies the rate and eps as far as it is another's.
+    What v holds of the noise, 1 / scale at each batch, multiplies the rate and eps as far as it is another's.
     """
     model = net()
     params = list(model.parameters())
