@@ -65,7 +65,7 @@ class AdamScale:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Adam:
-    """Rule for Adam and similar optimizers: the rate of :class:`AdamScale`, and scaled beta2, eps and weight decay.
+    """Rule for Adam and similar optimizers: the rate of :class:`AdamScale`, and scaled betas, eps and weight decay.
 
     See :func:`adam_options` for the formulas and their sources.
     """
@@ -80,13 +80,13 @@ class Adam:
 def adam_options(group: Mapping[str, Any], scale: float, factor: float, correction: float) -> dict[str, Any]:
     """Return the options, except the rate, of an Adam parameter group for a batch of ``scale`` x the initial one.
 
-        beta2'        = beta2^scale                  the second moment's half-life is the same in samples
+        beta1', beta2' = beta1^scale, beta2^scale      the moments' half-lives are the same in samples
         eps'          = eps / sqrt(scale) x c        scales like the gradient noise, to which it is added
         weight_decay' = weight_decay x scale / (factor x c)      its half-life lr x weight_decay is the same in samples
 
-    The last applies to decoupled weight decay (AdamW). Weight decay that is part of the loss stays, and so does beta1.
-    Sources: Marek et al. 2025 (arXiv 2507.07101) for beta2 and beta1; Malladi et al. 2022 (arXiv 2205.10287),
-    definition 5.2, for eps; Wang and Aitchison 2024 (arXiv 2405.13698) for weight decay.
+    The last applies to decoupled weight decay (AdamW). Weight decay that is part of the loss stays.
+    Sources: Marek et al. 2025 (arXiv 2507.07101) for beta2; Malladi et al. 2022 (arXiv 2205.10287), definition 5.2, for
+    beta1 and eps; Wang and Aitchison 2024 (arXiv 2405.13698) for weight decay.
 
     Args:
         group: The user's options, for the initial batch.
@@ -95,7 +95,7 @@ def adam_options(group: Mapping[str, Any], scale: float, factor: float, correcti
         correction: c, by which the learning rate is also multiplied, see :func:`bias_correction`.
     """
     beta1, beta2 = group["betas"]
-    found: dict[str, Any] = {"betas": (beta1, beta2**scale)}
+    found: dict[str, Any] = {"betas": (beta1**scale, beta2**scale)}
     if isinstance(group.get("eps"), int | float):
         found["eps"] = group["eps"] / math.sqrt(scale) * correction
     if group.get("decoupled_weight_decay") and factor > 0:
@@ -103,19 +103,22 @@ def adam_options(group: Mapping[str, Any], scale: float, factor: float, correcti
     return found
 
 
-def bias_correction(beta2: float, steps: float, initial_steps: float, scale: float) -> float:
-    """Return c, which keeps Adam's bias correction of the second moment exact after changes of the batch.
+def bias_correction(beta: float, steps: float, initial_steps: float, scale: float) -> float:
+    """Return c, which keeps Adam's bias correction of a moment exact after changes of the batch.
 
-        c = sqrt((1 - beta2^s) / (1 - beta2^(scale x t)))
+        c = (1 - beta^s) / (1 - beta^(scale x t))
 
-    Adam divides the second moment by 1 - beta2'^t with the current beta2' = beta2^scale, as if all t steps had used it.
-    In fact they have decayed by beta2^s. Multiplying the rate and eps by c makes the update exact.
+    Adam divides the moment by 1 - beta'^t with the current beta' = beta^scale, as if all t steps had used it. In fact
+    they have decayed by beta^s. Dividing the rate by the first moment's c, and multiplying the rate and eps by the root
+    of the second moment's c, makes the update exact.
 
     Args:
         steps: t >= 1, including the current step.
         initial_steps: s > 0, the sum of the steps' scales.
     """
-    return math.sqrt(-math.expm1(initial_steps * math.log(beta2)) / -math.expm1(scale * steps * math.log(beta2)))
+    if beta == 0.0:
+        return 1.0
+    return math.expm1(initial_steps * math.log(beta)) / math.expm1(scale * steps * math.log(beta))
 
 
 def remembered(held: float, beta2: float, initial_steps: float, scale: float, factor: float) -> float:

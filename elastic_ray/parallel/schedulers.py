@@ -303,10 +303,10 @@ def is_adam_group(group: dict[str, Any]) -> bool:
 def _scaled_options(group: dict[str, Any], scale: float, factor: float, steps: Sequence[float]) -> dict[str, Any]:
     """Return a group's options for this scale, including the learning rate."""
     made, initial, held = steps
-    correction = bias_correction(float(group["betas"][1]), made, initial, scale)
-    if abs(correction - 1.0) < _SETTLED:
-        correction = 1.0
+    first, second = (bias_correction(float(beta), made, initial, scale) for beta in group["betas"])
+    correction = 1.0 if abs(second - 1.0) < _SETTLED else math.sqrt(second)
     lag = factor * math.sqrt(held)
     if abs(lag - 1.0) > _CAUGHT_UP:
         correction *= lag
+    factor = factor if abs(first - 1.0) < _SETTLED else factor / first
     return {"lr": group["lr"] * factor * correction, **adam_options(group, scale, factor, correction)}

@@ -1,4 +1,4 @@
-"""Adam's second moments follow the batch: updates are those of half-lives in samples, and all options come back."""
+"""Adam's moments follow the batch: updates are those of half-lives in samples, and all options come back."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def train(strategy: str | None = None, scaler: bool = False, several: bool = Fal
 
 
 def by_hand(steps: list[tuple[float, int]]) -> Tensor:
-    """AdamW whose second moments decay by beta2 for each initial batch, with the product of all as their bias.
+    """AdamW whose moments decay by their beta for each initial batch, with the product of all as their bias.
 
-    What they hold of the noise, 1 / scale at each batch, multiplies the rate and eps as far as it is another's.
+    What v holds of the noise, 1 / scale at each batch, multiplies the rate and eps as far as it is another's.
     """
     model = net()
     params = list(model.parameters())
     first, second = ([torch.zeros_like(p) for p in params] for _ in range(2))
-    left, noise, step, x = 1.0, 0.0, 0, data()
+    left1, left, noise, x = 1.0, 1.0, 0.0, data()
     (beta1, beta2), at = BETAS, iter(steps)
     for epoch in range(EPOCHS):
         order, position = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]), 0
@@ -101,19 +101,19 @@ def by_hand(steps: list[tuple[float, int]]) -> Tensor:
             scale, count = next(at)
             batch = order[position : position + count]
             position += count
-            step, decay = step + 1, beta2**scale
-            left *= decay
+            decay1, decay = beta1**scale, beta2**scale
+            left1, left = left1 * decay1, left * decay
             noise = decay * noise + (1 - decay) / scale
             lag = (scale * noise / (1 - left)) ** 0.5
             lag = lag if abs(lag - 1) > 1e-3 else 1.0
             rate, eps = RATE * scale**0.5 * lag, EPS / scale**0.5 * lag
             gradients = torch.autograd.grad(loss_of(model, x[batch]), params)
             for p, m, v, g in zip(params, first, second, gradients, strict=True):
-                m.lerp_(g, 1 - beta1)
+                m.lerp_(g, 1 - decay1)
                 v.mul_(decay).addcmul_(g, g, value=1 - decay)
                 with torch.no_grad():
                     p.mul_(1 - RATE * DECAY * scale)
-                    p.sub_(rate * (m / (1 - beta1**step)) / ((v / (1 - left)).sqrt() + eps))
+                    p.sub_(rate * (m / (1 - left1)) / ((v / (1 - left)).sqrt() + eps))
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
