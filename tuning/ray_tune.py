@@ -219,7 +219,7 @@ class ElasticTrainable(Trainable):
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
         """Return the resources of the trial's own process: almost none, on the head node, where its controller runs."""
         _check_space(config)
-        _tell_kept_actors()
+        _notify_kept_actors()
         _end_stopped_sweeps()
         _claim_sweeps()
         on = on_head() if ray.is_initialized() else {}
@@ -353,7 +353,7 @@ class ElasticTrainable(Trainable):
         return {RESULT_DUPLICATE: True}
 
 
-def _tell_kept_actors() -> None:
+def _notify_kept_actors() -> None:
     """Patch Tune's loop, which will run in this process, to call ``vacate`` on an actor that it keeps for reuse.
 
     With ``reuse_actors=True`` Tune may keep the actor of a finished or paused trial, and calls nothing on it until
@@ -381,14 +381,14 @@ def _end_stopped_sweeps() -> None:
     if look is None or look.__module__ == __name__:  # without it no trial is started any more, which fails each
         return
 
-    def look_and_end(self: TuneController) -> None:
+    def check_and_end(self: TuneController) -> None:
         reason = _why_stopped(self)
         if reason and not self._should_stop_experiment:
             logger.warning("the sweep ends with what there is: %s", printable(reason))
             self.request_stop_experiment()  # type: ignore[no-untyped-call]
         look(self)
 
-    TuneController._stop_experiment_if_needed = look_and_end  # type: ignore[method-assign]
+    TuneController._stop_experiment_if_needed = check_and_end  # type: ignore[method-assign]
 
 
 def _claim_sweeps() -> None:

@@ -46,7 +46,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._waits = True  # who sets something waits for something next, as gloo does: then one call does both
         self._untold: dict[str, bytes] = {}
 
-    def tell_at_once(self) -> None:
+    def publish_at_once(self) -> None:
         """Publish each later value immediately, instead of together with the next wait."""
         self._waits = False
 
@@ -55,7 +55,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._stays_open = True
 
     def set(self, key: str, value: Any) -> None:
-        """Publish a value under ``key`` to all members, at once or with the next wait (:meth:`tell_at_once`)."""
+        """Publish a value under ``key`` to all members, at once or with the next wait (:meth:`publish_at_once`)."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._known[key] = self.told[key] = content
         if self._waits:

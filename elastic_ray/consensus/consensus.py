@@ -86,17 +86,17 @@ class AgreedChanges:
         """Clear the request to compare models, because all ranks have compared them."""
         self.comparison = False
 
-    def take_consensus(self) -> bool:
+    def pop_consensus(self) -> bool:
         """Return True if all ranks must make their models identical now; clear this request."""
         asked, self._consensus = self._consensus, False
         return asked
 
-    def take_generation(self) -> int:
+    def pop_generation(self) -> int:
         """Return the generation to enter (0 for none) and clear it; if not entered, ranks must agree on it again."""
         generation, self.generation = self.generation, 0
         return generation
 
-    def take_batch(self) -> BatchChoice | None:
+    def pop_batch(self) -> BatchChoice | None:
         """Return the agreed batch shape to change to, and clear it; None for no change."""
         batch, self.batch = self.batch, None
         return batch
@@ -269,7 +269,7 @@ class RankConsensus:
         """Add parts to the control sums, before the first group; all ranks must add the same parts."""
         self._parts.extend(parts)
 
-    def follow_group(self) -> None:
+    def set_group(self) -> None:
         """Set up announcements and control sums for the current group."""
         sizes = [(part, part.size(self._group.world_size)) for part in self._parts]
         self._riding = [(part, size) for part, size in sizes if size]

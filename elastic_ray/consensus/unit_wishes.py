@@ -80,7 +80,7 @@ class UnitWishes:
         self.critical_batch = round(first[9])
         return all(bool(row[0]) for row in rows)
 
-    def take_save(self) -> int:
+    def pop_save(self) -> int:
         """Return the token of the checkpoint that the leading worker wants saved, and clear it; 0 for none."""
         token, self._save = self._save, 0
         return token

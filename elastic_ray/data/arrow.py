@@ -142,7 +142,7 @@ class ArrowDataset:
         """Number of non-empty row groups in all files."""
         return len(self._groups)
 
-    def told_of_files(self) -> list[tuple[str, int]]:
+    def compared_files(self) -> list[tuple[str, int]]:
         """Return the path and first row number of each row group, to compare datasets without reading rows."""
         firsts = self._starts[:-1].tolist()
         return [(self._files[file][0], first) for (file, _), first in zip(self._groups, firsts, strict=True)]

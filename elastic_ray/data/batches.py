@@ -235,7 +235,7 @@ class _PlannedBatches:
         self._epoch = 0
         self._tells_epochs = False
 
-    def tell_epochs(self) -> None:
+    def attach_epochs(self) -> None:
         """Attach the epoch and position to every batch of indices."""
         self._tells_epochs = True
 
@@ -448,7 +448,7 @@ def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching, see
     if workers or fetching.on_epoch is not None:
         if workers:
             options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
-        indices.tell_epochs()
+        indices.attach_epochs()
         sets_epoch, own = fetching.persistent_workers, seed if workers else None
         dataset = FollowsEpochs(dataset, fetching.on_epoch, sets_epoch=sets_epoch, seed=own)
     return DataLoader(dataset, batch_sampler=indices, num_workers=workers, persistent_workers=workers > 0, **options)

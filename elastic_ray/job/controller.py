@@ -409,7 +409,7 @@ class JobController:
             while not self._over():
                 await asyncio.sleep(_TICK_S)
                 if not job.record.phase.ended:
-                    job.tell_others(time.monotonic())
+                    job.update_observers(time.monotonic())
                     if opening.done():
                         opening.result()
                     if opening.done() or job.group.machine.workers:  # those of the controller before train already
@@ -433,7 +433,7 @@ class JobController:
             job.stop(reason)
             while not job.record.phase.ended:
                 await asyncio.sleep(_TICK_S)
-                job.tell_others(time.monotonic())
+                job.update_observers(time.monotonic())
                 job.tick()
         except Exception as error:
             logger.exception("job %s: its controller failed", self._spec.job)
@@ -452,7 +452,7 @@ class JobController:
         self._reconnection = None
         if not told and not ended:
             await job.open()  # what starts now starts from what is stored
-        job.take_over(state, told)
+        job.recover(state, told)
         await self._persist_state()
 
     async def _release_others(self, state: ControllerState, told: Collection[WorkerReregistration]) -> None:

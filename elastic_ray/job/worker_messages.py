@@ -81,12 +81,12 @@ class StragglerReplacement:
                 self._tried[each.node] = now_s
         self._wanted = {each.worker: each for each in report.stragglers if each.replace}
         self._since_s = {worker: self._since_s.get(worker, now_s) for worker in self._wanted}
-        self._note_nodes(current, report.stragglers, now_s)
+        self._record_nodes(current, report.stragglers, now_s)
         chosen = [each for worker, each in self._wanted.items() if self._may_replace(worker, current, now_s)]
         reason = "; ".join(f"in place of worker {each.worker}: {each}" for each in chosen)
         self._group.take(Replace(workers=frozenset(each.worker for each in chosen), reason=reason))
 
-    def _note_nodes(self, current: GenerationSpec, slow: Sequence[SlowWorker], now_s: float) -> None:
+    def _record_nodes(self, current: GenerationSpec, slow: Sequence[SlowWorker], now_s: float) -> None:
         ratios = {each.worker: each.ratio for each in slow if each.replace}
         for node in {each.node for each in self._wanted.values()}:
             here = [ratios.get(member.worker, 1.0) for member in current.members if member.node == node]

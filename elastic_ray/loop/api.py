@@ -169,12 +169,12 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     if session.ledger.replaying:
         return  # the job has had this report before this worker came (back)
     if session.elastic and not session.synced:
-        session.tell_of_early_report()
+        session.warn_of_early_report()
     number = session.count_report(saves=checkpoint is not None)
     if session.group.rank_info.rank == 0 and session.run.speaks:
         plain = plain_metrics(metrics)
         session.adaptation.runner.watched.reported(plain, number)
-        session.registry.monitoring.take_report(plain, number)
+        session.registry.monitoring.record_report(plain, number)
         session.controller.report(plain, checkpoint, session.resume_point(), number)
     elif checkpoint is not None:
         session.controller.add_files(checkpoint, number)
@@ -185,7 +185,7 @@ def get_checkpoint() -> Checkpoint | None:
 
     Workers that join a running job receive their state from the other workers and need no checkpoint.
     """
-    checkpoint: Checkpoint | None = current_session().start.take_checkpoint()
+    checkpoint: Checkpoint | None = current_session().start.claim_checkpoint()
     return checkpoint
 
 

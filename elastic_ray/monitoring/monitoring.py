@@ -51,7 +51,7 @@ class Monitoring:
         if monitor.workers:
             self.meter.ask()
 
-    def take_report(self, metrics: Mapping[str, object], number: int) -> None:
+    def record_report(self, metrics: Mapping[str, object], number: int) -> None:
         """Record the number under ``loss`` in the run's report ``number``; ignore a report without one."""
         loss = metrics.get("loss")
         if isinstance(loss, (int, float)) and not isinstance(loss, bool):
@@ -121,7 +121,7 @@ class StepMeter:
         """Enable measuring; call this on all ranks before the first epoch."""
         self.on = True
 
-    def begin_step(self, *, goes_on: bool = False) -> None:
+    def start_step(self, *, goes_on: bool = False) -> None:
         """Start timing a training step, before its first micro-batch is fetched.
 
         Args:

@@ -168,7 +168,7 @@ class Run:
         if self.group.rank_info.rank == 0:
             self.controller.tell(kind, text, dict(detail or {}))
 
-    def tell_once(self, kind: str, text: str, number: int) -> None:
+    def notify_once(self, kind: str, text: str, number: int) -> None:
         """Notify the user from any rank; if several ranks send the same text and number, the job records the first."""
         self.controller.tell(kind, text, {"number": number})
 
@@ -366,10 +366,10 @@ def watch_optimizers() -> None:
         _installed = True
         register_optimizer_step_pre_hook(_on_step)
         for kind in (LRScheduler, ReduceLROnPlateau):
-            _note_made(kind)
+            _record_made(kind)
 
 
-def _note_made(kind: Any) -> None:
+def _record_made(kind: Any) -> None:
     """Patch a scheduler class so that the thread's session is notified of each new scheduler."""
     original = kind.__init__
 
@@ -387,7 +387,7 @@ def _note_made(kind: Any) -> None:
 def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     session = session_of_thread()
     if session is not None:
-        session.optimizers.look_at(optimizer)
+        session.optimizers.check_stepping(optimizer)
 
 
 class OptimizerWatch:
@@ -422,7 +422,7 @@ class OptimizerWatch:
         """Return the schedulers of an optimizer that were made in this run and still exist."""
         return [each for made in self._schedulers.get(optimizer, ()) if (each := made()) is not None]
 
-    def look_at(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer that is about to step. Raises RuntimeError: No model was wrapped at all."""
         world_size = self._group.world_size
         if world_size == 1 or optimizer in self.known or optimizer in self._warned:

@@ -117,9 +117,9 @@ class Adaptation:
         if not step.leads:
             return
         values, self._step = self.runner.values, step
-        if values.begin_train():
+        if values.start_train():
             self._call("before_train")
-        if values.begin_epoch(self._progress.epoch):
+        if values.start_epoch(self._progress.epoch):
             self._call("before_epoch")
             self._coming = None
         self._call("before_step")

@@ -178,7 +178,7 @@ class StandaloneController:
         self._planner.observe(report)
         snapshot = self._planner.due(time.monotonic())
         change = self._planner.fitted(fit_snapshot(snapshot)) if snapshot is not None else None
-        if notice := self._planner.take_notice():
+        if notice := self._planner.pop_notice():
             logger.info("%s", notice)
         if change is not None:
             self._choice, reason = change

@@ -85,12 +85,12 @@ class StateSaver:
 
     def between_steps(self) -> None:
         """Start a checkpoint if one is due. Otherwise the call is almost free."""
-        order = self._saving.take_order() if self._session.run.wishes is None else self._unit_order()
+        order = self._saving.pop_order() if self._session.run.wishes is None else self._unit_order()
         if order is not None:
             self._session.moment("save")
             self._begin(order)
             return
-        self._tell_of_refusals()
+        self._report_refusals()
         due = self._asked or time.monotonic() - self._since_s >= self._interval_s
         units = self._session.run.wishes is not None
         if units or self._off or not due or self._session.rank != 0:
@@ -109,7 +109,7 @@ class StateSaver:
             return None
         if ends:
             run.agree_in_unit(None, saves=True)
-        token = run.wishes.take_save()
+        token = run.wishes.pop_save()
         place = run.unit.place
         return SaveOrder(token=f"{token:09x}", rank=place.position, world_size=place.size) if token else None
 
@@ -135,7 +135,7 @@ class StateSaver:
         except Exception:
             self._give_up("it cannot be copied", exc_info=True)
 
-    def _tell_of_refusals(self) -> None:
+    def _report_refusals(self) -> None:
         """Report that rank 0 gathers the whole state because some ranks cannot write their parts."""
         if self._saving.refusals and not self._refused and self._session.rank == 0:
             self._refused = True
@@ -167,7 +167,7 @@ class StateSaver:
         """
         begin_s = time.monotonic()
         units = self._session.run.wishes is not None
-        order = self._unit_order(ends=True) if units else self._saving.take_order()
+        order = self._unit_order(ends=True) if units else self._saving.pop_order()
         if order is None and self._session.rank != 0:
             return ""
         if order is not None:

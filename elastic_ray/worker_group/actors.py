@@ -188,7 +188,7 @@ class WorkerActors:
 
     async def _watch(self, worker: str, actor: Any, token: str, running: Any = None) -> None:
         """Wait for the end of a run or of its process, and report it."""
-        self._tell_end(worker, await self._outcome(actor, token, worker, running))
+        self._notify_end(worker, await self._outcome(actor, token, worker, running))
 
     async def _outcome(self, actor: Any, token: str, worker: str, running: Any) -> RunResult | str:
         """Return how a run has ended, or a string with the reason if its process is gone."""
@@ -236,7 +236,7 @@ class WorkerActors:
                     ends = [each.result() for each in (*done, *more)]
                     failed = [each for each in ends if isinstance(each, str)] or failed
                 if failed:
-                    self._tell_end(worker, failed[0])
+                    self._notify_end(worker, failed[0])
                     return
             for name, each in zip(process_names(worker, self._unit), outcomes, strict=True):
                 end = each.result()
@@ -247,7 +247,7 @@ class WorkerActors:
             for each in outcomes:
                 each.cancel()
 
-    def _tell_end(self, worker: str, end: RunResult | str) -> None:
+    def _notify_end(self, worker: str, end: RunResult | str) -> None:
         """Report how a run ended, or, if ``end`` is a string, that its process was lost for that reason."""
         if isinstance(end, str):
             self._tell(Lost(worker=worker, cause=end))

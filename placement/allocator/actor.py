@@ -396,11 +396,11 @@ class Allocator:
             await asyncio.sleep(_POLL_S)
             try:
                 if await self._read() is not None:
-                    self._take_nodes()
+                    self._update_nodes()
                 jobs = len(core.jobs)
                 self._handle(events.TimePassed())
                 if len(core.jobs) < jobs:  # what the workers of one that is silent hold is not to be given away
-                    self._take_nodes()
+                    self._update_nodes()
                 self._scale()
                 self._metrics.tick(time.monotonic(), core, self._scaler.decision if self._scaler is not None else None)
                 self._controllers.ask_the_quiet()
@@ -425,7 +425,7 @@ class Allocator:
         self._history.append(nodes)
         return nodes
 
-    def _take_nodes(self) -> None:
+    def _update_nodes(self) -> None:
         now_s = time.monotonic()
         self._ended_s = {job: at_s for job, at_s in self._ended_s.items() if now_s - at_s < _FAREWELL_S}
         self._handle(self._nodes_changed(self._usable()))

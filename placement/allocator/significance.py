@@ -134,7 +134,7 @@ class KnownJob:
         self.impossible_since_s, self.told_impossible = None, self.told_impossible and not again
         return again
 
-    def tell_impossible(self, now_s: float, after_s: float) -> bool:
+    def must_report_impossible(self, now_s: float, after_s: float) -> bool:
         """True if no node could have held the job for ``after_s``, and its user has not been notified yet."""
         since_s = self.impossible_since_s
         if since_s is None or self.told_impossible or now_s - since_s < after_s:

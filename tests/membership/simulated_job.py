@@ -176,9 +176,9 @@ class SimJob:
         """The controller's process dies; Ray restarts it in a while. What is told meanwhile is lost."""
         if not self.away and not self.done:
             self.away = True
-            self.soon(4.0, self._take_over, at_least_s=0.5)
+            self.soon(4.0, self._adopt_trainer, at_least_s=0.5)
 
-    def _take_over(self) -> None:
+    def _adopt_trainer(self) -> None:
         """A new controller hears the workers out, and releases what none of them holds."""
         self.away, before = False, self.machine
         if self.done:
@@ -188,7 +188,7 @@ class SimJob:
         self.machine = JobMembership(before.config, first_most=self.most, named=before.named)
         noted = self.random.choice([before.issued, max(0, before.issued - 1)])  # the last may not have been noted
         reached = Allocated(nodes=self._target, reason="test")
-        instructions = self.machine.take_over(
+        instructions = self.machine.recover(
             survivors,
             reached,
             issued=noted,

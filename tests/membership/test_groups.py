@@ -336,7 +336,7 @@ def test_ranks_that_send_long_after_forming_find_each_other() -> None:
             BootstrapStore(LocalCaller(controller, f"w{rank + 1}", 1), 0.5, rank=rank, world_size=2) for rank in (0, 1)
         )
         for store in (first, second):
-            store.tell_at_once()
+            store.publish_at_once()
         time.sleep(0.6)  # longer than a group may take to form
         first.set("0:1", b"an id")
         with pytest.raises(RuntimeError, match="timed out waiting for 0:1"):

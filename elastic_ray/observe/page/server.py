@@ -92,20 +92,20 @@ class PageServer:
             try:
                 await asyncio.wait({look}, timeout=_STALE_S)
                 if not look.done():
-                    self._tell_problem(f"nothing has answered for {_STALE_S:g} s: what is shown is as old")
+                    self._report_problem(f"nothing has answered for {_STALE_S:g} s: what is shown is as old")
                 await look
             except asyncio.CancelledError:
                 look.cancel()
                 raise
             except Exception:
                 logger.exception("the page could not be brought up to date")
-                self._tell_problem("it could not be brought up to date; its own log tells why")
+                self._report_problem("it could not be brought up to date; its own log tells why")
             period_s = self._source.period_s
             if period_s is None and self._tables:
                 return
             await self._pause(period_s or 1.0)
 
-    def _tell_problem(self, problem: str) -> None:
+    def _report_problem(self, problem: str) -> None:
         """Notify browsers that the data they show is out of date, and why."""
         if not self._tables or self._tables["source"]["problem"] == problem:
             return

@@ -47,7 +47,7 @@ class Stateless:
 
     def prepare(self, model: Replica) -> None:
         """Start to sum the ranks' models, for the mean that :meth:`run` needs."""
-        model.begin_mean()
+        model.start_mean()
 
     def begin(self, model: Replica) -> None:
         """Do nothing, because the algorithm has no state."""
@@ -146,7 +146,7 @@ class DiLoCoAverager:
 
     def prepare(self, model: Replica) -> None:
         """Start to sum the ranks' models, for the mean that :meth:`run` needs."""
-        model.begin_mean()
+        model.start_mean()
 
     @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:

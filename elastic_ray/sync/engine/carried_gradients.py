@@ -258,7 +258,7 @@ class _Debtor:
         if self.is_among(folded):
             self.residual.fold(self.flat(folded))
         if self.compression is not None:
-            self.compression.take_factors(
+            self.compression.set_factors(
                 {place: factors[name] for place, name in enumerate(self.names) if name in factors}
             )
 
@@ -320,7 +320,7 @@ class OwedGradients:
     def _settle(self, index: int) -> None:
         """Have an uncompressed bucket send the residual that an earlier strategy left."""
         assert self._layout is not None, "buckets are laid out"
-        residual = self._layout.settle_first(index).residual
+        residual = self._layout.send_residual_first(index).residual
         self._settling.append(dataclasses.replace(self._plain.pop(index), residual=residual))
 
     def before_change(self) -> None:
@@ -362,10 +362,10 @@ class OwedGradients:
             for each in self._all:
                 each.residual.share(world_size)
         elif any(row[2] for row in rows):
-            self._tell_lost(max(row[3] for row in rows) - sum(row[1] for row in rows))
+            self._report_lost(max(row[3] for row in rows) - sum(row[1] for row in rows))
         self._members, self._holds = world_size, True
 
-    def _tell_lost(self, workers: int) -> None:
+    def _report_lost(self, workers: int) -> None:
         """Warn that the residuals of some workers are lost."""
         if workers > 0:
             whose = "one worker" if workers == 1 else f"{workers} workers"

@@ -134,7 +134,7 @@ class TileHolder:
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
-    def look_around(self, communicator: Communicator, *, unpublished: bool, gathered: bool) -> Everyone:
+    def gather_holdings(self, communicator: Communicator, *, unpublished: bool, gathered: bool) -> Everyone:
         """Return the tiles that each rank holds; called on every rank.
 
         Raises StateLostError: no rank holds some of the tiles; raised on every rank.
@@ -271,7 +271,7 @@ class TileHolder:
         self.stored.read()
         self.held, self._whole = None, True
 
-    def take_whole(self) -> None:
+    def hold_whole(self) -> None:
         """Hold the complete state that was loaded into the optimizer, which may contain unread tensors."""
         self.held, self._whole = None, True
         self.stored.take(self.params.values())
@@ -287,7 +287,7 @@ class TileHolder:
         for param in self.params.values():
             self._optimizer.state.pop(param, None)
 
-    def forget_stored(self) -> None:
+    def discard_stored(self) -> None:
         """Discard the stored state, which the next update will make outdated."""
         if self.held is not None:
             self.stored.forget()
@@ -310,7 +310,7 @@ class TileHolder:
             return {}
         return {"tiling": held.tiling.to_json(), "tiles": {str(tile): held.states_of(tile) for tile in held.tiles}}
 
-    def take_kept(self, kept: Mapping[str, Any]) -> None:
+    def hold_kept(self, kept: Mapping[str, Any]) -> None:
         """Hold the tiles that :meth:`to_keep` returned in a previous run."""
         self.adopt(Tiling.from_json(kept["tiling"]))
         self.drop()

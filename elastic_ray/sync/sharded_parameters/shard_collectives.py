@@ -145,7 +145,7 @@ class ShardCollectives:
             consensus.agreed()
         self._sequence.note(code)
 
-    def begin_pass(self, weight: float) -> None:
+    def start_pass(self, weight: float) -> None:
         """Start a backward pass.
 
         Args:

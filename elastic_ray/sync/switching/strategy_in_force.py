@@ -350,10 +350,10 @@ class StrategyInForce:
         self.takes += 0 if entering else 1
         self.step_s.clear()
         self.bucket_s.clear()
-        self._tell_fallback()
+        self._report_fallback()
         return self.plan
 
-    def _tell_fallback(self) -> None:
+    def _report_fallback(self) -> None:
         """Notify the job's user, once per reason, that ``two_level`` falls back to ``all_reduce`` in this group."""
         topology, strategy = self.topology, self.plan.strategy
         why = topology.why_flat if strategy.asks_for("two_level") and topology.world_size > 1 else ""
@@ -362,7 +362,7 @@ class StrategyInForce:
             self._context.tell("strategy", text, {"strategy": strategy.label, "workers": topology.world_size})
         self._told = why or self._told
 
-    def follow_rows(self, tables: Mapping[int, RowBucket]) -> None:
+    def set_row_buckets(self, tables: Mapping[int, RowBucket]) -> None:
         """Set the row buckets of the current layout, keyed by position in the plan."""
         params = self.profile.params if tables else ()
         self._rows = {params[self.plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}

@@ -14,7 +14,7 @@ from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.page.cluster_page import ClusterPage
 from elastic_ray.observe.page.model import JobDetail, PageSnapshot
 from elastic_ray.observe.page.source import ActionRefusedError, ClusterLook, JobAnswer, JobFacts, JobLook, NodeLook
-from elastic_ray.observe.process_look import LookRefusedError, look_at
+from elastic_ray.observe.process_look import LookRefusedError, inspect_process
 from placement.allocator.snapshot import AllocatorLook
 from placement.errors import InputError
 from placement.policies import POLICIES
@@ -213,7 +213,7 @@ class LiveCluster:
         if worker is None:
             raise ActionRefusedError(f"job {job!r} has no worker of rank {rank} now, but {len(workers)} workers")
         try:
-            return look_at(worker, what)
+            return inspect_process(worker, what)
         except LookRefusedError as error:
             raise ActionRefusedError(str(error)) from None
 
