@@ -503,7 +503,7 @@ def _why_stopped(controller: TuneController) -> str:
     """Return why an experiment's sweep was stopped; empty if it was not, or if the next check is not due."""
     watch = _watch_of(controller)
     name, _ = _sweep_of(controller) if watch.due() else ("", None)
-    return watch.stops.look(name, watch.driver) if name else ""
+    return watch.stops.poll(name, watch.driver) if name else ""
 
 
 def _trials_of(controller: TuneController) -> list[Any]:

@@ -512,7 +512,7 @@ class PolicyBallot:
         """Set the number of policies, which must be equal on all ranks."""
         self._policies = policies
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Enter a new group and discard the results of the previous group."""
         self._verdicts, self._entered = (), True
 

@@ -61,7 +61,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         if self._waits:
             self._untold[key] = content
         else:
-            self._caller.tell({key: content})
+            self._caller.notify({key: content})
 
     def get(self, key: str) -> bytes:
         """Wait until a value for ``key`` exists, and return it; raises like :meth:`wait`."""
@@ -85,7 +85,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         if self._untold and not all(key in self.told for key in keys):
             # The others are ahead, and an earlier answer had this of theirs already: no call is due that would tell it.
             tells, self._untold = self._untold, {}
-            self._caller.tell(tells)
+            self._caller.notify(tells)
 
     def _with_others(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """Return the keys, plus those that this member will request soon.

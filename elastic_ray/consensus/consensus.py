@@ -76,7 +76,7 @@ class AgreedChanges:
         self.wants_comparison = self.comparison = self.saves = False
         self._heard = self._others = 0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Enter a new group and discard agreements of the previous one."""
         self.generation, self.batch, self.ran_out, self.critical_batch = 0, None, False, None
         self.wants_consensus = self._consensus = False
@@ -219,7 +219,7 @@ class ControlPart(Protocol):
     def resting(self) -> Sequence[float] | None:
         """Constant contribution of a part that is not in use on this rank and concludes nothing; None if in use."""
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Enter a new group and discard conclusions of the previous one."""
 
     def size(self, world_size: int) -> int:
@@ -278,11 +278,11 @@ class RankConsensus:
 
     def enter_group(self) -> None:
         """Enter a new group and discard agreements and comparisons of the previous one."""
-        self._replicas.begin()
-        self._changes.begin()
+        self._replicas.start()
+        self._changes.start()
         for part in self._parts:
             if part.resting is None:
-                part.begin()
+                part.start()
 
     def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
         """Announce this rank's next action. Call :meth:`agreed` before starting the action's collectives.

@@ -66,11 +66,11 @@ class SaveAgreement:
         """Set the object that writes this rank's part."""
         self._writer, self.resting = writer, None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Enter a new group and discard agreements of the previous one."""
         self._order, self._heard, self.refusals = None, None, 0
         if self._writer is not None:
-            self._writer.begin()
+            self._writer.start()
 
     @property
     def together(self) -> bool:

@@ -466,8 +466,8 @@ class AdaptiveDataLoader(ResumableLoader):
             read, changes = self._reading or (None, None)
             # Also after a pass over this very loader that was nested in the last step.
             if read is not loader_pass or changes != present:
-                cut.begin(loader_pass.position, run.states.progress.steps)
-                self._source.begin(epoch, loader_pass.position, cut, new_pass=read is not loader_pass)
+                cut.start(loader_pass.position, run.states.progress.steps)
+                self._source.start(epoch, loader_pass.position, cut, new_pass=read is not loader_pass)
                 self._reading = loader_pass, present
             within, other = run.ledger.round, None
             if within is not None and not within.left:  # this rank has made its own steps

@@ -171,7 +171,7 @@ class JobController:
             self._main.cancel()
             self._own_name = own
             await asyncio.to_thread(adopt, owner)
-            await asyncio.to_thread(self._journal.begin, spec)
+            await asyncio.to_thread(self._journal.start, spec)
             self._live(spec)
             return True
 
@@ -288,7 +288,7 @@ class JobController:
     async def branch(self, plan: BranchPlan) -> None:
         """Start a comparison of branches of the job. Raises BranchError: the job cannot be branched."""
         await self._recovered.wait()
-        self._job.branches.begin(plan, start)
+        self._job.branches.start(plan, start)
 
     async def branched(self) -> BranchResult | None:
         """Return the last comparison's result; None while it runs. Raises BranchError: it failed or none exists."""
@@ -349,7 +349,7 @@ class JobController:
         """Handle a worker's message; return False if the job has ended, so that the worker can stop."""
         await self._recovered.wait()
         job = self._job
-        await job.messages.hear(message)
+        await job.messages.receive(message)
         return not job.record.phase.ended
 
     async def saved(self, message: StateSaved) -> float:
@@ -366,7 +366,7 @@ class JobController:
     async def introduce(self, told: WorkerReregistration) -> None:
         """Receive the registration of a worker that an earlier controller started."""
         if self._reconnection is not None:
-            self._reconnection.hear(told)
+            self._reconnection.receive(told)
 
     async def bootstrap(self, call: BootstrapCall) -> dict[str, bytes]:
         """Exchange addresses between the members of a generation that is being formed.

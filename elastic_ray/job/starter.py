@@ -67,7 +67,7 @@ class JobStarter:
                 self._job.shutdown.record_again()
             return
         point = self._record.resume_point
-        self._trackers.begin(point)
+        self._trackers.start(point)
         self._begun_after = point.reports if point is not None else 0
         self._reports.queue.start_after(self._first_report - 1 if self._first_report else self._begun_after)
         if not self._group.machine.workers:
@@ -109,7 +109,7 @@ class JobStarter:
 
     async def _look(self, timeout_s: float) -> None:
         """Read the run's stored state. Raises OSError: it cannot be read within ``timeout_s``."""
-        stored = await self._writer.look(timeout_s)
+        stored = await self._writer.poll(timeout_s)
         self._writer.delete(self._record.found(stored))
         last = stored.checkpoints[-1] if stored.checkpoints else None
         if self.looking and last is not None and last.index > max(self._record.last_report, self._begun_after):

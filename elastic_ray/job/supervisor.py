@@ -185,7 +185,7 @@ class JobSupervisor:
             if self._starter.looking or not self.group.machine.members():
                 self.finish(JobPhase.STOPPED)
             elif self._can_be_saved():
-                self._preemption.begin(Allocated(nodes={}, reason=reason), time.monotonic())
+                self._preemption.start(Allocated(nodes={}, reason=reason), time.monotonic())
             else:
                 self.group.post_to_members(StopJob())
 
@@ -214,7 +214,7 @@ class JobSupervisor:
         elif self._preemption.active:
             self._preemption.follow(target)
         elif not nodes and (self._can_be_saved() if self._paused else self._may_be_preempted()):
-            self._preemption.begin(target, time.monotonic())
+            self._preemption.start(target, time.monotonic())
         else:
             self.group.take(target)
             self._record_paused()
@@ -415,7 +415,7 @@ class JobSupervisor:
         reason = f"its controller was restarted; {len(told)} of {len(state.processes)} workers are there"
         self.events.add(EventKind.RECOVERED, state.world_size, workers, reason)
         if state.preempted is not None:
-            self._preemption.begin(Allocated(nodes={}, reason=state.preempted), time.monotonic())
+            self._preemption.start(Allocated(nodes={}, reason=state.preempted), time.monotonic())
         if state.stopping:
             self.stop(state.preempted or _ASKED)
         self.allocator.soon()

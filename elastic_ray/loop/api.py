@@ -242,7 +242,7 @@ def register_state(name: str, target: Any) -> None:
     session = session_to_build()
     if session.synced:
         raise RuntimeError(f"state {name!r} must be registered before the first epoch, so that all workers have it")
-    registered, name = RegisteredState(target, functools.partial(session.tell, "warning")), f"user/{name}"
+    registered, name = RegisteredState(target, functools.partial(session.notify, "warning")), f"user/{name}"
     session.states.register(name, registered.state)
     if registered.extras is not None:
         session.states.register(f"{name}/parts", registered.extras)

@@ -364,7 +364,7 @@ def check_scaler(run: Run) -> None:
                 return  # user code has registered it, or passed it with another model
             if run.elastic:
                 raise RuntimeError(_NOT_GIVEN)
-            run.tell("warning", _NOT_GIVEN)
+            run.notify("warning", _NOT_GIVEN)
             return
         if frame.f_back is None:
             return

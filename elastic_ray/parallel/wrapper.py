@@ -359,7 +359,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if any(p.grad is not None and bool(p.grad.any()) for p in self._trainable.params):
             self._run.registry.adds_up_gradients()
             if step.halved:
-                self._run.tell("warning", _ADDED_UP)
+                self._run.notify("warning", _ADDED_UP)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[ModelCopy], tuple[torch.nn.Module, bool]]:
         """Reduce to a ``ModelCopy``: copies and pickles hold the current weights, and train nothing."""
@@ -453,7 +453,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
         registry.gradients.append(self._sync)
         states.register(f"model/{index}", kept.model_state)
-        extras = ModuleExtras(self.module, warn=functools.partial(self._run.tell, "warning"))
+        extras = ModuleExtras(self.module, warn=functools.partial(self._run.notify, "warning"))
         states.register(f"modules/{index}", extras)
         for number, each in enumerate(self._optimizers):
             name = f"optimizer/{index}.{number}" if number else f"optimizer/{index}"
@@ -596,7 +596,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             if left_out := saved is not None:
                 self._run.registry.call(HookPoint.UPDATE_LEFT_OUT)
         if saved is not None:
-            saved.forget()
+            saved.discard()
         return not left_out
 
 

@@ -145,7 +145,7 @@ class RecordWriter:
         except Exception as error:  # what is left costs room and nothing else
             logger.warning("job %s: %s failed: %s", self._spec.job, what, error)
 
-    async def look(self, timeout_s: float) -> StoredProgress:
+    async def poll(self, timeout_s: float) -> StoredProgress:
         """Read the stored state of the run, retrying after failures.
 
         Raises OSError: storage did not answer, or kept failing, for ``timeout_s``.

@@ -39,7 +39,7 @@ class Adaptation:
 
     def __init__(self, run: Run, sizes: tuple[int, int] | None) -> None:
         self._run, self._sizes = run, sizes
-        self.runner = PolicyRunner(self, run.tell, run.controller.tell)
+        self.runner = PolicyRunner(self, run.notify, run.controller.notify)
         self._step: LoaderStep | None = None
         self.active = False  # whether there are any
         self._coming: tuple[tuple[float, int], ...] | None = None  # None where that is to be found out again

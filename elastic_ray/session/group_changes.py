@@ -238,7 +238,7 @@ class GroupChanges:
             proof = self._set_up(spec, communicator)
         self._steps_waited = 0
         if run.wishes is not None:
-            run.wishes.begin()
+            run.wishes.start()
         pause = run.clock.resume(run.group.generation)
         run.ledger.clear_failure()
         self._set_shape(spec.batch or run.states.shape)
@@ -331,7 +331,7 @@ class GroupChanges:
         try:
             self._ready_to_save(ends=ends)
         except CommunicationFailedError as error:
-            self._run.registry.saving.begin()
+            self._run.registry.saving.start()
             self.regroup(str(error))
 
     def _ready_to_save(self, *, ends: bool) -> None:
@@ -353,7 +353,7 @@ class GroupChanges:
         try:
             self._ready_to_save(ends=True)
         except CommunicationFailedError:
-            self._run.registry.saving.begin()
+            self._run.registry.saving.start()
             return False
         return True
 
@@ -381,7 +381,7 @@ class CollectiveResults:
     contents: list[bytes] = dataclasses.field(default_factory=list)
     place: tuple[int, int] = (0, 0)  # committed steps and ended passes then
 
-    def begin(self, number: int, place: tuple[int, int]) -> None:
+    def start(self, number: int, place: tuple[int, int]) -> None:
         """Drop the recorded results if ``place`` is new: all ranks have reached it, after ``number`` collectives."""
         if place != self.place:
             self.first, self.contents, self.place = number, [], place
@@ -401,7 +401,7 @@ class CollectiveResults:
     def enter_group(self, communicator: Communicator, progress: RunProgress) -> None:
         """Exchange results in a new group: ranks that are behind receive them from one of the furthest ranks."""
         mine, place = progress.collectives, _place(progress)
-        self.begin(mine, place)
+        self.start(mine, place)
         rows = communicator.gather_ints([mine, self.first])
         furthest = max(number for number, _ in rows)
         if all(number == furthest for number, _ in rows):
@@ -472,7 +472,7 @@ class UserCollectives:
         while True:
             number = self._progress.collectives
             self._run.ledger.reach_collective(number)
-            self._results.begin(number, _place(self._progress))
+            self._results.start(number, _place(self._progress))
             known = self._results.of(number)
             if known is not None:
                 self._progress.count_collective()

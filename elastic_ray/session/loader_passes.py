@@ -112,7 +112,7 @@ class LoaderPasses:
         within = run.ledger.round is not None
         if run.registry.drifting and not within and run.ledger.depth == 0 and (step.leads or run.registry.may_train):
             self._start_round(step)
-        run.ledger.begin(step)
+        run.ledger.start(step)
         if run.ledger.depth == 1:
             if run.meter.on:
                 run.meter.start_step(goes_on=within)
@@ -445,7 +445,7 @@ class LoaderPasses:
         if facts and facts["link"] != self._told and run.elastic and run.group.rank == 0:
             self._told = facts["link"]
             text = f"epoch {facts['epoch']}: {facts['samples']} of {facts['of']} samples were used"
-            run.tell(EventKind.PASS.value, text, {"proof": dict(facts), "number": facts["link"]})
+            run.notify(EventKind.PASS.value, text, {"proof": dict(facts), "number": facts["link"]})
         run.ledger.end_pass(loader_pass)
         if self._run.ledger.depth == 0:
             self._deferred_change = lambda world_size: total >= world_size
@@ -516,7 +516,7 @@ class LoaderPasses:
         run.bound_memory(step)
         if abandoned:
             self._end_alone(step.loader_pass)
-            run.tell("warning", _LOST.format(what="ran out of memory", count=step.count))
+            run.notify("warning", _LOST.format(what="ran out of memory", count=step.count))
 
     def _give_up(self, step: LoaderStep, cause: str) -> None:
         """Give up a lost step whose loop was left: end its pass, and commit it if the model contains its update."""

@@ -116,7 +116,7 @@ class Session:
         )
         self.group, self.states, self.registry, self.ledger = run.group, run.states, run.registry, run.ledger
         self.consensus, self.stragglers, self.optimizers = run.consensus, run.stragglers, run.optimizers
-        self.tell, self.moment = run.tell, run.moment
+        self.notify, self.moment = run.notify, run.moment
         self.adaptation = Adaptation(run, sizes)
         results = CollectiveResults()
         self._changes = GroupChanges(
@@ -287,7 +287,7 @@ class Session:
         """Warn the job's user, once, that the train function reports before its first epoch."""
         if not self._told_of_early_report:
             self._told_of_early_report = True
-            self.tell(
+            self.notify(
                 "warning",
                 "the train function has called report() before its first epoch: a function that never iterates an "
                 "AdaptiveDataLoader inside `for epoch in elastic_ray.remaining_epochs_until(n):` is refused at its end",
@@ -405,7 +405,7 @@ class Session:
         if alone or not saves:
             return saves
         if not ends:
-            self.tell("storage", f"the end of the run is not saved: other ranks have not returned after {wait_s:g} s")
+            self.notify("storage", f"the end of the run is not saved: other ranks have not returned after {wait_s:g} s")
             return False
         self.consensus.announcer.done()
         return self._changes.before_last_save()

@@ -197,7 +197,7 @@ class StandaloneController:
     def add_files(self, checkpoint: Any, index: int) -> None:
         """Do nothing: the checkpoint stays where user code wrote it."""
 
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+    def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Log a message for the user."""
         logger.log(logging.INFO if kind == "strategy" else logging.WARNING, "%s", text)
 

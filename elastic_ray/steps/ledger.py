@@ -286,7 +286,7 @@ class StepLedger:
         self.round = None
         self.state.lose_round()
 
-    def begin(self, step: LoaderStep) -> None:
+    def start(self, step: LoaderStep) -> None:
         """Start a step, before its first micro-batch is handed out."""
         if self.step is not None:
             self._around = (self._failure, self.depth) if self._failure is not None else self._around
@@ -574,7 +574,7 @@ class SampleTally:
         self._heard: int | None = None
         self.ended: LoaderStep | StepRound | None = None  # what the vote is about
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Reset the tally when a group is entered."""
         self._heard = None
 

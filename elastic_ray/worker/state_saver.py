@@ -140,7 +140,7 @@ class StateSaver:
         if self._saving.refusals and not self._refused and self._session.rank == 0:
             self._refused = True
             ranks = self._saving.refusals
-            self._session.tell(
+            self._session.notify(
                 "storage",
                 f"rank 0 gathers the whole state for automatic checkpoints and writes them alone, for {ranks} of the "
                 f"ranks cannot write a part (their logs say why). Where their nodes do not see {self._storage.where}, "
@@ -156,7 +156,7 @@ class StateSaver:
         problem = self.save(until)
         if problem:
             logger.warning("job %s: the end of the run was not saved: %s", self._session.job, problem)
-            self._session.tell("storage", f"the end of the run was not saved: {problem}")
+            self._session.notify("storage", f"the end of the run was not saved: {problem}")
 
     def save(self, until: Callable[[], bool] = lambda: False) -> str:
         """Save this rank's state and wait until it is written, after all ranks have stopped training.
@@ -228,7 +228,7 @@ class StateSaver:
             if self._closed.is_set():
                 return  # torch's archive says something else of a file that is left off
             if not self._failing:
-                self._session.tell("storage", f"an automatic checkpoint was not written: {error}")
+                self._session.notify("storage", f"an automatic checkpoint was not written: {error}")
             self._failing = True
             logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
             return
@@ -241,7 +241,7 @@ class StateSaver:
         if self._unseen >= _UNSEEN:
             self._saving.given_up = True
             self._refused = True
-            self._session.tell(
+            self._session.notify(
                 "storage",
                 f"rank 0 gathers the whole state for automatic checkpoints from now on: {error}, where it looks for "
                 f"them, in {self._storage.where}. Set RunConfig(storage_path) to storage that all nodes share",
@@ -276,7 +276,7 @@ class StateSaver:
     def _give_up(self, why: str, *, exc_info: bool = False) -> None:
         self._off = True
         self._parts.refuse(why)
-        self._session.tell("storage", f"the job has no automatic checkpoints: {why}")
+        self._session.notify("storage", f"the job has no automatic checkpoints: {why}")
         logger.warning(
             "job %s: no automatic checkpoints: %s. Report checkpoints with elastic_ray.report(), or switch them off "
             "with ElasticConfig(automatic_checkpoints=False)", self._session.job, why, exc_info=exc_info,

@@ -181,7 +181,7 @@ class WorkerGroup:
     def beat(self, beat: WorkerHeartbeat) -> None:
         """Update the failure detector with a worker's heartbeat."""
         if beat.ending:
-            self._detector.forget(process_names(beat.worker, beat.position + 1)[beat.position])
+            self._detector.discard(process_names(beat.worker, beat.position + 1)[beat.position])
         elif beat.at is not None and beat.at > self._furthest:
             # No step is committed without every member, however long one of them cannot beat.
             self._furthest = beat.at
@@ -218,7 +218,7 @@ class WorkerGroup:
     def _on_result(self, worker: str, result: RunResult) -> None:
         if worker not in self._given_up:
             self.returned.add(worker)
-            self._detector.forget(*process_names(worker, self._spec.scheduling.unit_size))
+            self._detector.discard(*process_names(worker, self._spec.scheduling.unit_size))
             self._observer.messages.run_ended(worker, result)
 
     def _on_refusal(self, worker: str, error: Exception, certain: bool) -> None:
@@ -240,7 +240,7 @@ class WorkerGroup:
                 self.actors.launch(self._assignment(instruction))
             case Release(worker=worker, kill=kill, reason=reason):
                 logger.info("job %s: worker %s gives its resources back: %s", self._spec.job, worker, reason)
-                self._detector.forget(*process_names(worker, self._spec.scheduling.unit_size))
+                self._detector.discard(*process_names(worker, self._spec.scheduling.unit_size))
                 if kill:
                     self._given_up.add(worker)
                 self.actors.release(worker, kill=kill)
@@ -282,7 +282,7 @@ class WorkerGroup:
         forming = self.machine.current is None
         if forming:
             self.history.launched(time.monotonic(), time.time())
-        self._detector.forget(*process_names(launch.worker, self._spec.scheduling.unit_size))
+        self._detector.discard(*process_names(launch.worker, self._spec.scheduling.unit_size))
         path, point = self._record.restart_point
         trial = self._spec.trial
         return Assignment(

@@ -224,7 +224,7 @@ class AllocatorCore:
                 self._knowledge.recall(event.measurements, now_s)
                 self._pending = self._pending or Trigger.MODEL
         elif isinstance(event, events.TimePassed):
-            self._nodes.forget(steady_s, self._node_ids)
+            self._nodes.discard(steady_s, self._node_ids)
             self._drop_silent(now_s, steady_s)
         if self._settling:
             self._unjudged = True
@@ -259,13 +259,13 @@ class AllocatorCore:
             self._settled_s = steady_s + _ALL_HEARD_S
         if self._knowledge is not None:
             self._knowledge.learn(view, now_s)
-        self._nodes.hear(view, steady_s)
+        self._nodes.receive(view, steady_s)
         job = self._jobs.get(view.job)
         if job is None:
             self._jobs[view.job] = KnownJob.arrived(view, steady_s)
             self._hurry(Trigger.ARRIVAL)
             return
-        job.hear(view, steady_s)
+        job.receive(view, steady_s)
         if self._settling:  # nothing was decided yet: what it has is what it is to have
             job.give(dict(view.allocation))
         if self._config.rounds:

@@ -99,7 +99,7 @@ class KnownJob:
         """True if the job has no planned workers and is not paused."""
         return not self.target and not self.view.paused
 
-    def hear(self, view: JobView, now_s: float) -> None:
+    def receive(self, view: JobView, now_s: float) -> None:
         """Store the view in a heartbeat that arrived at ``now_s`` [s, monotonic]."""
         self.view, self.heard_s = view, now_s
 

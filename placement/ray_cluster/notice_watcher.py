@@ -86,7 +86,7 @@ class NoticeWatcher:
                             "node %s is a spot node, but no cloud answers at %s: it may go without notice",
                             self._node_id[:8], self._config.address,
                         )  # fmt: skip
-                notice = await asyncio.to_thread(self._metadata.look, cloud) if cloud is not None else None
+                notice = await asyncio.to_thread(self._metadata.poll, cloud) if cloud is not None else None
                 if notice is not None:
                     await asyncio.to_thread(drain, self._node_id, notice)
                     return
@@ -126,7 +126,7 @@ class Metadata:
                 return cloud
         return None
 
-    def look(self, cloud: str) -> Notice | None:
+    def poll(self, cloud: str) -> Notice | None:
         """Return the cloud's notice that it will reclaim this machine; None if there is none.
 
         Raises:

@@ -85,7 +85,7 @@ class Orphans:
         except Exception as error:  # they are found again before long
             logger.warning("the placement groups of job %s were not released: %s", job, error)
 
-    async def look(self, known: Collection[str], now_s: float) -> None:
+    async def poll(self, known: Collection[str], now_s: float) -> None:
         """Release groups that have long had no known job, and delete notes of dead controllers.
 
         Args:

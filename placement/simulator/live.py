@@ -78,13 +78,13 @@ class LiveDriver:
     def arrive(self, job: SimulatedJob, now_s: float) -> None:
         job.arrive(now_s)
         self._present[job.name] = job
-        self._world.hear(job, now_s)
+        self._world.receive(job, now_s)
 
     def tick(self, now_s: float) -> None:
         for job in list(self._present.values()):
             self._advance(job, now_s)
         for job in list(self._present.values()):
-            self._world.hear(job, now_s)
+            self._world.receive(job, now_s)
         self._world.tick(now_s)
         self._at(now_s + self._pace.heartbeat_s, self.tick)
 
@@ -103,7 +103,7 @@ class LiveDriver:
         if job.name in self._present:
             self._advance(job, now_s)
         if job.name in self._present:
-            self._world.hear(job, now_s)
+            self._world.receive(job, now_s)
 
     def _disturb(self, happens: Sequence[tuple[Kind, str]], now_s: float) -> None:
         """Apply everything that happens to nodes at one moment, and notify the allocator once."""

@@ -45,7 +45,7 @@ class Parts:
 def hear(parts: Parts, *messages: Any) -> None:
     intake = WorkerMessages(None, parts, None)
     for message in messages:
-        asyncio.run(intake.hear(message))
+        asyncio.run(intake.receive(message))
 
 
 def notice(text: str, **detail: Any) -> WorkerNotice:

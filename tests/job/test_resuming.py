@@ -187,7 +187,7 @@ def test_bad_moment_of_storage_is_not_an_empty_one(storage: RunStorage, tmp_path
     async def run() -> StoredProgress:
         writer = RecordWriter(told, record, Background(), lambda what: None)
         hanging.fail("run/checkpoint")
-        looking = asyncio.create_task(writer.look(30.0))
+        looking = asyncio.create_task(writer.poll(30.0))
         await until(lambda: "a bad moment" in record.waiting)
         assert not looking.done()
         hanging.answer()

@@ -36,7 +36,7 @@ def gain(scale: float) -> float:
 def begun(ledger: StepLedger, state: State, **options: int) -> LoaderStep:
     """A step of the epoch's next pass."""
     step = step_of(state.progress.passes[ledger.start_pass()], ledger.next_ordinal, **options)
-    ledger.begin(step)
+    ledger.start(step)
     return step
 
 
@@ -86,7 +86,7 @@ def test_what_a_survivor_has_applied_is_not_applied_again(ledger: StepLedger, st
     ledger.clear_failure()
     ledger.resume(lost, "gone")
     assert state.asked == ["snapshot", "roll back"] and not ledger.failed
-    ledger.begin(step_of(first.loader_pass))
+    ledger.start(step_of(first.loader_pass))
     assert not ledger.may_apply()
     assert ledger.may_apply()
 
@@ -142,14 +142,14 @@ def test_pass_within_lost_step_continues_before_step_is_lost(ledger: StepLedger,
     state.progress.commit(1)  # as another rank had made the inner pass's step, which is not the one that is lost
     ledger.resume(lost, "gone")
     assert ledger.failure == "gone"
-    ledger.begin(step_of(inner.loader_pass))
+    ledger.start(step_of(inner.loader_pass))
     assert not ledger.failed
     ledger.fail("gone, too")
     assert ledger.failure == "gone, too"
     again = ledger.undo(ledger.end())
     ledger.clear_failure()
     ledger.resume(again, "gone, too")
-    ledger.begin(step_of(inner.loader_pass))
+    ledger.start(step_of(inner.loader_pass))
     assert not ledger.failed
     ledger.commit(ledger.end(), 1, gain)
     assert ledger.failure == "gone, too" and not ledger.may_apply()
@@ -233,17 +233,17 @@ def test_a_nested_steps_accumulators_are_numbered_by_position(ledger: StepLedger
     nested = begun(ledger, state)
     first = [ledger.number_in_step("here") for _ in range(2)]
     ledger.undo(ledger.end())
-    ledger.begin(step_of(nested.loader_pass, nested.ordinal))
+    ledger.start(step_of(nested.loader_pass, nested.ordinal))
     assert [ledger.number_in_step("here") for _ in range(2)] == first
     ledger.commit(ledger.end(), 1, gain)
-    ledger.begin(step_of(nested.loader_pass, nested.ordinal))
+    ledger.start(step_of(nested.loader_pass, nested.ordinal))
     assert len({ledger.number_in_step("here"), *first, around}) == 4
     assert outer.made_at == {"[] here": 1}, "what nested steps made is not kept"
 
 
 def test_a_pass_over_whole_batches_neither_trains_nor_nests(ledger: StepLedger, state: State) -> None:
     ledger.start_pass()
-    ledger.begin(step_of(state.progress.passes[0], whole=True))
+    ledger.start(step_of(state.progress.passes[0], whole=True))
     with pytest.raises(RuntimeError, match="for evaluation"):
         ledger.mark_training()
     with pytest.raises(RuntimeError, match="no loader may be iterated"):

@@ -147,7 +147,7 @@ class SimJob:
 
     # -- the controller ----------------------------------------------------------------------------------------
 
-    def tell(self, stimulus: Stimulus) -> None:
+    def notify(self, stimulus: Stimulus) -> None:
         """Something reaches the controller, which acts as ``JobController._take`` does."""
         if isinstance(stimulus, Lost):
             self.ledger.dead.add(stimulus.worker)
@@ -162,14 +162,14 @@ class SimJob:
 
     def send(self, stimulus: Stimulus) -> None:
         """A worker's message to the controller; it may overtake others."""
-        self.soon(0.15, lambda: self.tell(stimulus))
+        self.soon(0.15, lambda: self.notify(stimulus))
 
     def _tick(self) -> None:
         for record in self.machine.members():
             hung_s = self.workers[record.worker].hung_s
             if hung_s is not None and self.now_s - hung_s > SILENCE_S:
-                self.tell(Lost(worker=record.worker, cause="it has been silent"))
-        self.tell(TimePassed())
+                self.notify(Lost(worker=record.worker, cause="it has been silent"))
+        self.notify(TimePassed())
         self.after(TICK_S, self._tick)
 
     def lose_controller(self) -> None:
@@ -247,7 +247,7 @@ class SimJob:
             if worker in self._asked and node not in self.dead_nodes and taken < self.capacity[str(node)]:
                 self._asked.remove(worker)
                 self._granted[worker] = str(node)
-                self.tell(Reserved(worker=worker))
+                self.notify(Reserved(worker=worker))
 
     def _release(self, worker: str, kill: bool) -> None:
         if worker in self._asked:
@@ -308,7 +308,7 @@ class SimJob:
     def target(self, nodes: dict[str, int]) -> None:
         """The allocator's word."""
         self._target = nodes
-        self.tell(Allocated(nodes=nodes, reason="test"))
+        self.notify(Allocated(nodes=nodes, reason="test"))
 
     def living(self) -> list[SimWorker]:
         """Processes that run."""
@@ -322,7 +322,7 @@ class SimJob:
         """A process dies; Ray tells the controller in a while."""
         if self.workers[worker].alive:
             self.workers[worker].die()
-            self.soon(1.0, lambda: self.tell(Lost(worker=worker, cause="its process died")), at_least_s=0.02)
+            self.soon(1.0, lambda: self.notify(Lost(worker=worker, cause="its process died")), at_least_s=0.02)
 
     def kill_node(self, node: str) -> None:
         """A node dies with all that runs on it."""

@@ -44,7 +44,7 @@ class Part:
         self.heard: list[tuple[list[float], int]] = []
         self.resting: Sequence[float] | None = None
 
-    def begin(self) -> None: ...
+    def start(self) -> None: ...
 
     def size(self, world_size: int) -> int:
         return 2
@@ -149,7 +149,7 @@ class Writer:
     def standing(self) -> Readiness:
         return Readiness.READY
 
-    def begin(self) -> None: ...
+    def start(self) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_first_rank_asks_for_consensus_and_comparison_once_each() -> None:
     ranks[1].wants_consensus = True
     assert _summed(*ranks)[7] == 0.0, "only the first rank's wish counts"
     ranks[1].generation, ranks[1].batch = 4, BatchChoice(atomic_bsz=1)
-    ranks[1].begin()
+    ranks[1].start()
     assert not ranks[1].comparison and not ranks[1].saves and (ranks[1].generation, ranks[1].batch) == (0, None)
 
 
@@ -496,7 +496,7 @@ class Slow(Writer):
     def standing(self) -> Readiness:
         return self.outcome if self.asked else Readiness.NOT_YET
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self.begun += 1
 
 
@@ -516,7 +516,7 @@ def test_a_rank_not_ready_is_waited_for_unless_ending() -> None:
     slow.outcome = Readiness.NEVER
     assert _decided(ranks) == [Saving.ALONE] * 2
     assert [each.refusals for each in ranks] == [1, 1] and not ranks[0].together
-    ranks[0].begin()
+    ranks[0].start()
     assert ranks[0].together, "another group's refusal does not count"
     slow.outcome = Readiness.READY
     assert _decided(ranks) == [Saving.TOGETHER] * 2
@@ -542,7 +542,7 @@ def test_the_control_sums_say_what_a_ballot_would() -> None:
     order = ranks[1].pop_order()
     assert order is not None and int(order.token, 16) == token > 0
     ranks[0].conclude(sums, 2)
-    ranks[0].begin()
+    ranks[0].start()
     assert ranks[0].pop_sums(2) == (), "they were another group's"
 
 
@@ -556,7 +556,7 @@ def test_without_a_writer_a_rank_says_never_prepares_nothing() -> None:
     assert nobody.together and nobody.values(0, 2)[2:] == [1.0, 0.0]
     nobody.prepare(0, 2)
     assert writer.asked == 1 and nobody.values(0, 2)[2:] == [0.0, 0.0]
-    nobody.begin()
+    nobody.start()
     assert writer.begun == 1
     nobody.given_up = True
     nobody.prepare(0, 2)
@@ -568,5 +568,5 @@ def test_the_critical_batch_is_that_of_rank_0() -> None:
     _summed(*ranks)
     assert [each.critical_batch for each in ranks] == [192] * 3
     for each in ranks:
-        each.begin()
+        each.start()
     assert {each.critical_batch for each in ranks} == {None}, "joiners know none before their first step"

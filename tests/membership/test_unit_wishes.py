@@ -104,7 +104,7 @@ def test_first_workers_checkpoint_has_one_token_told_once(tmp_path: Path) -> Non
 def test_what_was_known_in_another_group_does_not_count(tmp_path: Path) -> None:
     def work(wishes: UnitWishes, position: int) -> Any:
         wishes.settle(well=True, due=True)
-        wishes.begin()
+        wishes.start()
         return (*known(wishes), wishes.pop_save(), wishes.alike(float(position)))
 
     told = [[LARGER, next_group(2), StopJob()]] * 2

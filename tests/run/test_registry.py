@@ -125,7 +125,7 @@ class Noted:
     def __call__(self, communicator: Communicator) -> None:
         self.log.append(f"buffers of group {self.session.group.generation}")
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self.log.append("consensus enters")
 
     def size(self, world_size: int) -> int:

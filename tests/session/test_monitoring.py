@@ -40,7 +40,7 @@ class Worker:
         self.clock, self.traffic = Clock(), {"all_reduce": 0, "send": 0}
         self.meter = StepMeter(self.clock, lambda: self.traffic)
         self.meter.ask()
-        self.meter.begin()
+        self.meter.start()
 
     def step(
         self, *, compute_s: float, data_s: float = 0.0, sync_s: float = 0.0, sent: int = 0, ends: bool = True
@@ -101,7 +101,7 @@ def test_nothing_of_another_group_counts() -> None:
     worker.step(compute_s=1.0, sync_s=5.0, sent=2**20)
     worker.step(compute_s=1.0, sync_s=5.0, sent=2**20, ends=False)
     worker.traffic = {"all_reduce": 7 * 2**20}  # what entering it took
-    worker.meter.begin()
+    worker.meter.start()
     assert worker.meter.workers == ()
     found = worker.step(compute_s=1.0, sent=2**21)
     assert (found.sync_s, found.step_s, found.wire_mib) == (0.0, 0.0, 0.0)

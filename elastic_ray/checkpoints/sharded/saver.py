@@ -148,7 +148,7 @@ class PartSaver:
         self._groups = 0  # that were entered
         self._fits = -1  # how often memory had been made when it was known to fit this group's part
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Prepare for a new group, in which this rank may write a different part of the state."""
         self._groups, self._fits = self._groups + 1, -1
 

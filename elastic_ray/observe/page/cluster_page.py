@@ -66,7 +66,7 @@ class ClusterPage:
     def _hear(self, look: JobLook, now_s: float) -> None:
         """Store one job's answer and mark its events and checkpoints."""
         memory = self._memory(look.job, now_s)
-        for event in memory.hear(look, now_s):
+        for event in memory.receive(look, now_s):
             self._history.mark(event.time_s, look.job, MARKS[event.kind], clipped(event.reason))
         for time_s, path in memory.new_checkpoints():
             self._history.mark(time_s, look.job, "checkpoint", clipped(f"stored as {path}"))

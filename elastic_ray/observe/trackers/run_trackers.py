@@ -86,7 +86,7 @@ class RunTrackers:
         found = {str(index): tracker.note for index, tracker in enumerate(self._callbacks) if tracker.note}
         return {**found, _BEGUN: ""} if self._begun else {}
 
-    def begin(self, point: ResumePoint | None) -> None:
+    def start(self, point: ResumePoint | None) -> None:
         """Start the run at ``point``, or from scratch if that is None; a run that has already started continues."""
         if not self._begun:
             steps, reports = (point.steps, point.reports) if point is not None else (0, 0)
@@ -96,7 +96,7 @@ class RunTrackers:
     def _begin(self, steps: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
         self._begun = True
         for thread in self._threads:
-            thread.begin(steps, reports, again=again, events=events)
+            thread.start(steps, reports, again=again, events=events)
 
     def report(self, report: Report) -> None:
         """Pass a report of rank 0 to all trackers."""

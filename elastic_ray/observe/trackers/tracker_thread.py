@@ -29,7 +29,7 @@ class Tracker(Protocol):
     All methods are called from one thread, one at a time. Each may raise.
     """
 
-    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
+    def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
         """Start the run; called before all other methods.
 
         Args:
@@ -75,9 +75,9 @@ class TrackerThread:
         self._closed = self._given_up = False
         self._thread: threading.Thread | None = None
 
-    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
-        """Queue a call of :meth:`Tracker.begin`, which is repeated if it raises."""
-        self._put("begin", lambda: self._tracker.begin(step, reports, again=again, events=events))
+    def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
+        """Queue a call of :meth:`Tracker.start`, which is repeated if it raises."""
+        self._put("begin", lambda: self._tracker.start(step, reports, again=again, events=events))
 
     def report(self, report: Report, time_s: float) -> None:
         """Queue a report of rank 0."""

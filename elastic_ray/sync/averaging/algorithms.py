@@ -32,7 +32,7 @@ class Averager(Protocol):
     def prepare(self, model: Replica) -> None:
         """Start the collectives that :meth:`run` needs, while the ranks still vote on the steps of the period."""
 
-    def begin(self, model: Replica) -> None:
+    def start(self, model: Replica) -> None:
         """Initialise the algorithm's state, or that of new parameters, from parameters that are equal on all ranks."""
 
     def capture(self) -> Any:
@@ -49,7 +49,7 @@ class Stateless:
         """Start to sum the ranks' models, for the mean that :meth:`run` needs."""
         model.start_mean()
 
-    def begin(self, model: Replica) -> None:
+    def start(self, model: Replica) -> None:
         """Do nothing, because the algorithm has no state."""
 
     def capture(self) -> Any:
@@ -134,7 +134,7 @@ class DiLoCoAverager:
         self._momentum: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def begin(self, model: Replica) -> None:
+    def start(self, model: Replica) -> None:
         """Set the anchor of new parameters to their current values, and their momentum to zero."""
         for name, p in model.named.items():
             anchor = self._anchor.get(name)

@@ -114,7 +114,7 @@ class Drift:
             and self._context.ledger.step is not None
         ):
             self._begun = True
-            self._averager.begin(self._replica)
+            self._averager.start(self._replica)
 
     def record_update(self) -> None:
         """Record an optimizer step; outside of a loader's loop, where models are not averaged, warn once."""
@@ -126,7 +126,7 @@ class Drift:
         several = self._context.group.world_size > 1
         if several and self._context.ledger.step is None and not self._warned:
             self._warned = True
-            self._context.tell("warning", _OUTSIDE)
+            self._context.notify("warning", _OUTSIDE)
 
     def prepare(self) -> None:
         """Start the next average while the ranks still vote on its round; raises like :meth:`after_step`."""

@@ -280,7 +280,7 @@ class GradientEngine(Participant):
         if not one or buckets is None or self._carried.is_open or not examples.due(steps, step.scale):
             return
         if self._statistics.noise.measures_at(steps):
-            examples.begin(steps, step.count, buckets, self._statistics.noise.preconditioner)
+            examples.start(steps, step.count, buckets, self._statistics.noise.preconditioner)
 
     def let_go(self) -> None:
         """Remove all hooks, so that another run in this process can wrap the model again."""

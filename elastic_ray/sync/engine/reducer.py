@@ -231,7 +231,7 @@ class GradientReducer:
             self._reduces = self._group.world_size > 1 and not self._ledger.replaying
             if self._reduces and not self._warned:
                 self._warned = True
-                self._context.tell("warning", OUTSIDE_OF_LOADERS)
+                self._context.notify("warning", OUTSIDE_OF_LOADERS)
             self._start_buckets(first=False)
             return
         first = step is not self._step
@@ -538,7 +538,7 @@ def _gradient_hook(
             return
         with reducer._one_at_a_time:
             if reducer._carried.watched is param:
-                reducer._carried.look(param)
+                reducer._carried.check(param)
             if not reducer._running:
                 if not reducer._sync:
                     reducer._keep_local()

@@ -267,7 +267,7 @@ class TileHolder:
             states = {tile: held.states_of(tile) for tile in held.tiles}
             for name, state in assemble(held.tiling, self.params, states).items():
                 self._optimizer.state[self.params[name]] = state
-            self.stored.forget()
+            self.stored.discard()
         self.stored.read()
         self.held, self._whole = None, True
 
@@ -279,7 +279,7 @@ class TileHolder:
     def drop(self) -> None:
         """Release this rank's state, because it is outdated and other ranks hold the valid state."""
         self._clear()
-        self.stored.forget()
+        self.stored.discard()
         self.held, self._whole = None, False
 
     def _clear(self) -> None:
@@ -290,12 +290,12 @@ class TileHolder:
     def discard_stored(self) -> None:
         """Discard the stored state, which the next update will make outdated."""
         if self.held is not None:
-            self.stored.forget()
+            self.stored.discard()
 
     def reload(self) -> None:
         """Replace this rank's tiles by their parts of a complete state that was loaded into every rank's optimizer."""
         held = self.held
-        self.stored.forget()
+        self.stored.discard()
         if held is None:
             return
         for tile in held.tiles:

@@ -244,7 +244,7 @@ class StoredStates:
         """Read all states into the optimizer."""
         self.follow(())
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Drop the stored states."""
         self._states = {}
 

@@ -121,7 +121,7 @@ class MovedRows:
         """Return the number of values to send for ``groups`` parameter groups; equal on all ranks."""
         return 0 if self._meter.monitor.norms_every is None else 1 + groups
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the measured update, because rows have other owners in a new group."""
         self._waiting = None
 
@@ -216,10 +216,10 @@ class ShardStatistics:
             self.rebuilt()
         self._statistics.enter_group()
         self._denominators.invalidate()
-        self._moved.forget()
-        self.forget()
+        self._moved.discard()
+        self.discard()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the measurements of the current step, which is lost."""
         self._step, self._measures = None, False
         self._collectives.watch(None)

@@ -104,7 +104,7 @@ class ShardedGradients(Participant):
         if not self._meets:
             return
         try:
-            self._collectives.begin(Announced(Intent.SHARDS, self._number))
+            self._collectives.start(Announced(Intent.SHARDS, self._number))
         except CommunicationFailedError as error:
             if step is None:
                 raise
@@ -176,7 +176,7 @@ class ShardedGradients(Participant):
             self._step = None
             if self._reduces and not self._warned:
                 self._warned = True
-                run.tell("warning", OUTSIDE_OF_LOADERS)
+                run.notify("warning", OUTSIDE_OF_LOADERS)
         else:
             self._start_in(step)
         self._has_gradient = {each.param for each in self._optimizer.params if each.param.grad is not None}
@@ -184,7 +184,7 @@ class ShardedGradients(Participant):
         self._collectives.start_pass(1.0 / run.group.world_size if step is None else step.weight(run.group.rank))
         try:
             if self._reduces:
-                self._collectives.begin(Announced(Intent.GRADIENTS, self._number, self._layout, checks.SHARDED.name))
+                self._collectives.start(Announced(Intent.GRADIENTS, self._number, self._layout, checks.SHARDED.name))
             self._statistics.find_denominators()
         except CommunicationFailedError as error:
             self._fail(str(error))
@@ -204,7 +204,7 @@ class ShardedGradients(Participant):
                     "(autoscale_batch_size(..., gradient_accumulation=True))"
                 )
             self._step = step
-            self._micro_steps.forget()
+            self._micro_steps.discard()
             self._run.ledger.mark_training()
         self._micro_steps.start_pass(step)
         step.backward = step.micro
@@ -327,8 +327,8 @@ class ShardedGradients(Participant):
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step: discard its gradients and statistics."""
         self._waits, self._step = False, None
-        self._statistics.forget()
-        self._micro_steps.forget()
+        self._statistics.discard()
+        self._micro_steps.discard()
         self._task = -1
         for each in self._optimizer.params:
             each.param.grad = None
@@ -389,7 +389,7 @@ class ShardedGradients(Participant):
         """Enter a group, and adapt shards and mesh to it."""
         self._waits, self._task = False, -1
         self._collectives.enter_group()
-        self._micro_steps.forget()
+        self._micro_steps.discard()
         self._statistics.enter_group()
         self._optimizer.enter_group()
 
@@ -410,7 +410,7 @@ class MicroSteps:
         self._so_far: list[Tensor | None] | None = None  # the same with the present one
         self._added = False  # that sum is in .grad
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Clear the sums, because another step starts or the current one is lost."""
         self._micro, self._before, self._so_far, self._added = 0, None, None, False
 

@@ -231,7 +231,7 @@ class ShardedOptimizer:
         if size is None or world == 1 or self._collectives.layout.is_replicated or self._told:
             return
         self._told = True
-        self._run.tell("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
+        self._run.notify("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
 
     def hand_over(self, stays: Sequence[bool]) -> None:
         """Move shards so that two ranks for which ``stays`` is True hold each, before others leave; on every rank."""

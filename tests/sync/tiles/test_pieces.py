@@ -83,7 +83,7 @@ class Writer:
     def standing(self) -> Readiness:
         return self.answer
 
-    def begin(self) -> None: ...
+    def start(self) -> None: ...
 
 
 READY, NOT_YET, NEVER = Readiness.READY, Readiness.NOT_YET, Readiness.NEVER
@@ -137,12 +137,12 @@ def test_a_groups_agreement_does_not_count_in_the_next() -> None:
     agreement.serve(Writer(READY))
     agreement.decide([2.0, 0.0, 7.0, 0.0, 0.0], 0, 2, now=False)
     agreement.conclude([0.0, 7.0, 0.0, 0.0], 2)
-    agreement.begin()
+    agreement.start()
     assert agreement.pop_order() is None and agreement.pop_sums(2) == ()
     agreement.decide([2.0, 0.0, 7.0, 0.0, 1.0], 0, 2, now=False)
     assert agreement.refusals == 1 and not agreement.together
-    agreement.begin()
+    agreement.start()
     assert agreement.together, "the rank that could not may have left"
     agreement.given_up = True
-    agreement.begin()
+    agreement.start()
     assert not agreement.together

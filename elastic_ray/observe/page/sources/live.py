@@ -95,7 +95,7 @@ class LiveCluster:
         """Time between two polls [s]; longer if the allocator is slow to answer, so as not to overload it."""
         return max(self._period_s, min(_REST * self._answer_s, _LONGEST_S))
 
-    def look(self, now_s: float) -> PageSnapshot:
+    def poll(self, now_s: float) -> PageSnapshot:
         """Poll allocator, controllers and control store, and return everything on the page."""
         problem, allocator = "", None
         nodes: tuple[NodeLook, ...] = ()
@@ -121,7 +121,7 @@ class LiveCluster:
             return None
         begun_s = time.monotonic()
         try:
-            look: AllocatorLook = ray.get(allocator.look.remote(*self._page.known), timeout=_ANSWER_S)
+            look: AllocatorLook = ray.get(allocator.poll.remote(*self._page.known), timeout=_ANSWER_S)
         except (RayActorError, GetTimeoutError):
             return None
         finally:
