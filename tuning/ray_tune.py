@@ -125,8 +125,6 @@ def elastic(
     model_fingerprint: str | None = None,
     weight: float = 1.0,
     promise: Promise | None = None,
-    reports_ahead: int = 0,
-    keep_s: float = 30.0,
     sweep: str | Sweep | None = None,
 ) -> type[Trainable]:
     """Return a trainable for ``ray.tune.Tuner`` whose trials are elastic jobs.
@@ -156,11 +154,6 @@ def elastic(
         promise: Rule that compares running trials, so that the best get more workers (see ``Promise``). None derives
             the rule from Tune's scheduler (ASHA, HyperBand, and median stopping by reports). Without such a scheduler,
             trials get workers by speed alone.
-        reports_ahead: Number of reports by which training may run ahead of Tune's last decision. With 0, as in a Tune
-            function trainable, training waits at every report for Tune's decision, so a stopped trial wastes no
-            training and frees its processes at once. 1 hides the wait if epochs are short.
-        keep_s: Time for which a finished trial's processes wait for the sweep's next trial [s]. They hold no resources
-            in the meantime, and end at the latest 10 s after the last trial.
         sweep: Name of the sweep and of its tenant; by default the name of the Tune experiment. ``fit()`` raises
             ``SweepRunsError`` while another sweep of this name runs. A sweep that starts within seconds of the end of
             another of the same name reuses that sweep's processes. A ``tuning.Sweep`` also sets a deadline or a budget.
@@ -180,8 +173,7 @@ def elastic(
         model_fingerprint=model_fingerprint,
         weight=weight,
         promise=promise,
-        reports_ahead=reports_ahead,
-        keep_s=keep_s,
+        reports_ahead=0,
         sweep=sweep,
     )
     spec = dataclasses.replace(template.spec, train_loop=in_tune(template.spec.train_loop))

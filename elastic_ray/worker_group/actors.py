@@ -33,6 +33,7 @@ _VACATE_S = 0.5
 _ASK_OUTCOME_S = 10.0
 _LOOK_S = 0.1
 _SIBLING_S = 3.0  # after an error in one process of a unit, in which another's death is heard of
+_WARM_MEMORY_BYTES = 2 << 30  # resident memory above which a leaving worker ends instead of waiting for another job
 _WITHDRAWN_S = 2.0  # at the end of a job; Ray tries a group again after a second
 
 
@@ -308,7 +309,7 @@ class WorkerActors:
                 not kill
                 and result is not None
                 and not result.cuda_used  # its context would hold memory of a GPU that others use now
-                and result.memory_bytes <= self._spec.elastic.warm_worker_memory_bytes
+                and result.memory_bytes <= _WARM_MEMORY_BYTES
             )
             if fit:
                 self._processes.rest(node, actor)

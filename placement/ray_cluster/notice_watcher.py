@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from placement.cluster.cluster import MARKET_LABEL
+from placement.cluster.cluster import MARKET_LABEL, SPOT
 from placement.ray_cluster.named_actors import actor_class
 from placement.ray_cluster.notices import AWS_TOKEN, Notice, NoticeConfig, Request, probe, question, read_notice
 from placement.ray_cluster.snapshot import RawNode
@@ -45,10 +45,7 @@ class Watchers:
         wanted = {
             node.node_id
             for node in nodes
-            if self._config.enabled
-            and node.reserved
-            and not node.draining
-            and node.labels.get(MARKET_LABEL) in self._config.markets
+            if self._config.enabled and node.reserved and not node.draining and node.labels.get(MARKET_LABEL) == SPOT
         }
         for node_id in self._actors.keys() - wanted:
             ray.kill(self._actors.pop(node_id))

@@ -257,7 +257,7 @@ class Load:
                 trace.mkdir(parents=True)
             space = {"trace": tune.grid_search([str(trace) for trace in traces]), "epochs": 8, "pause_s": 0.05}
             grid = tune.Tuner(
-                tuning.elastic(trainer, keep_s=5.0),
+                tuning.elastic(trainer),
                 param_space=space,
                 tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=2),
                 run_config=tune.RunConfig(storage_path=str(self._folder / f"sweep{number}"), verbose=0),
