@@ -37,8 +37,6 @@ class ElasticConfig(NamesArguments):
             requests none. The pool serves all jobs, within limits that the nodes' environment variable
             ``ELASTIC_RAY_POOL`` sets (:func:`elastic_ray.warm_pool.sizing.read_config`). With ``ELASTIC_RAY_POOL=off``
             the job keeps this number of idle processes for itself.
-        warm_worker_memory_bytes: Resident memory above which a leaving worker exits instead of returning to the warm
-            pool.
         heartbeat_timeout_s: A worker that sends no heartbeat for this time counts as hung.
         join_timeout_s: Time limit for a new worker to become ready after its resources were reserved. Each time a
             worker is late, the limit doubles (up to eight times this setting), until a worker is ready in time.
@@ -94,7 +92,6 @@ class ElasticConfig(NamesArguments):
     """
 
     warm_workers_per_node: int = 1
-    warm_worker_memory_bytes: int = 2 << 30
     heartbeat_timeout_s: float = 2.0
     join_timeout_s: float = 120.0
     reserve_timeout_s: float = 60.0
@@ -162,10 +159,6 @@ class ElasticConfig(NamesArguments):
             raise TypeError(f"{name} must be a whole number, but got {value!r}")
         elif name == "warm_workers_per_node" and value < 0:
             raise ValueError(f"{name} must be 0 or more, but got {value}")
-        elif name == "warm_worker_memory_bytes" and value <= 0:
-            raise ValueError(
-                f"{name} must be above 0, but got {value}; set warm_workers_per_node=0 to keep no warm workers"
-            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

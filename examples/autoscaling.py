@@ -223,7 +223,7 @@ class Story:
         """A line."""
         print(f"{time.monotonic() - self._start_s:6.1f} s  {text}", flush=True)
 
-    def look(self, jobs: Mapping[str, er.JobHandle], allocator: Any) -> None:
+    def poll(self, jobs: Mapping[str, er.JobHandle], allocator: Any) -> None:
         """Say what is new about nodes and jobs."""
         there = {n["NodeID"]: n["Labels"].get(MARKET, "head") for n in ray.nodes() if n["Alive"]}
         for node in there.keys() - self._nodes.keys():
@@ -267,7 +267,7 @@ def main() -> int:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not done within {TIME_LIMIT_S:g} s: {[job.status() for job in jobs.values()]}")
             time.sleep(0.5)
-            story.look(jobs, allocator)
+            story.poll(jobs, allocator)
             node = story.spot_node_in_use(jobs)
             step = jobs["large"].status().step
             if node is not None and not drained and step > 30:
@@ -279,7 +279,7 @@ def main() -> int:
                 killed = True
                 story.say(f"spot node {node[-5:]} is gone without notice")
                 kill_node(node)
-        story.look(jobs, allocator)
+        story.poll(jobs, allocator)
         short = 0
         for name, job in jobs.items():
             metrics = job.result(timeout=30).metrics or {}

@@ -99,7 +99,7 @@ class Demo:
                     self.submit(name)
             for name, job in self.jobs.items():
                 if job.ended_s is None:
-                    self.look(name, job)
+                    self.poll(name, job)
             if self.smoke:
                 pass
             elif self.killed_s is None:
@@ -129,7 +129,7 @@ class Demo:
         self.jobs[name] = Job(trainer.submit(), self.now_s)
         self.say(name, "submitted, may have 1 to 4 workers")
 
-    def look(self, name: str, job: Job) -> None:
+    def poll(self, name: str, job: Job) -> None:
         """Show what has happened since the last look."""
         ended = job.handle.done()
         for event in job.handle.events(since=len(job.events)):

@@ -201,7 +201,7 @@ class Demo:
     def wait(self, handle: er.JobHandle, workers: int, without: int = 0) -> None:
         """Until so many workers train, and a worker that was killed is not among them."""
         while True:
-            self.look(handle)
+            self.poll(handle)
             members = handle.workers()
             if len(members) == workers and all(each.pid != without for each in members):
                 return
@@ -213,7 +213,7 @@ class Demo:
         """Wait for the job's end."""
         found: list[float] = []
         while True:
-            self.look(handle)
+            self.poll(handle)
             while (report := handle.next_report(self._reported, timeout=0.0)) is not None:
                 self._reported = report.index
                 found.append(report.metrics["held_out"])
@@ -223,7 +223,7 @@ class Demo:
                 return found
             time.sleep(0.2)
 
-    def look(self, handle: er.JobHandle) -> None:
+    def poll(self, handle: er.JobHandle) -> None:
         """Show what is new."""
         for event in handle.events(since=self._seen):
             self._seen += 1

@@ -163,7 +163,7 @@ class Demo:
         """Until the job has ended."""
         grown = killed = self.smoke
         while not self.handle.done():
-            self.look()
+            self.poll()
             status = self.handle.status()
             if not grown and status.epoch >= GROW_AT:
                 grown = True
@@ -177,9 +177,9 @@ class Demo:
             if time.monotonic() - self._start_s > TIME_LIMIT_S:
                 raise TimeoutError(f"the job has not ended within {TIME_LIMIT_S:g} s")
             time.sleep(0.2)
-        self.look()
+        self.poll()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Show what is new."""
         for event in self.handle.events(since=self.seen):
             self.seen += 1

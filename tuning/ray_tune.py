@@ -125,8 +125,6 @@ def elastic(
     model_fingerprint: str | None = None,
     weight: float = 1.0,
     promise: Promise | None = None,
-    reports_ahead: int = 0,
-    keep_s: float = 30.0,
     sweep: str | Sweep | None = None,
 ) -> type[Trainable]:
     """Return a trainable for ``ray.tune.Tuner`` whose trials are elastic jobs.
@@ -156,11 +154,6 @@ def elastic(
         promise: Rule that compares running trials, so that the best get more workers (see ``Promise``). None derives
             the rule from Tune's scheduler (ASHA, HyperBand, and median stopping by reports). Without such a scheduler,
             trials get workers by speed alone.
-        reports_ahead: Number of reports by which training may run ahead of Tune's last decision. With 0, as in a Tune
-            function trainable, training waits at every report for Tune's decision, so a stopped trial wastes no
-            training and frees its processes at once. 1 hides the wait if epochs are short.
-        keep_s: Time for which a finished trial's processes wait for the sweep's next trial [s]. They hold no resources
-            in the meantime, and end at the latest 10 s after the last trial.
         sweep: Name of the sweep and of its tenant; by default the name of the Tune experiment. ``fit()`` raises
             ``SweepRunsError`` while another sweep of this name runs. A sweep that starts within seconds of the end of
             another of the same name reuses that sweep's processes. A ``tuning.Sweep`` also sets a deadline or a budget.
@@ -180,8 +173,7 @@ def elastic(
         model_fingerprint=model_fingerprint,
         weight=weight,
         promise=promise,
-        reports_ahead=reports_ahead,
-        keep_s=keep_s,
+        reports_ahead=0,
         sweep=sweep,
     )
     spec = dataclasses.replace(template.spec, train_loop=in_tune(template.spec.train_loop))
@@ -219,7 +211,7 @@ class ElasticTrainable(Trainable):
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
         """Return the resources of the trial's own process: almost none, on the head node, where its controller runs."""
         _check_space(config)
-        _tell_kept_actors()
+        _notify_kept_actors()
         _end_stopped_sweeps()
         _claim_sweeps()
         on = on_head() if ray.is_initialized() else {}
@@ -353,7 +345,7 @@ class ElasticTrainable(Trainable):
         return {RESULT_DUPLICATE: True}
 
 
-def _tell_kept_actors() -> None:
+def _notify_kept_actors() -> None:
     """Patch Tune's loop, which will run in this process, to call ``vacate`` on an actor that it keeps for reuse.
 
     With ``reuse_actors=True`` Tune may keep the actor of a finished or paused trial, and calls nothing on it until
@@ -381,14 +373,14 @@ def _end_stopped_sweeps() -> None:
     if look is None or look.__module__ == __name__:  # without it no trial is started any more, which fails each
         return
 
-    def look_and_end(self: TuneController) -> None:
+    def check_and_end(self: TuneController) -> None:
         reason = _why_stopped(self)
         if reason and not self._should_stop_experiment:
             logger.warning("the sweep ends with what there is: %s", printable(reason))
             self.request_stop_experiment()  # type: ignore[no-untyped-call]
         look(self)
 
-    TuneController._stop_experiment_if_needed = look_and_end  # type: ignore[method-assign]
+    TuneController._stop_experiment_if_needed = check_and_end  # type: ignore[method-assign]
 
 
 def _claim_sweeps() -> None:
@@ -503,7 +495,7 @@ def _why_stopped(controller: TuneController) -> str:
     """Return why an experiment's sweep was stopped; empty if it was not, or if the next check is not due."""
     watch = _watch_of(controller)
     name, _ = _sweep_of(controller) if watch.due() else ("", None)
-    return watch.stops.look(name, watch.driver) if name else ""
+    return watch.stops.poll(name, watch.driver) if name else ""
 
 
 def _trials_of(controller: TuneController) -> list[Any]:

@@ -177,7 +177,7 @@ class StopWatch:
     def __init__(self) -> None:
         self._asked: dict[str, Any] = {}
 
-    def look(self, name: str, driver: SweepDriver | None = None) -> str:
+    def poll(self, name: str, driver: SweepDriver | None = None) -> str:
         """Return why this sweep was stopped, once all its trials have ended; empty before that.
 
         Each call also signals to the sweep's actor that ``driver`` (None if it has not claimed the sweep) is alive. The
@@ -348,7 +348,7 @@ class SweepActor:
         if self._stop_reason:
             begun.controller.stop.remote(reason=f"the sweep was stopped: {self._stop_reason}")
 
-    async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
+    async def notify(self, trial: str, before: int, values: tuple[float, ...]) -> None:
         """Record a trial's metric at each report after the first ``before``, and update the weights of all trials."""
         record = self._records.get(trial, TrialRecord(trial=trial)).told(before, values)
         self._records[trial] = dataclasses.replace(record, running=self._runs(trial))

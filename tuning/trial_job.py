@@ -53,6 +53,7 @@ _PAUSED = "paused"
 _RUN_NAME = "run"
 _RUN = re.compile(r"run_(\d{2,9})")
 _STOP_TIMEOUT_S = 5.0
+_KEEP_S = 30.0  # for which a trial's processes wait for the next trial; they hold no resources meanwhile
 _MOST_SHOWN, _MOST_LETTERS = 50, 40
 # Trials come and go: a process that waits for its job to grow would cost each of them a start.
 _ELASTIC = ElasticConfig(warm_workers_per_node=0)
@@ -81,7 +82,6 @@ class Template:
     spec: JobSpec  # the job of a trial, but for its name, config and places
     promise: Promise | None  # by what trials are compared while they run; None leaves that to the sweep's driver
     reports_ahead: int  # how far training may run ahead of the sweep's decisions
-    keep_s: float  # how long a trial's processes wait for the next trial [s]
     tenant_weight: float  # weight of the sweep against other jobs
     sweep: str | None  # its name; None leaves that to the driver
     limits: Sweep | None = None  # when it is to end; None for no plan
@@ -99,7 +99,6 @@ def make_template(
     weight: float = 1.0,
     promise: Promise | None = None,
     reports_ahead: int = 1,
-    keep_s: float = 30.0,
     sweep: str | Sweep | None = None,
 ) -> Template:
     """Check and return the settings shared by a sweep's trials; the arguments are those of ``tuning.elastic``."""
@@ -133,7 +132,6 @@ def make_template(
             "data in the train function, from Parquet files with elastic_ray.data.arrow.ArrowDataset"
         )
     SchedulingConfig(tenant="sweep", tenant_weight=weight)  # checks the weight
-    TrialSpec(controller="", reports_ahead=reports_ahead, keep_s=keep_s)
     limits, sweep = (sweep, sweep.name) if isinstance(sweep, Sweep) else (None, sweep)
     if sweep is not None and not re.fullmatch(_NAME, sweep):
         raise ValueError(f"sweep must be letters, digits or ._=,+- (it names an actor), but got {sweep!r}")
@@ -141,7 +139,6 @@ def make_template(
         spec=spec,
         promise=promise,
         reports_ahead=reports_ahead,
-        keep_s=keep_s,
         tenant_weight=weight,
         sweep=sweep,
         limits=limits,
@@ -308,7 +305,7 @@ class TrialJob:
                 start_from=self._start_from,
                 reports_ahead=template.reports_ahead,
                 knowledge_path=self._knowledge_path,
-                keep_s=template.keep_s,
+                keep_s=_KEEP_S,
                 parameters=shown_parameters(config),
             ),
         )

@@ -59,12 +59,12 @@ class SharedValues:
         self.worker_s += passed_s * workers
         self.samples += samples
 
-    def begin_train(self) -> bool:
+    def start_train(self) -> bool:
         """Start a step; True if it is the run's first."""
         begun, self.trains = self.trains, True
         return not begun
 
-    def begin_epoch(self, epoch: int) -> bool:
+    def start_epoch(self, epoch: int) -> bool:
         """Start a step of this epoch; True if it is the first step of the epoch."""
         before, self.epoch = self.epoch, max(self.epoch, epoch)
         return before < epoch
@@ -252,7 +252,7 @@ class PolicyRunner:
 
         Raises PolicyError: a strict policy failed, was refused, or differs between ranks; raised on every rank.
         """
-        if self.ballot.take_entered():
+        if self.ballot.pop_entered():
             self._repeat()
         self.values.news = []  # they have arrived once another step is committed
         verdicts = self.ballot.take()
@@ -340,7 +340,7 @@ class PolicyRunner:
 
     def end(self, steps: int) -> None:
         """End the run after `steps` steps, applying pending ``Report`` requests without agreement between ranks."""
-        if self.ballot.take_entered():
+        if self.ballot.pop_entered():
             self._repeat()
         for policy, pending in zip(self._policies, self._pending, strict=True):
             for hook, plain in zip(pending.hooks, pending.requests, strict=True):
@@ -512,11 +512,11 @@ class PolicyBallot:
         """Set the number of policies, which must be equal on all ranks."""
         self._policies = policies
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Enter a new group and discard the results of the previous group."""
         self._verdicts, self._entered = (), True
 
-    def take_entered(self) -> bool:
+    def pop_entered(self) -> bool:
         """Return True if a new group was entered since the last call."""
         entered, self._entered = self._entered, False
         return entered

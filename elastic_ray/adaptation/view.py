@@ -160,7 +160,7 @@ class WatchedMetrics:
         }
         self._own_reports = number
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Enter a group; the metrics stay valid."""
 
     def size(self, world_size: int) -> int:

@@ -197,7 +197,7 @@ class BatchPlanner:
             del self._gpus[generation]
         return choice
 
-    def take_over(self, group: GenerationSpec, gpu: str | None) -> None:
+    def recover(self, group: GenerationSpec, gpu: str | None) -> None:
         """Adopt the current generation, on GPUs of type ``gpu``, whose batch an earlier controller chose."""
         if self.loader is not None:
             self._tuner_on(gpu, self.loader.limits)
@@ -229,7 +229,7 @@ class BatchPlanner:
             return None  # Ray may deliver calls to an async actor out of order
         self.latest, self.held_batch = report, report.held_batch
         if report.tokens_per_sample is not None:
-            self._follow_tokens(report.tokens_per_sample)
+            self._update_tokens(report.tokens_per_sample)
         if self.tuner is not None and self.tuner.limit_local(report.memory_bound):
             self._choice = report.shape or self._choice  # what they have cut by themselves
         if report.shape is None or report.steps == 0:
@@ -242,7 +242,7 @@ class BatchPlanner:
         same = before is not None and before.replicas == report.replicas and before.shape != report.shape
         return before.batch_size if before is not None and same and before.batch_size != report.batch_size else None
 
-    def _follow_tokens(self, per_sample: float) -> None:
+    def _update_tokens(self, per_sample: float) -> None:
         """Convert the declared batch again if the loop has counted a different number of tokens per sample."""
         loader = self._unbound
         if loader is None or loader.tokens is None or loader.tokens.per_sample == per_sample:
@@ -380,7 +380,7 @@ class BatchPlanner:
         self._choice = decision.choice
         return decision.choice, f"batch {decision.batch_size}: {decision.reason}"
 
-    def take_notice(self) -> str:
+    def pop_notice(self) -> str:
         """Return why the batch stays unchanged, once for each cause and batch; empty if there is nothing new."""
         notice, self._notice = self._notice, ""
         return notice

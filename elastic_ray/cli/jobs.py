@@ -82,7 +82,7 @@ def logs(job: str, follow: bool, only_events: bool, rank: int | None) -> None:
     if rank is not None:
         if follow or only_events:
             raise click.UsageError("--rank shows the last lines of one process: it goes with neither -f nor --events")
-        _look_at(job, rank, "logs")
+        _show_process(job, rank, "logs")
         return
     script = None if only_events else _script_of(job)
     if script is None:
@@ -90,9 +90,9 @@ def logs(job: str, follow: bool, only_events: bool, rank: int | None) -> None:
         found = cluster.find_job(job)
         if not only_events:
             say(f"job {job} was not started by elastic-ray submit: its events", err=True)
-        _follow_events(found, follow=follow)
+        _stream_events(found, follow=follow)
     elif follow:
-        ray_jobs.follow_script(script.submission)
+        ray_jobs.stream_script(script.submission)
     else:
         click.echo(ray_jobs.output(script.submission), nl=False)
 
@@ -102,13 +102,13 @@ def logs(job: str, follow: bool, only_events: bool, rank: int | None) -> None:
 @click.option("--rank", type=click.IntRange(min=0), help="Of this worker only.")
 def stack(job: str, rank: int | None) -> None:
     """Print the stacks of a job's processes, read by py-spy on their nodes, to see where a worker hangs."""
-    _look_at(job, rank, "stack")
+    _show_process(job, rank, "stack")
 
 
-def _look_at(job: str, rank: int | None, what: str) -> None:
+def _show_process(job: str, rank: int | None, what: str) -> None:
     """Print the output (``logs``) or the stack (``stack``) of one worker, or of all workers if ``rank`` is None."""
     from elastic_ray.cli import cluster
-    from elastic_ray.observe.process_look import LookRefusedError, look_at
+    from elastic_ray.observe.process_look import LookRefusedError, inspect_process
 
     cluster.connect()
     workers = cluster.find_job(job).workers()
@@ -119,7 +119,7 @@ def _look_at(job: str, rank: int | None, what: str) -> None:
         if rank is None:
             say(f"rank {worker.rank}:")
         try:
-            click.echo(look_at(worker, what))
+            click.echo(inspect_process(worker, what))
         except LookRefusedError as error:
             raise click.ClickException(str(error)) from None
 
@@ -139,7 +139,7 @@ def _script_of(job: str) -> Submission | None:
     return None
 
 
-def _follow_events(found: JobClient, *, follow: bool) -> None:
+def _stream_events(found: JobClient, *, follow: bool) -> None:
     """Print a job's events so far, or with ``follow`` until the job ends; exit code 1 if it has failed."""
     from elastic_ray.cli.cluster import JobGoneError
 

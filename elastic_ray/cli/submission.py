@@ -154,7 +154,7 @@ def follow(submission: str, show: Callable[[str], None]) -> None:
         raise click.ClickException(f"the connection to the dashboard was lost: {_line(error)}") from error
 
 
-def follow_script(submission: str) -> None:
+def stream_script(submission: str) -> None:
     """Print a script's output until it ends. Raises Exit: with code 1 if the script fails."""
     follow(submission, lambda chunk: click.echo(chunk, nl=False))
     ended = wait(submission)

@@ -187,7 +187,7 @@ def submit(
         say(f"warning: {warning}", err=True)
     say(f"submitted {job.name}; follow it with: elastic-ray logs {job.name} -f")
     if wait:
-        ray_jobs.follow_script(submission)
+        ray_jobs.stream_script(submission)
 
 
 def _job(script: Path, arguments: tuple[str, ...], **options: Any) -> JobFile:

@@ -50,7 +50,7 @@ class _Table:
         self.news = asyncio.Event()
         self.dropped = False
 
-    def tell(self, worker: str, values: Mapping[str, bytes]) -> None:
+    def notify(self, worker: str, values: Mapping[str, bytes]) -> None:
         for key, value in values.items():
             if len(key) > _LONGEST_KEY or len(value) > _LARGEST_VALUE_BYTES:
                 raise BootstrapRefusedError(f"a key of {len(key)} characters, or {len(value)} bytes under it: too long")
@@ -100,7 +100,7 @@ class Bootstrap:
         if not self._is_member(call.generation, call.worker):
             raise BootstrapRefusedError(f"{call.worker} is no member of generation {call.generation}")
         table = self._table(call.generation) if call.generation else self._table_of_unit(call.worker)
-        table.tell(call.worker, call.tells)
+        table.notify(call.worker, call.tells)
         loop = asyncio.get_running_loop()
         until_s = loop.time() + min(call.wait_s, _LONGEST_WAIT_S)
         while not all(key in table.values for key in call.wants) and (left_s := until_s - loop.time()) > 0:

@@ -46,7 +46,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._waits = True  # who sets something waits for something next, as gloo does: then one call does both
         self._untold: dict[str, bytes] = {}
 
-    def tell_at_once(self) -> None:
+    def publish_at_once(self) -> None:
         """Publish each later value immediately, instead of together with the next wait."""
         self._waits = False
 
@@ -55,13 +55,13 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._stays_open = True
 
     def set(self, key: str, value: Any) -> None:
-        """Publish a value under ``key`` to all members, at once or with the next wait (:meth:`tell_at_once`)."""
+        """Publish a value under ``key`` to all members, at once or with the next wait (:meth:`publish_at_once`)."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._known[key] = self.told[key] = content
         if self._waits:
             self._untold[key] = content
         else:
-            self._caller.tell({key: content})
+            self._caller.notify({key: content})
 
     def get(self, key: str) -> bytes:
         """Wait until a value for ``key`` exists, and return it; raises like :meth:`wait`."""
@@ -85,7 +85,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         if self._untold and not all(key in self.told for key in keys):
             # The others are ahead, and an earlier answer had this of theirs already: no call is due that would tell it.
             tells, self._untold = self._untold, {}
-            self._caller.tell(tells)
+            self._caller.notify(tells)
 
     def _with_others(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """Return the keys, plus those that this member will request soon.

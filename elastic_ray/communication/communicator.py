@@ -30,7 +30,7 @@ from elastic_ray.communication.connections import (
     refuse_connections,
     start_transfer,
 )
-from elastic_ray.communication.nccl import CUDA_POLL_S, abort_nccl, begin_nccl, connect_nccl, has_run, identity_of
+from elastic_ray.communication.nccl import CUDA_POLL_S, abort_nccl, connect_nccl, has_run, identity_of, start_nccl
 from elastic_ray.monitoring.measures import OPERATIONS
 
 _BRIEFLY = timedelta(milliseconds=100)
@@ -116,13 +116,13 @@ class Communicator:
                 self._authenticate_peers(prefix, secret, nonces, until_s)
             if isinstance(store, BootstrapStore):
                 refuse_connections(store.told.values())
-                store.tell_at_once()  # NCCL's first rank tells, and asks for nothing
+                store.publish_at_once()  # NCCL's first rank tells, and asks for nothing
             for backend in (self._gloo, gradients):
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
             if gpu is not None and apart:
                 if called_off():
                     raise CommunicationFailedError(f"{prefix}: the group was called off")
-                forming = begin_nccl(named, rank, world_size, timeout_s)
+                forming = start_nccl(named, rank, world_size, timeout_s)
                 connect_nccl(forming, store, torch.device("cuda", gpu), until_s, called_off)
                 self._nccl = self._gradient_backends["cuda"] = forming
                 if isinstance(store, BootstrapStore):

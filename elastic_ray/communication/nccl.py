@@ -31,7 +31,7 @@ def identity_of(gpu: int) -> str:
     return f"{os.environ.get('NCCL_HOSTID', '')}/{torch.cuda.get_device_properties(gpu).uuid}"
 
 
-def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+def start_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
     """Return an NCCL backend that connects in the background and whose calls block only for a limited time."""
     # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to continue.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

@@ -206,7 +206,7 @@ class RoundShares:
         """True in a round whose steps are shared."""
         return self._round is not None
 
-    def begin_round(self, number: int, steps: int) -> None:
+    def start_round(self, number: int, steps: int) -> None:
         """Start a round of ``steps`` steps per rank; round numbers must increase within a group."""
         assert self._member is not None, "the group stands"
         self._round = _SharedRound(self._member, number, steps)

@@ -149,7 +149,7 @@ class Announcer:
                 self._all_in_phase()  # a rank that heard of a disagreement earlier may have ended because of it
             raise
 
-    def begin_transfer(self, peer: int, tag: int, *, received: bool) -> tuple[Announced, int]:
+    def start_transfer(self, peer: int, tag: int, *, received: bool) -> tuple[Announced, int]:
         """Count a message to or from one rank; return the announcement of a long wait for it, and its number."""
         self._transfers[received, peer, tag] += 1
         return transfer(peer, tag, received=received), self._transfers[received, peer, tag]
@@ -158,7 +158,7 @@ class Announcer:
         """Announce that this rank has waited for long for a message, and receive the others' announcements.
 
         Args:
-            number: the message's number, see :meth:`begin_transfer`.
+            number: the message's number, see :meth:`start_transfer`.
             since_s: start of the wait [s, monotonic].
 
         Raises RanksDisagreeError: the other rank waits for a message of this one, or has returned.

@@ -76,7 +76,7 @@ class AgreedChanges:
         self.wants_comparison = self.comparison = self.saves = False
         self._heard = self._others = 0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Enter a new group and discard agreements of the previous one."""
         self.generation, self.batch, self.ran_out, self.critical_batch = 0, None, False, None
         self.wants_consensus = self._consensus = False
@@ -86,17 +86,17 @@ class AgreedChanges:
         """Clear the request to compare models, because all ranks have compared them."""
         self.comparison = False
 
-    def take_consensus(self) -> bool:
+    def pop_consensus(self) -> bool:
         """Return True if all ranks must make their models identical now; clear this request."""
         asked, self._consensus = self._consensus, False
         return asked
 
-    def take_generation(self) -> int:
+    def pop_generation(self) -> int:
         """Return the generation to enter (0 for none) and clear it; if not entered, ranks must agree on it again."""
         generation, self.generation = self.generation, 0
         return generation
 
-    def take_batch(self) -> BatchChoice | None:
+    def pop_batch(self) -> BatchChoice | None:
         """Return the agreed batch shape to change to, and clear it; None for no change."""
         batch, self.batch = self.batch, None
         return batch
@@ -219,7 +219,7 @@ class ControlPart(Protocol):
     def resting(self) -> Sequence[float] | None:
         """Constant contribution of a part that is not in use on this rank and concludes nothing; None if in use."""
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Enter a new group and discard conclusions of the previous one."""
 
     def size(self, world_size: int) -> int:
@@ -269,7 +269,7 @@ class RankConsensus:
         """Add parts to the control sums, before the first group; all ranks must add the same parts."""
         self._parts.extend(parts)
 
-    def follow_group(self) -> None:
+    def set_group(self) -> None:
         """Set up announcements and control sums for the current group."""
         sizes = [(part, part.size(self._group.world_size)) for part in self._parts]
         self._riding = [(part, size) for part, size in sizes if size]
@@ -278,11 +278,11 @@ class RankConsensus:
 
     def enter_group(self) -> None:
         """Enter a new group and discard agreements and comparisons of the previous one."""
-        self._replicas.begin()
-        self._changes.begin()
+        self._replicas.start()
+        self._changes.start()
         for part in self._parts:
             if part.resting is None:
-                part.begin()
+                part.start()
 
     def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
         """Announce this rank's next action. Call :meth:`agreed` before starting the action's collectives.

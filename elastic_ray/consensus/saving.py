@@ -66,11 +66,11 @@ class SaveAgreement:
         """Set the object that writes this rank's part."""
         self._writer, self.resting = writer, None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Enter a new group and discard agreements of the previous one."""
         self._order, self._heard, self.refusals = None, None, 0
         if self._writer is not None:
-            self._writer.begin()
+            self._writer.start()
 
     @property
     def together(self) -> bool:
@@ -129,15 +129,15 @@ class SaveAgreement:
         return _NEVER if self._writer is None or self.given_up else _said(rank, self._writer.standing())
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Store the ballots summed over all ranks, for :meth:`take_heard`."""
+        """Store the ballots summed over all ranks, for :meth:`pop_sums`."""
         self._heard = tuple(sums)
 
-    def take_heard(self, world_size: int) -> tuple[float, ...]:
+    def pop_sums(self, world_size: int) -> tuple[float, ...]:
         """Return the latest sums for :meth:`decide`, and clear them; empty if none have arrived since the last call."""
         heard, self._heard = self._heard, None
         return (float(world_size), *heard) if heard is not None else ()
 
-    def take_order(self) -> SaveOrder | None:
+    def pop_order(self) -> SaveOrder | None:
         """Return the order to write this rank's part, and clear it; None if there is no order."""
         order, self._order = self._order, None
         return order

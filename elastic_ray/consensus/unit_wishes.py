@@ -31,14 +31,14 @@ class UnitWishes:
         self._membership, self._unit = membership, unit
         self.stop_requested = self.preempting = False
         self.measured: list[float] = []
-        self.begin()
+        self.start()
 
     @property
     def generation(self) -> int:
         """Number of the current generation."""
         return self._membership.generation
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Enter a new group and discard requests of the previous one."""
         self.prepared_ahead = 0
         self.voided, self._save = False, 0
@@ -80,7 +80,7 @@ class UnitWishes:
         self.critical_batch = round(first[9])
         return all(bool(row[0]) for row in rows)
 
-    def take_save(self) -> int:
+    def pop_save(self) -> int:
         """Return the token of the checkpoint that the leading worker wants saved, and clear it; 0 for none."""
         token, self._save = self._save, 0
         return token

@@ -161,7 +161,7 @@ def batch_of_worker(given: LoaderArguments, *, plain: bool) -> int:
     return given.batch_size
 
 
-def taken_over(given: LoaderArguments, batch_size: int | None = None) -> LoaderArguments:
+def copied_arguments(given: LoaderArguments, batch_size: int | None = None) -> LoaderArguments:
     """Return loader arguments that reproduce the torch DataLoader passed as ``dataset``.
 
     Args:

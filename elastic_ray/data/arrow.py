@@ -30,8 +30,8 @@ class ArrowDataset:
     """Rows of Parquet files as a map-style dataset, numbered file by file and read one row group at a time.
 
     Construction reads only the footers of the files. Rows come from a cache of row groups, which evicts the least
-    recently used. Each reading process (the training process, or each DataLoader worker) holds at most
-    `cache_row_groups` row groups of the chosen columns. Neither the cache nor open handles survive pickling or a fork
+    recently used. Each reading process (the training process, or each DataLoader worker) holds at most twice
+    `buffer_row_groups` row groups of the chosen columns. Neither the cache nor open handles survive pickling or a fork
     into DataLoader workers.
 
     A row is a dict from column to value: NumPy scalars for numbers and booleans; NumPy arrays for lists of numbers or
@@ -66,7 +66,6 @@ class ArrowDataset:
         columns: Sequence[str] | None = None,
         filesystem: Any = None,
         buffer_row_groups: int = 4,
-        cache_row_groups: int = 8,
         transform: Callable[[Row], Any] | None = None,
     ) -> None:
         """Read the footers of all files.
@@ -78,7 +77,6 @@ class ArrowDataset:
             columns: columns to read; all by default.
             filesystem: a `pyarrow.fs.FileSystem` or an fsspec file system; derived from `source` by default.
             buffer_row_groups: number of row groups whose rows are shuffled together, >= 1.
-            cache_row_groups: number of row groups kept in memory, >= buffer_row_groups.
             transform: function applied to each row; None returns rows unchanged.
 
         Raises:
@@ -86,7 +84,8 @@ class ArrowDataset:
             ValueError: there are no rows, a column or URI scheme is unknown, a file is not Parquet, or a size is out of
                 range.
         """
-        _check_sizes(buffer_row_groups, cache_row_groups)
+        if buffer_row_groups < 1:
+            raise ValueError(f"buffer_row_groups must be at least 1, but got {buffer_row_groups}")
         self._filesystem, paths, base = _find(source, filesystem)
         try:
             found = pa.dataset.dataset(
@@ -105,7 +104,7 @@ class ArrowDataset:
         self._groups, self._starts = _row_groups(fragments)
         if len(self) == 0:
             raise ValueError(f"the dataset must have at least 1 row, but {_shown(paths)} have none")
-        self._buffer_row_groups, self._cache_row_groups = buffer_row_groups, cache_row_groups
+        self._buffer_row_groups = buffer_row_groups
         self._transform = transform
         self._forget()
 
@@ -142,7 +141,7 @@ class ArrowDataset:
         """Number of non-empty row groups in all files."""
         return len(self._groups)
 
-    def told_of_files(self) -> list[tuple[str, int]]:
+    def compared_files(self) -> list[tuple[str, int]]:
         """Return the path and first row number of each row group, to compare datasets without reading rows."""
         firsts = self._starts[:-1].tolist()
         return [(self._files[file][0], first) for (file, _), first in zip(self._groups, firsts, strict=True)]
@@ -167,7 +166,7 @@ class ArrowDataset:
             # a forked child must not use its parent's connections and threads: open its own
             self._filesystem = pickle.loads(pickle.dumps(self._filesystem))
             self._forget()
-        return _cached(self._tables, group, self.read_row_group, self._cache_row_groups)
+        return _cached(self._tables, group, self.read_row_group, 2 * self._buffer_row_groups)
 
     def _fragment(self, file: int) -> Any:
         return _cached(self._fragments, file, self._open, _FILES_OPEN)
@@ -353,16 +352,6 @@ def _check_columns(columns: Sequence[str] | None, present: Sequence[str]) -> tup
     if missing or not chosen:
         raise ValueError(f"columns must be some of {list(present)}, but got {list(chosen)}")
     return chosen
-
-
-def _check_sizes(buffer_row_groups: int, cache_row_groups: int) -> None:
-    if buffer_row_groups < 1:
-        raise ValueError(f"buffer_row_groups must be at least 1, but got {buffer_row_groups}")
-    if cache_row_groups < buffer_row_groups:
-        raise ValueError(
-            f"cache_row_groups must be at least buffer_row_groups ({buffer_row_groups}), or row groups "
-            f"would be read repeatedly, but got {cache_row_groups}"
-        )
 
 
 def _shown(paths: Sequence[str]) -> str:

@@ -89,7 +89,7 @@ class StepSplit:
         self._sizes: dict[tuple[int, int], list[list[int]]] = {}
         self._slices: dict[tuple[int, int], list[slice]] = {}
 
-    def begin(self, position: int, steps: int) -> None:
+    def start(self, position: int, steps: int) -> None:
         """Record that ``steps`` steps are committed at ``position`` (samples used of the pass), to count from there."""
         if self._first[0] >= 0:  # of another pass, or after a nested one
             self.owed = 0
@@ -190,7 +190,7 @@ class StepBatches:
 class BatchSource(Protocol):
     """Protocol of an object that supplies one rank's batches to a loader."""
 
-    def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
+    def start(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
         """Start or restart at ``position`` of the epoch, for a new pass or after the group or batch changed.
 
         Args:
@@ -235,7 +235,7 @@ class _PlannedBatches:
         self._epoch = 0
         self._tells_epochs = False
 
-    def tell_epochs(self) -> None:
+    def attach_epochs(self) -> None:
         """Attach the epoch and position to every batch of indices."""
         self._tells_epochs = True
 
@@ -294,7 +294,7 @@ class MapBatches:
             self._epoch = epoch, self._order.epoch_order(self._seed, epoch)
         return self._epoch[1]
 
-    def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
+    def start(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
         """Start or restart fetching at ``position``; batches that were prefetched under an earlier plan are dropped."""
         if new_pass:
             self.end()
@@ -339,7 +339,7 @@ class MapBatches:
 
     def pass_over(self, epoch: int, position: int, cut: StepSplit) -> None:
         """Skip this rank's part of the step at ``position``, because another rank runs it."""
-        self.begin(epoch, position + cut.count(position, self._total), cut, new_pass=False)
+        self.start(epoch, position + cut.count(position, self._total), cut, new_pass=False)
 
     def step_of(self, rank: int, number: int, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """Return `rank`'s part of the step that is ``number`` steps after ``position``."""
@@ -448,7 +448,7 @@ def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching, see
     if workers or fetching.on_epoch is not None:
         if workers:
             options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
-        indices.tell_epochs()
+        indices.attach_epochs()
         sets_epoch, own = fetching.persistent_workers, seed if workers else None
         dataset = FollowsEpochs(dataset, fetching.on_epoch, sets_epoch=sets_epoch, seed=own)
     return DataLoader(dataset, batch_sampler=indices, num_workers=workers, persistent_workers=workers > 0, **options)
@@ -463,7 +463,7 @@ class StreamBatches:
         self._stream: StreamSharder[Any] | None = None
         self._epoch = -1
 
-    def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
+    def start(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
         """Open the epoch's stream, or continue it, at ``position``."""
         if self._stream is None:
             self._stream = StreamSharder(self._dataset, seed=self._seed, epoch=epoch, position=position)

@@ -48,8 +48,8 @@ def item_facts(dataset: Any, name: str = "dataset", depth: int = 0) -> Facts:
     if isinstance(dataset, TensorDataset):
         tensors = enumerate(dataset.tensors)
         return {key: value for n, t in tensors for key, value in _entries(t, f"{name}.tensors[{n}]").items()}
-    if callable(getattr(type(dataset), "told_of_files", None)):
-        return _entries(dataset.told_of_files(), f"{name} files")
+    if callable(getattr(type(dataset), "compared_files", None)):
+        return _entries(dataset.compared_files(), f"{name} files")
     if _is_table(dataset):
         return _table_facts(dataset, name)
     return _entries(dataset, name) or _attributes(dataset, name, depth)
@@ -75,12 +75,12 @@ def _attributes(dataset: Any, name: str, depth: int) -> Facts:
                 found |= item_facts(part, f"{path}[{number}]", depth + 1)
         elif count >= _FEWEST and _length(value) == count:
             entries = _entries(value, path)
-            if _tell_apart([each for key, each in entries.items() if _is_item(key)]):
+            if _distinguish([each for key, each in entries.items() if _is_item(key)]):
                 found |= entries
     return found
 
 
-def _tell_apart(entries: Sequence[Any]) -> bool:
+def _distinguish(entries: Sequence[Any]) -> bool:
     """True if the entries identify samples: all distinct, and each a text, an integer, or a list with a text."""
     return all(map(_names_one, entries)) and len(set(map(repr, entries))) == len(entries)
 

@@ -13,7 +13,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
 
 
-def tell_errors() -> None:
+def send_errors() -> None:
     """Make a DataLoader worker process send an error in place of a batch that cannot be pickled.
 
     Python pickles a batch in a background thread of the worker process and only prints errors there, so the training
@@ -136,7 +136,7 @@ class WorkerInit:
         from torch.utils.data import get_worker_info
 
         info: Any = get_worker_info()
-        tell_errors()
+        send_errors()
         _leave_others_alone()
         if isinstance(info.dataset, FollowsEpochs):
             object.__setattr__(info, "dataset", info.dataset.dataset)

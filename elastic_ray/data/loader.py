@@ -17,7 +17,7 @@ from elastic_ray.batch.halving import Halving
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_within
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.batch.tokens import NOT_COUNTED, TokenBatch, read_token_batch
-from elastic_ray.data.arguments import LoaderArguments, batch_of_worker, describe_sample, first_length, taken_over
+from elastic_ray.data.arguments import LoaderArguments, batch_of_worker, copied_arguments, describe_sample, first_length
 from elastic_ray.data.batch_sources import make_source, order_of
 from elastic_ray.data.batches import BatchSource, BringsBatches, MapBatches, StepBatches, StepSplit
 from elastic_ray.data.compared_items import item_facts, still_facts
@@ -148,7 +148,7 @@ class AdaptiveDataLoader(ResumableLoader):
             on_epoch=on_epoch,
             options=options,
         )
-        self._given = given = taken_over(given) if isinstance(dataset, DataLoader) else given
+        self._given = given = copied_arguments(given) if isinstance(dataset, DataLoader) else given
         self._limits = BatchLimits(init_batch_size=given.batch_size)
         self._tokens = tokens
         self._counted_from: int | None = None  # steps of the run when the loop began to count tokens
@@ -441,7 +441,7 @@ class AdaptiveDataLoader(ResumableLoader):
     def _micro_batches(self, batches: Sequence[Callable[[], Any]]) -> Iterator[Any]:
         step: Any = self._session.ledger.step  # begun when its batches were cut
         for micro, fetch in enumerate(batches):
-            step.begin_micro(micro)
+            step.start_micro(micro)
             yield self._session.passes.fetched(fetch) if self._session.run.meter.on else fetch()
             if micro < len(batches) - 1 and not step.halved:
                 self._session.run.clock.micro()
@@ -466,8 +466,8 @@ class AdaptiveDataLoader(ResumableLoader):
             read, changes = self._reading or (None, None)
             # Also after a pass over this very loader that was nested in the last step.
             if read is not loader_pass or changes != present:
-                cut.begin(loader_pass.position, run.states.progress.steps)
-                self._source.begin(epoch, loader_pass.position, cut, new_pass=read is not loader_pass)
+                cut.start(loader_pass.position, run.states.progress.steps)
+                self._source.start(epoch, loader_pass.position, cut, new_pass=read is not loader_pass)
                 self._reading = loader_pass, present
             within, other = run.ledger.round, None
             if within is not None and not within.left:  # this rank has made its own steps
@@ -487,7 +487,7 @@ class AdaptiveDataLoader(ResumableLoader):
                 if over:
                     return None
             begun = self._begun(step, loader_pass, setting, taken=other is not None)
-            session.passes.begin_step(begun)
+            session.passes.start_step(begun)
             if session.passes.makes_step(begun):
                 return step.fetches
             if begun.given and isinstance(self._source, MapBatches):

@@ -435,7 +435,7 @@ class JobHandle:
             reason: Reason shown in the job's message and its last event.
         """
         self._ask("stop", now=now, reason=reason)
-        self._lease.look()
+        self._lease.poll()
 
     def _storage(self) -> RunStorage:
         return RunStorage(self._spec.storage_path, self._spec.storage_filesystem)

@@ -76,7 +76,7 @@ class LeaseKeeper:
         """Store a status received from the controller as the job's latest."""
         self.last = status
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Renew the lease immediately, because the job's status may have changed."""
         self._wake.set()
 

@@ -194,7 +194,7 @@ def fresh_name(stem: str, now: datetime.datetime) -> str:
     return f"{letters.strip('-') or 'job'}-{now:{_FORMAT}}-{secrets.token_hex(2)}"
 
 
-def take_name(environment: MutableMapping[str, str]) -> str | None:
+def pop_name(environment: MutableMapping[str, str]) -> str | None:
     """Remove the job name from the environment and return it, or None, since two jobs cannot share a name."""
     return environment.pop(NAME, "") or None
 

@@ -27,7 +27,7 @@ from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.display import Interrupts, JobDisplay, without_traceback
 from elastic_ray.driver.handle import JobHandle, find_controller
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
-from elastic_ray.driver.overrides import fresh_name, login_name, read_overrides, script_stem, take_name
+from elastic_ray.driver.overrides import fresh_name, login_name, pop_name, read_overrides, script_stem
 from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
 from elastic_ray.integrations.ray_data.packing import (
@@ -234,7 +234,7 @@ class ElasticTrainer:
             train_loop_config=train_loop_config,
             scaling_config=scaling_config,
         )
-        self._name = told.named(self._run.name or job_name(take_name(os.environ)))
+        self._name = told.named(self._run.name or job_name(pop_name(os.environ)))
         self._submission, self._command, self._user = told.submission, told.command, told.user or login_name()
         self._elastic = elastic_config or ElasticConfig()
         self._scheduling = told.scheduled(scheduling_config or SchedulingConfig())

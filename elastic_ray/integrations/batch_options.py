@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
-from elastic_ray.data.arguments import LoaderArguments, taken_over
+from elastic_ray.data.arguments import LoaderArguments, copied_arguments
 from elastic_ray.loop.api import current_session, get_context
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class BatchOptions:
             return given
         size = given.batch_size * self.accumulated if given.batch_size else None
         return er.AdaptiveDataLoader(
-            **taken_over(LoaderArguments(dataset=given), batch_size=size).keywords(), seed=seed
+            **copied_arguments(LoaderArguments(dataset=given), batch_size=size).keywords(), seed=seed
         )
 
     def apply(self, loader: er.AdaptiveDataLoader) -> None:

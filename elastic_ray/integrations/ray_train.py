@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import elastic_ray as er
 from elastic_ray.communication.communicator import CommunicationFailedError
-from elastic_ray.data.arguments import LoaderArguments, taken_over
+from elastic_ray.data.arguments import LoaderArguments, copied_arguments
 from elastic_ray.integrations.late_wrapping import LateWrapped, LoaderOnDevice
 from elastic_ray.loop.api import current_session, get_context
 from elastic_ray.run.registry import HookPoint
@@ -47,7 +47,7 @@ class PassEpochs:
         """Register a model whose buffers and gradients :meth:`rehearsal` must restore."""
         self._models.append(module)
 
-    def begin_pass(self, loader: object) -> bool:
+    def start_pass(self, loader: object) -> bool:
         """Start a pass over a loader; return True if it must be skipped because the other workers have finished it.
 
         Raises:
@@ -67,7 +67,7 @@ class PassEpochs:
             if not self._goes_by:
                 self._end_epoch()
                 self._within = True
-                self._session.ledger.begin_epoch()
+                self._session.ledger.start_epoch()
         return self._goes_by
 
     @contextlib.contextmanager
@@ -88,12 +88,12 @@ class PassEpochs:
         session = self._session
         if not session.synced:
             if number < session.start.epochs_behind:
-                session.ledger.begin_replay(between_epochs=True)
+                session.ledger.start_replay(between_epochs=True)
                 return True
             self._join(session.start.first_epoch())
         here = session.start.first_epoch() + number
         if here < session.progress.epoch:
-            session.ledger.begin_replay(between_epochs=True)
+            session.ledger.start_replay(between_epochs=True)
             return True
         if here > session.progress.epoch and not self._within:
             raise CommunicationFailedError(
@@ -110,7 +110,7 @@ class PassEpochs:
                 "workers that join later get one batch of each earlier pass, for what the loop's body sets",
                 first,
             )
-        session.begin_epochs(None)
+        session.start_epochs(None)
         session.registry.add_hook(HookPoint.BEFORE_END, self._end_epoch)
 
     def _end_epoch(self) -> None:
@@ -118,7 +118,7 @@ class PassEpochs:
         if self._within:
             self._within = False
             self._session.passes.end_epoch()
-            self._session.ledger.begin_epoch()
+            self._session.ledger.start_epoch()
 
 
 _epochs: weakref.WeakKeyDictionary[Session, PassEpochs] = weakref.WeakKeyDictionary()
@@ -205,7 +205,7 @@ class RayTrainLoader(LoaderOnDevice):
                 "cuts batches by itself: give it batch_size, and a sampler if need be"
             )
         workers = current_session().group.most_workers
-        given = taken_over(LoaderArguments(dataset=data_loader), batch_size=data_loader.batch_size * workers)
+        given = copied_arguments(LoaderArguments(dataset=data_loader), batch_size=data_loader.batch_size * workers)
         super().__init__(er.AdaptiveDataLoader(**given.keywords()), device)
         self.sampler = _Sampler(self.loader.sampler)
         self._given = data_loader
@@ -220,7 +220,7 @@ class RayTrainLoader(LoaderOnDevice):
     def __iter__(self) -> Any:
         session = current_session()
         epochs, replays = epochs_of(session), True
-        if not epochs.begin_pass(self):
+        if not epochs.start_pass(self):
             # A worker that came after the last step would run code after the loop without having run the loop's body.
             for batch in self.loader.batches(joined_later=True):
                 replays = False

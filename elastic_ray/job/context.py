@@ -36,7 +36,7 @@ class ReportIntake:
         self._record, self._writer, self._tell, self._trackers = record, writer, tell, trackers
         self.queue = ReportQueue(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
 
-    async def hear(self, message: WorkerReport, workers: int) -> None:
+    async def receive(self, message: WorkerReport, workers: int) -> None:
         """Handle a report of a job with ``workers`` workers; return when the reporter may continue."""
         if message.again:
             # Of an earlier controller; any checkpoint of it has been found in storage.

@@ -171,7 +171,7 @@ class JobController:
             self._main.cancel()
             self._own_name = own
             await asyncio.to_thread(adopt, owner)
-            await asyncio.to_thread(self._journal.begin, spec)
+            await asyncio.to_thread(self._journal.start, spec)
             self._live(spec)
             return True
 
@@ -288,7 +288,7 @@ class JobController:
     async def branch(self, plan: BranchPlan) -> None:
         """Start a comparison of branches of the job. Raises BranchError: the job cannot be branched."""
         await self._recovered.wait()
-        self._job.branches.begin(plan, start)
+        self._job.branches.start(plan, start)
 
     async def branched(self) -> BranchResult | None:
         """Return the last comparison's result; None while it runs. Raises BranchError: it failed or none exists."""
@@ -349,7 +349,7 @@ class JobController:
         """Handle a worker's message; return False if the job has ended, so that the worker can stop."""
         await self._recovered.wait()
         job = self._job
-        await job.messages.hear(message)
+        await job.messages.receive(message)
         return not job.record.phase.ended
 
     async def saved(self, message: StateSaved) -> float:
@@ -366,7 +366,7 @@ class JobController:
     async def introduce(self, told: WorkerReregistration) -> None:
         """Receive the registration of a worker that an earlier controller started."""
         if self._reconnection is not None:
-            self._reconnection.hear(told)
+            self._reconnection.receive(told)
 
     async def bootstrap(self, call: BootstrapCall) -> dict[str, bytes]:
         """Exchange addresses between the members of a generation that is being formed.
@@ -409,7 +409,7 @@ class JobController:
             while not self._over():
                 await asyncio.sleep(_TICK_S)
                 if not job.record.phase.ended:
-                    job.tell_others(time.monotonic())
+                    job.update_observers(time.monotonic())
                     if opening.done():
                         opening.result()
                     if opening.done() or job.group.machine.workers:  # those of the controller before train already
@@ -433,7 +433,7 @@ class JobController:
             job.stop(reason)
             while not job.record.phase.ended:
                 await asyncio.sleep(_TICK_S)
-                job.tell_others(time.monotonic())
+                job.update_observers(time.monotonic())
                 job.tick()
         except Exception as error:
             logger.exception("job %s: its controller failed", self._spec.job)
@@ -452,7 +452,7 @@ class JobController:
         self._reconnection = None
         if not told and not ended:
             await job.open()  # what starts now starts from what is stored
-        job.take_over(state, told)
+        job.recover(state, told)
         await self._persist_state()
 
     async def _release_others(self, state: ControllerState, told: Collection[WorkerReregistration]) -> None:

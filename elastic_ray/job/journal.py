@@ -83,7 +83,7 @@ class Journal:
         with self._lock:
             return self._lock.wait_for(lambda: not self._pending, timeout_s)
 
-    def begin(self, spec: JobSpec) -> None:
+    def start(self, spec: JobSpec) -> None:
         """Record the job that a warm or hosted controller now runs. Blocks.
 
         Raises Exception: the control store does not accept it.

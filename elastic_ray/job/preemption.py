@@ -27,7 +27,7 @@ class Preemption:
         """True if the job is being preempted."""
         return self._then is not None
 
-    def begin(self, then: Allocated, now_s: float) -> None:
+    def start(self, then: Allocated, now_s: float) -> None:
         """Start to preempt the job; ``then`` is the allocation to apply once it is saved."""
         self._then, self.reason = then, then.reason
         self._since_s, self._reminded_s = now_s, float("-inf")

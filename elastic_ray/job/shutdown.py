@@ -45,9 +45,9 @@ class Notifier:
         waited_s = now_s - self._waiting_since
         if not self._told and waited_s >= self._spec.elastic.webhook_waits_s:
             self._told = True
-            self._background.start(self.tell("waiting", f"it has waited for {waited_s / 60:.0f} min: {message}"))
+            self._background.start(self.notify("waiting", f"it has waited for {waited_s / 60:.0f} min: {message}"))
 
-    async def tell(self, what: str, reason: str) -> None:
+    async def notify(self, what: str, reason: str) -> None:
         """Send event ``what`` with its reason to the webhook, if any, and wait for the answer, with a time limit."""
         if not self._url:
             return
@@ -122,7 +122,7 @@ class JobShutdown:
     async def _finish(self) -> None:
         """Finish the records: first notices, then storage, then trackers, which read the stored files."""
         await self._remember()
-        await self._notifier.tell(self._record.phase.value, self._record.message)
+        await self._notifier.notify(self._record.phase.value, self._record.message)
         await self._writer.finish()
         await self._trackers.finish(self._record.phase, self._error)
 

@@ -67,9 +67,9 @@ class JobStarter:
                 self._job.shutdown.record_again()
             return
         point = self._record.resume_point
-        self._trackers.begin(point)
+        self._trackers.start(point)
         self._begun_after = point.reports if point is not None else 0
-        self._reports.queue.begin_after(self._first_report - 1 if self._first_report else self._begun_after)
+        self._reports.queue.start_after(self._first_report - 1 if self._first_report else self._begun_after)
         if not self._group.machine.workers:
             self._group.machine.reset(first_most=self._record.workers_at_most)
 
@@ -98,18 +98,18 @@ class JobStarter:
         latest, history = self._planner.latest, self._group.history
         if latest is not None:
             detail["reached_steps"] = latest.total_steps
-        detail |= history.told_of_start(time.monotonic())
+        detail |= history.start_detail(time.monotonic())
         history.start_ended()
         before = self._group.machine.world_size
         self._events.add(EventKind.RESTART, before, 0, f"{reason}; it starts {start}", detail=detail)
-        self._job.begin_again()
+        self._job.restart_group()
         if (later := self.later) is not None:
             self.later = None
             self._job.allocate(later.nodes, later.reason, later.draining)
 
     async def _look(self, timeout_s: float) -> None:
         """Read the run's stored state. Raises OSError: it cannot be read within ``timeout_s``."""
-        stored = await self._writer.look(timeout_s)
+        stored = await self._writer.poll(timeout_s)
         self._writer.delete(self._record.found(stored))
         last = stored.checkpoints[-1] if stored.checkpoints else None
         if self.looking and last is not None and last.index > max(self._record.last_report, self._begun_after):

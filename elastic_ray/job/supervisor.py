@@ -174,7 +174,7 @@ class JobSupervisor:
             )
         self._paused = ""
         if self.record.phase is JobPhase.PAUSED:
-            self.record.begins_again(waits_because="resumed; waiting for resources")
+            self.record.starts_again(waits_because="resumed; waiting for resources")
         self.allocator.soon()
 
     def stop(self, reason: str = _ASKED) -> None:
@@ -185,7 +185,7 @@ class JobSupervisor:
             if self._starter.looking or not self.group.machine.members():
                 self.finish(JobPhase.STOPPED)
             elif self._can_be_saved():
-                self._preemption.begin(Allocated(nodes={}, reason=reason), time.monotonic())
+                self._preemption.start(Allocated(nodes={}, reason=reason), time.monotonic())
             else:
                 self.group.post_to_members(StopJob())
 
@@ -214,12 +214,12 @@ class JobSupervisor:
         elif self._preemption.active:
             self._preemption.follow(target)
         elif not nodes and (self._can_be_saved() if self._paused else self._may_be_preempted()):
-            self._preemption.begin(target, time.monotonic())
+            self._preemption.start(target, time.monotonic())
         else:
             self.group.take(target)
-            self._note_paused()
+            self._record_paused()
 
-    def _note_paused(self) -> None:
+    def _record_paused(self) -> None:
         """Record a requested pause once the job has no group any more."""
         if self._paused and self.group.machine.current is None and self.record.phase is not JobPhase.PAUSED:
             self.record.phase, self.record.message = JobPhase.PAUSED, self._paused
@@ -248,7 +248,7 @@ class JobSupervisor:
         """Handle a group's note that it started to train, changed or failed; adds an event and updates the phase."""
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
-        started = {**history.told_of_start(time.monotonic()), "owner": self._spec.owner, "metric": self._spec.metric}
+        started = {**history.start_detail(time.monotonic()), "owner": self._spec.owner, "metric": self._spec.metric}
         if (trial := self._spec.trial_facts) is not None:
             started["trial"] = dataclasses.asdict(trial)
         facts = {"pause_s": note.pause.pause_s, "generation": note.generation}
@@ -329,18 +329,18 @@ class JobSupervisor:
             pause_s = self._preemption.lasted_s(time.monotonic())
             kind = EventKind.PAUSED if self._paused else EventKind.PREEMPTED
             self.events.add(kind, self.group.machine.world_size, 0, reason, pause_s=pause_s)
-            self.begin_again()
+            self.restart_group()
 
-    def begin_again(self) -> None:
+    def restart_group(self) -> None:
         """Prepare to start with new workers once the allocator assigns nodes, after a preemption or pause."""
         self.record.clear_waiters()
         then = self._preemption.end()
         waits = then is not None and not then.nodes
-        self.record.begins_again(waits_because=then.reason if then is not None and waits else None)
-        self.group.begin_again(waits=waits)
+        self.record.starts_again(waits_because=then.reason if then is not None and waits else None)
+        self.group.restart_group(waits=waits)
         if then is not None:
             self.group.take(then)
-        self._note_paused()
+        self._record_paused()
         self.allocator.soon()
 
     def journal_state(self) -> None:
@@ -402,7 +402,7 @@ class JobSupervisor:
         """Record this restart of the controller before it handles a message that might crash it again."""
         self._journal.note(dataclasses.replace(state, revivals=self._revivals))
 
-    def take_over(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
+    def recover(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
         """Continue with the previous controller's surviving workers; fail a job whose controller dies too often."""
         if self.record.phase.ended:
             return
@@ -410,12 +410,12 @@ class JobSupervisor:
             why = f"its controller died {len(self._revivals)} times within {_REVIVALS_WITHIN_S:.0f} s"
             self.finish(JobPhase.FAILED, error=RuntimeError(why))
             return
-        self.group.take_over(told, state)
+        self.group.recover(told, state)
         workers = self.group.machine.world_size
         reason = f"its controller was restarted; {len(told)} of {len(state.processes)} workers are there"
         self.events.add(EventKind.RECOVERED, state.world_size, workers, reason)
         if state.preempted is not None:
-            self._preemption.begin(Allocated(nodes={}, reason=state.preempted), time.monotonic())
+            self._preemption.start(Allocated(nodes={}, reason=state.preempted), time.monotonic())
         if state.stopping:
             self.stop(state.preempted or _ASKED)
         self.allocator.soon()
@@ -428,7 +428,7 @@ class JobSupervisor:
         read_config(os.environ)
         await self._starter.open()
 
-    def tell_others(self, now_s: float) -> None:
+    def update_observers(self, now_s: float) -> None:
         """Update the storage writer, trackers and metrics; called about ten times a second from start to end."""
         self._writer.tick(now_s)
         self._trackers.tick(now_s, self._planner, self.group.machine.current)
@@ -480,7 +480,7 @@ class JobSupervisor:
         if self.record.phase.ended:
             return
         reason = views.explain(error, phase, self.stop_reason)
-        detail = self.group.history.told_of_start(time.monotonic())
+        detail = self.group.history.start_detail(time.monotonic())
         self.events.add(EventKind.FINISHED, self.group.machine.world_size, 0, reason, detail=detail)
         self.shutdown.record(phase, error, reason, complete=self._starter.knows_reports)
         self.reports.queue.close()
@@ -506,7 +506,7 @@ class BatchChanges:
 
     async def _fit(self, snapshot: TunerSnapshot) -> None:
         self._carry_out(self._planner.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
-        if notice := self._planner.take_notice():
+        if notice := self._planner.pop_notice():
             self._events.note(EventKind.BATCH_KEPT, notice)
 
     def advise(self, priors: Mapping[str, Prior]) -> None:

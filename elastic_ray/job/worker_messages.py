@@ -70,7 +70,7 @@ class StragglerReplacement:
         """
         return {node: ratio for node, (ratio, last_s) in self._slow.items() if now_s - last_s < _REMEMBER_S}
 
-    def hear(self, report: StepReport, now_s: float) -> None:
+    def receive(self, report: StepReport, now_s: float) -> None:
         """Handle rank 0's report on current stragglers at ``now_s`` [s, monotonic]; replace workers if necessary."""
         current = self._group.machine.current
         if current is None or report.generation != current.generation:
@@ -81,12 +81,12 @@ class StragglerReplacement:
                 self._tried[each.node] = now_s
         self._wanted = {each.worker: each for each in report.stragglers if each.replace}
         self._since_s = {worker: self._since_s.get(worker, now_s) for worker in self._wanted}
-        self._note_nodes(current, report.stragglers, now_s)
+        self._record_nodes(current, report.stragglers, now_s)
         chosen = [each for worker, each in self._wanted.items() if self._may_replace(worker, current, now_s)]
         reason = "; ".join(f"in place of worker {each.worker}: {each}" for each in chosen)
         self._group.take(Replace(workers=frozenset(each.worker for each in chosen), reason=reason))
 
-    def _note_nodes(self, current: GenerationSpec, slow: Sequence[SlowWorker], now_s: float) -> None:
+    def _record_nodes(self, current: GenerationSpec, slow: Sequence[SlowWorker], now_s: float) -> None:
         ratios = {each.worker: each.ratio for each in slow if each.replace}
         for node in {each.node for each in self._wanted.values()}:
             here = [ratios.get(member.worker, 1.0) for member in current.members if member.node == node]
@@ -126,7 +126,7 @@ class WorkerMessages:
         self.torn = False
         self.stragglers = StragglerReplacement(parts)  # workers that are slow
 
-    async def hear(self, message: WorkerMessage) -> None:
+    async def receive(self, message: WorkerMessage) -> None:
         """Handle a worker's message; for a trial's report, return only when training may continue."""
         if not self._group.heard(message.worker, getattr(message, "position", 0)):
             return
@@ -149,7 +149,7 @@ class WorkerMessages:
                 if detail.get("request", {}).get("kind") == "Pause" and not detail["refused"]:
                     self._pause(text)
             case WorkerReport():
-                await self._reports.hear(message, self._group.machine.world_size)
+                await self._reports.receive(message, self._group.machine.world_size)
 
     def _pause(self, reason: str) -> None:
         """Pause the job at the request of an adaptation policy; if that is not possible, inform the user."""
@@ -189,7 +189,7 @@ class WorkerMessages:
         goal, current = steps_to_reach(self._record.events), self._group.machine.current
         if goal and current is not None and report.generation == current.generation and report.total_steps >= goal:
             self._events.note(EventKind.CAUGHT_UP, f"step {goal} is reached again", detail={"steps": goal})
-        self.stragglers.hear(report, time.monotonic())
+        self.stragglers.receive(report, time.monotonic())
 
     def _ready(self, message: WorkerReady) -> None:
         """Handle a worker that has built its model; the job fails if its loader cannot divide batches as configured."""

@@ -169,12 +169,12 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     if session.ledger.replaying:
         return  # the job has had this report before this worker came (back)
     if session.elastic and not session.synced:
-        session.tell_of_early_report()
+        session.warn_of_early_report()
     number = session.count_report(saves=checkpoint is not None)
     if session.group.rank_info.rank == 0 and session.run.speaks:
         plain = plain_metrics(metrics)
         session.adaptation.runner.watched.reported(plain, number)
-        session.registry.monitoring.take_report(plain, number)
+        session.registry.monitoring.record_report(plain, number)
         session.controller.report(plain, checkpoint, session.resume_point(), number)
     elif checkpoint is not None:
         session.controller.add_files(checkpoint, number)
@@ -185,7 +185,7 @@ def get_checkpoint() -> Checkpoint | None:
 
     Workers that join a running job receive their state from the other workers and need no checkpoint.
     """
-    checkpoint: Checkpoint | None = current_session().start.take_checkpoint()
+    checkpoint: Checkpoint | None = current_session().start.claim_checkpoint()
     return checkpoint
 
 
@@ -242,7 +242,7 @@ def register_state(name: str, target: Any) -> None:
     session = session_to_build()
     if session.synced:
         raise RuntimeError(f"state {name!r} must be registered before the first epoch, so that all workers have it")
-    registered, name = RegisteredState(target, functools.partial(session.tell, "warning")), f"user/{name}"
+    registered, name = RegisteredState(target, functools.partial(session.notify, "warning")), f"user/{name}"
     session.states.register(name, registered.state)
     if registered.extras is not None:
         session.states.register(f"{name}/parts", registered.extras)

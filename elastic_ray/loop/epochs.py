@@ -16,7 +16,7 @@ class Epochs:
         >>> from elastic_ray.loop.epochs import Epochs
         >>> epochs = Epochs(2)
         >>> while not epochs.done:
-        ...     epoch = epochs.begin_epoch()
+        ...     epoch = epochs.start_epoch()
         ...     epochs.end_epoch()
         >>> epoch
         1
@@ -42,7 +42,7 @@ class Epochs:
         """Join the job before the first epoch; call this once models and loaders are built.
 
         The call blocks until this worker has the job's state and knows its rank in the group. Without this call, the
-        first :meth:`begin_epoch` joins.
+        first :meth:`start_epoch` joins.
 
         Raises:
             RuntimeError: passes over a loader from ``ray.train.torch.prepare_data_loader`` already count as epochs.
@@ -54,7 +54,7 @@ class Epochs:
                     "a loader of prepare_data_loader() was iterated before remaining_epochs_until(), and its passes "
                     "count as epochs: use remaining_epochs_until() around all loops over loaders, or not at all"
                 )
-            self._session.begin_epochs(self._epochs)
+            self._session.start_epochs(self._epochs)
 
     @property
     def done(self) -> bool:
@@ -62,17 +62,17 @@ class Epochs:
         self.join()
         return self._session.progress.epoch >= self._epochs or self._session.adaptation.stopped
 
-    def begin_epoch(self) -> int:
+    def start_epoch(self) -> int:
         """Start the next epoch and return its number, from 0; a joining worker starts at the job's current epoch.
 
         Raises:
             RuntimeError: the previous epoch has not ended, or no epoch remains.
         """
         if self._within:
-            raise RuntimeError("begin_epoch() was called twice: call end_epoch() at the end of each epoch")
+            raise RuntimeError("start_epoch() was called twice: call end_epoch() at the end of each epoch")
         if self.done:
-            raise RuntimeError(f"all {self._epochs} epochs have been trained: ask done before begin_epoch()")
-        self._session.ledger.begin_epoch()
+            raise RuntimeError(f"all {self._epochs} epochs have been trained: ask done before start_epoch()")
+        self._session.ledger.start_epoch()
         self._within = True
         return self._session.progress.epoch
 
@@ -83,20 +83,20 @@ class Epochs:
             RuntimeError: no epoch has been started.
         """
         if not self._within:
-            raise RuntimeError("end_epoch() was called without begin_epoch()")
+            raise RuntimeError("end_epoch() was called without start_epoch()")
         if self._session.replaced:
             raise replaced_error()
         self._within = False
         self._session.passes.end_epoch()
         if self.done:
-            self._session.ledger.begin_epoch()
+            self._session.ledger.start_epoch()
 
     def __iter__(self) -> Iterator[int]:
         try:
             while not self.done:
-                yield self.begin_epoch()
+                yield self.start_epoch()
                 self.end_epoch()
-            self._session.ledger.begin_epoch()
+            self._session.ledger.start_epoch()
         except GeneratorExit:
             pass  # the loop was left by break or return
         if session_of_thread() is self._session:

@@ -91,7 +91,7 @@ class GenerationChanges(Roster):
         """React to a worker that has gone unexpectedly."""
         if record.phase is WorkerPhase.MEMBER:
             self._bereft = True
-            self._note_loss(record, cause)
+            self._record_loss(record, cause)
             self._force(f"lost worker {record.worker} on node {record.node[:8]}: {cause}", now_s)
         elif record.phase is WorkerPhase.FINISHED:
             if not self.in_phase(WorkerPhase.MEMBER) and not self.entering():
@@ -102,7 +102,7 @@ class GenerationChanges(Roster):
             self._not_before_s = max(self._not_before_s, now_s + self.config.backoff_s)
         self._check_state(record, cause)
 
-    def _note_loss(self, record: WorkerRecord, cause: str) -> None:
+    def _record_loss(self, record: WorkerRecord, cause: str) -> None:
         """Record a member that the current generation has lost, in order."""
         generation = self.current.generation if self.current is not None else 0
         lost = self._losses[1] if self._losses[0] == generation else ()

@@ -89,7 +89,7 @@ class JobMembership(GenerationChanges):
             self._reconcile(now_s)
         return self._out
 
-    def take_over(
+    def recover(
         self,
         survivors: Sequence[SurvivingWorker],
         target: Allocated,

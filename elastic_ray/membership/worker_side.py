@@ -96,7 +96,7 @@ class WorkerMembership:
         with self._news:
             match message:
                 case GenerationSpec():
-                    self._take_spec(message)
+                    self._adopt_spec(message)
                 case Cancel(generation=generation):
                     self._cancelled.add(generation)
                     self._void_groups()
@@ -127,7 +127,7 @@ class WorkerMembership:
             self._hopeless = why
             self._news.notify_all()
 
-    def _take_spec(self, spec: GenerationSpec) -> None:
+    def _adopt_spec(self, spec: GenerationSpec) -> None:
         """Accept an announced generation and start forming its group, unless it is void or outdated."""
         self._void_below = max(self._void_below, spec.void_below)
         if self.is_void(spec.generation):
@@ -202,7 +202,7 @@ class WorkerMembership:
             self._follow()
             return spec, communicator
 
-    def take_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
+    def await_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
         """Wait for the next group, and make it the current one.
 
         A newcomer accepts any group. A member whose group is broken accepts only a group that replaces it, and no

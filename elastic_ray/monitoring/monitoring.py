@@ -51,7 +51,7 @@ class Monitoring:
         if monitor.workers:
             self.meter.ask()
 
-    def take_report(self, metrics: Mapping[str, object], number: int) -> None:
+    def record_report(self, metrics: Mapping[str, object], number: int) -> None:
         """Record the number under ``loss`` in the run's report ``number``; ignore a report without one."""
         loss = metrics.get("loss")
         if isinstance(loss, (int, float)) and not isinstance(loss, bool):
@@ -121,7 +121,7 @@ class StepMeter:
         """Enable measuring; call this on all ranks before the first epoch."""
         self.on = True
 
-    def begin_step(self, *, goes_on: bool = False) -> None:
+    def start_step(self, *, goes_on: bool = False) -> None:
         """Start timing a training step, before its first micro-batch is fetched.
 
         Args:
@@ -167,7 +167,7 @@ class StepMeter:
         self._ended_s, self._began_s = now_s, None
         self._committed_s = self._ready_s if self._ready_s is not None else self._committed_s
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Enter a new group; the time since the last group does not count as a step."""
         self.workers = self._concluded = ()
         self._began_s = self._ended_s = self._ready_s = self._waits_since_s = None
@@ -175,7 +175,7 @@ class StepMeter:
         self._sizes = {}
         if self.on:
             self._counted, self._faults = dict(self._traffic()), major_faults()
-            self._sending.begin()
+            self._sending.start()
 
     def size(self, world_size: int) -> int:
         """Return the number of values that this meter adds to the control sums (numbers all-reduced in each step)."""
@@ -223,7 +223,7 @@ class _Looks:
         self._at_s = self._seen_s = self._by_step = 0.0
         self._steps = 0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Restart with the current total as the baseline."""
         self._at_s, self._seen_s, self._by_step, self._steps = self._clock(), self._total_s(), 0.0, 0
 

@@ -27,7 +27,7 @@ class LookRefusedError(Exception):
     """Error raised if a process cannot be inspected; the message gives the reason and a remedy."""
 
 
-def look_at(worker: WorkerInfo, what: str) -> str:
+def inspect_process(worker: WorkerInfo, what: str) -> str:
     """Return the last output of a worker's process (``logs``) or the stacks of its threads (``stack``).
 
     Raises LookRefusedError: the worker's node does not answer in time, or does not permit the inspection.

@@ -71,7 +71,7 @@ class SavedBuffers:
         self._step = step
         self._saved = [(b, b.detach().clone()) for b in self._module.buffers()]
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the saved buffers, because the update was applied."""
         self._saved = []
 

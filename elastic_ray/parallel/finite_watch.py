@@ -71,7 +71,7 @@ class FiniteWatch:
         if not self.streak:
             self.streak.append(self._context.states.progress.steps)
             detail = {"step": self._context.states.progress.steps, "ranks": list(suspects or ()), "model": self._model}
-            self._context.tell("not_finite", text, detail)
+            self._context.notify("not_finite", text, detail)
         if self._nonfinite == "raise":
             raise NonFiniteGradientsError(
                 f"{text}. Look for a learning rate that is too high, a division by zero or a logarithm of zero in the "

@@ -158,7 +158,7 @@ def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> 
 
 def scale_rollback(scaler: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     """Return two functions, to capture an AMP scaler's scale and to restore it; neither waits for the GPU."""
-    return functools.partial(_unread_scale, scaler), functools.partial(_take_back_scale, scaler)
+    return functools.partial(_unread_scale, scaler), functools.partial(_undo_scale, scaler)
 
 
 def _unread_scale(scaler: Any) -> Any:
@@ -169,7 +169,7 @@ def _unread_scale(scaler: Any) -> Any:
     return scaler.state_dict()  # it was not used yet
 
 
-def _take_back_scale(scaler: Any, kept: Any) -> None:
+def _undo_scale(scaler: Any, kept: Any) -> None:
     """Restore a scale that a scaler had before."""
     if isinstance(kept, tuple):
         for present, before in zip((scaler._scale, scaler._growth_tracker), kept, strict=True):
@@ -194,7 +194,7 @@ def _keep_scale_while_accumulating(scaler: Any, ledger: StepLedger) -> None:
         before = _unread_scale(self) if ledger.accumulating else None
         original(self, *args, **kwargs)
         if before is not None:
-            _take_back_scale(self, before)
+            _undo_scale(self, before)
 
     _override(scaler, update=update)
 
@@ -364,7 +364,7 @@ def check_scaler(run: Run) -> None:
                 return  # user code has registered it, or passed it with another model
             if run.elastic:
                 raise RuntimeError(_NOT_GIVEN)
-            run.tell("warning", _NOT_GIVEN)
+            run.notify("warning", _NOT_GIVEN)
             return
         if frame.f_back is None:
             return

@@ -70,10 +70,10 @@ class Schedulers:
         if self._known:
             run.states.register_rollback(self._rates, self._set_rates, f"learning rates/{name}")
         self._rates_were_loaded = False
-        optimizer.register_load_state_dict_pre_hook(self._look_at_loaded)
+        optimizer.register_load_state_dict_pre_hook(self._check_loaded)
         run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check)
 
-    def _look_at_loaded(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+    def _check_loaded(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """Record that a loaded optimizer state may show traces of a scheduler that existed when it was saved."""
         self._rates_were_loaded |= not self._has_initial_rates()
 

@@ -34,7 +34,7 @@ _REFUSED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]] = weakref.
 _OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-def follow_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer: Any, divided: Any) -> None:
+def install_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer: Any, divided: Any) -> None:
     """Make torch's functions return the complete state of a model and optimizer that are divided among the ranks."""
     sharded = isinstance(divided, OptimizerPart)
     for each in wrapper.modules():

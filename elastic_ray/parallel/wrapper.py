@@ -53,7 +53,7 @@ from elastic_ray.parallel.refusals import (
     warn_of_no_effect,
 )
 from elastic_ray.parallel.schedulers import LearningRates, Schedulers, policies_of, rules_of
-from elastic_ray.parallel.torch_state_dicts import follow_in_torch
+from elastic_ray.parallel.torch_state_dicts import install_in_torch
 from elastic_ray.run.registry import HookPoint, ModelFacts
 from elastic_ray.state.shared_state import ModuleExtras
 from elastic_ray.state.tree import DictState, OptimizerState
@@ -288,7 +288,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         for each in self._steps:
             patch_step(each.optimizer, functools.partial(self._step, each))
             patch_state_dict(each.optimizer, each.tiles)
-            follow_in_torch(self, self.module, each.optimizer, each.tiles)
+            install_in_torch(self, self.module, each.optimizer, each.tiles)
         if self._tables:
             patch_zero_grad(self._optimizers[0], self._tables.zero)
 
@@ -302,7 +302,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             if (step := self._run.ledger.outermost) is not self._forwarded:
                 vars(self)["_forwarded"] = step
                 if step is not None and self._run.group.world_size == 1 and self._sync.is_open:
-                    self._look_for_carried(step)
+                    self._find_carried(step)
             if self._saved_buffers is not None and self.module.training:
                 self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
             if self._bounded_tables:
@@ -354,12 +354,12 @@ class AdaptiveDataParallel(torch.nn.Module):
             "where the last batch is too small; or local_bsz_bounds from 2 for an adaptive batch"
         )
 
-    def _look_for_carried(self, step: LoaderStep) -> None:
+    def _find_carried(self, step: LoaderStep) -> None:
         """Detect pending gradients of an earlier step, which the halves of this rank's batch would count twice."""
         if any(p.grad is not None and bool(p.grad.any()) for p in self._trainable.params):
             self._run.registry.adds_up_gradients()
             if step.halved:
-                self._run.tell("warning", _ADDED_UP)
+                self._run.notify("warning", _ADDED_UP)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[ModelCopy], tuple[torch.nn.Module, bool]]:
         """Reduce to a ``ModelCopy``: copies and pickles hold the current weights, and train nothing."""
@@ -453,7 +453,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
         registry.gradients.append(self._sync)
         states.register(f"model/{index}", kept.model_state)
-        extras = ModuleExtras(self.module, warn=functools.partial(self._run.tell, "warning"))
+        extras = ModuleExtras(self.module, warn=functools.partial(self._run.notify, "warning"))
         states.register(f"modules/{index}", extras)
         for number, each in enumerate(self._optimizers):
             name = f"optimizer/{index}.{number}" if number else f"optimizer/{index}"
@@ -596,7 +596,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             if left_out := saved is not None:
                 self._run.registry.call(HookPoint.UPDATE_LEFT_OUT)
         if saved is not None:
-            saved.forget()
+            saved.discard()
         return not left_out
 
 

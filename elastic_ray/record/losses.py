@@ -134,7 +134,7 @@ class SizeHistory:
         """Return how long processes have been starting while no group trains [s]; 0 if none are starting."""
         return max(0.0, now_s - self._launched_s) if self._launched_s is not None else 0.0
 
-    def told_of_start(self, now_s: float) -> dict[str, float]:
+    def start_detail(self, now_s: float) -> dict[str, float]:
         """Return ``{"start_s": duration so far}`` of the current start, for an event; empty if none is in progress."""
         return {"start_s": self.starting_s(now_s)} if self._launched_s is not None else {}
 

@@ -128,7 +128,7 @@ class JobRecord:
         if self.phase is JobPhase.WAITING:
             self.phase, self.message = JobPhase.STARTING, "workers are starting"
 
-    def begins_again(self, *, waits_because: str | None) -> None:
+    def starts_again(self, *, waits_because: str | None) -> None:
         """Record that the job has no workers, because new ones are starting or for the reason ``waits_because``."""
         self.phase = JobPhase.STARTING if waits_because is None else JobPhase.WAITING
         self.message = waits_because or ""

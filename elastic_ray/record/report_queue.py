@@ -83,7 +83,7 @@ class Backlog:
             del self._lines[self._taken]
             self.dropped += 1
 
-    def tell_dropped(self) -> int:
+    def pop_dropped(self) -> int:
         """Return the number of lines dropped since the previous call."""
         dropped, self.dropped = self.dropped, 0
         return dropped
@@ -136,7 +136,7 @@ class ReportQueue:
             self._reports.put(report.index, report)
             self._wake()
 
-    def begin_after(self, taken: int) -> None:
+    def start_after(self, taken: int) -> None:
         """Set the number of the report after which the run continues; call this before reports are added."""
         self._taken = max(self._taken, taken)
 

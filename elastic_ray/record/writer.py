@@ -95,7 +95,7 @@ class RecordWriter:
         for writer, pause_s in ((self._events, 0.0), (self._reports, reports_every_s)):
             if writer.due(now_s):
                 writer.start(self._background, self._calls, pause_s=pause_s)
-            if writer.idle and not writer.problem and (dropped := writer.backlog.tell_dropped()):
+            if writer.idle and not writer.problem and (dropped := writer.backlog.pop_dropped()):
                 self._tell(f"{dropped} lines were too many to keep while storage was away: {writer.what} left them out")
         waiting = self._calls.waiting() or self._deleting.waiting()
         self._record.waits("controller", waiting or self._events.problem or self._reports.problem)
@@ -145,7 +145,7 @@ class RecordWriter:
         except Exception as error:  # what is left costs room and nothing else
             logger.warning("job %s: %s failed: %s", self._spec.job, what, error)
 
-    async def look(self, timeout_s: float) -> StoredProgress:
+    async def poll(self, timeout_s: float) -> StoredProgress:
         """Read the stored state of the run, retrying after failures.
 
         Raises OSError: storage did not answer, or kept failing, for ``timeout_s``.

@@ -40,7 +40,7 @@ class ControllerClient(Protocol):
     def add_files(self, checkpoint: Any, index: int) -> None:
         """Add another rank's files to the checkpoint that rank 0 reports as number ``index``; block until received."""
 
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+    def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Report an event to the job's user: its kind, a sentence, and further values."""
 
     def tracker_dir(self) -> str:

@@ -113,21 +113,21 @@ class Run:
             members=lambda: group.members,
             equal=lambda: group.equal_shares,
             measured=self.gpu_types.comparable_measures,
-            tell=lambda text, detail: self.tell(EventKind.STRAGGLER.value, text, detail),
+            tell=lambda text, detail: self.notify(EventKind.STRAGGLER.value, text, detail),
             measure=meter.ask,
         )
         self.states.register("stragglers", self.stragglers)
         self.states.register("gpu_types", self.gpu_types)
         self.registry = Registry(monitoring, fixed_batch=fixed_batch)
         self.replicas = Replicas(lambda: self.registry.drifts)
-        self.optimizers = OptimizerWatch(group, self.tell)
+        self.optimizers = OptimizerWatch(group, self.notify)
         self.consensus = RankConsensus(
             group,
             self.agreed,
             self.replicas,
             self.ledger,
             [meter, self.registry.saving, self.tally],
-            warn=lambda text: self.tell("warning", text),
+            warn=lambda text: self.notify("warning", text),
             is_last_epoch=lambda: self.states.progress.in_last_epoch,
         )
 
@@ -163,14 +163,14 @@ class Run:
         """Progress of the run."""
         return self.states.progress
 
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
+    def notify(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
         """Notify the job's user, from rank 0 only; call this on every rank."""
         if self.group.rank_info.rank == 0:
-            self.controller.tell(kind, text, dict(detail or {}))
+            self.controller.notify(kind, text, dict(detail or {}))
 
-    def tell_once(self, kind: str, text: str, number: int) -> None:
+    def notify_once(self, kind: str, text: str, number: int) -> None:
         """Notify the user from any rank; if several ranks send the same text and number, the job records the first."""
-        self.controller.tell(kind, text, {"number": number})
+        self.controller.notify(kind, text, {"number": number})
 
     def moment(self, name: str) -> None:
         """Inject the scripted faults that are due at this named moment; do nothing outside tests."""
@@ -226,7 +226,7 @@ class Run:
         self.progress.bound_memory(most)
         cause = f"{RAN_OUT} with {most} samples at once; the local bound is now {self.progress.memory_bound}"
         self.ledger.fail(cause)
-        self.controller.tell(EventKind.OUT_OF_MEMORY.value, cause, {"memory_bound": self.progress.memory_bound})
+        self.controller.notify(EventKind.OUT_OF_MEMORY.value, cause, {"memory_bound": self.progress.memory_bound})
         return True
 
     def bound_memory(self, step: LoaderStep) -> None:
@@ -241,7 +241,7 @@ class Run:
             way = f"the batch falls from {before} to {now}, which gradient_accumulation=True would keep"
         self.shape_changes += 1
         self.registry.call(HookPoint.SHAPE_CHANGED)
-        self.tell(
+        self.notify(
             EventKind.OUT_OF_MEMORY.value,
             f"a worker ran out of memory with {failed} samples at once, and its step is drawn again; the local bound "
             f"is now {progress.memory_bound}: {way}",
@@ -366,10 +366,10 @@ def watch_optimizers() -> None:
         _installed = True
         register_optimizer_step_pre_hook(_on_step)
         for kind in (LRScheduler, ReduceLROnPlateau):
-            _note_made(kind)
+            _record_made(kind)
 
 
-def _note_made(kind: Any) -> None:
+def _record_made(kind: Any) -> None:
     """Patch a scheduler class so that the thread's session is notified of each new scheduler."""
     original = kind.__init__
 
@@ -387,7 +387,7 @@ def _note_made(kind: Any) -> None:
 def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     session = session_of_thread()
     if session is not None:
-        session.optimizers.look_at(optimizer)
+        session.optimizers.check_stepping(optimizer)
 
 
 class OptimizerWatch:
@@ -422,7 +422,7 @@ class OptimizerWatch:
         """Return the schedulers of an optimizer that were made in this run and still exist."""
         return [each for made in self._schedulers.get(optimizer, ()) if (each := made()) is not None]
 
-    def look_at(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer that is about to step. Raises RuntimeError: No model was wrapped at all."""
         world_size = self._group.world_size
         if world_size == 1 or optimizer in self.known or optimizer in self._warned:

@@ -39,7 +39,7 @@ class Adaptation:
 
     def __init__(self, run: Run, sizes: tuple[int, int] | None) -> None:
         self._run, self._sizes = run, sizes
-        self.runner = PolicyRunner(self, run.tell, run.controller.tell)
+        self.runner = PolicyRunner(self, run.notify, run.controller.notify)
         self._step: LoaderStep | None = None
         self.active = False  # whether there are any
         self._coming: tuple[tuple[float, int], ...] | None = None  # None where that is to be found out again
@@ -117,9 +117,9 @@ class Adaptation:
         if not step.leads:
             return
         values, self._step = self.runner.values, step
-        if values.begin_train():
+        if values.start_train():
             self._call("before_train")
-        if values.begin_epoch(self._progress.epoch):
+        if values.start_epoch(self._progress.epoch):
             self._call("before_epoch")
             self._coming = None
         self._call("before_step")

@@ -59,7 +59,7 @@ def install() -> None:
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "0")
     _ORIGINALS["init_process_group"](BACKEND, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     sys.excepthook = hook  # torch's would name this process rank 0
-    _follow_ranks()
+    _update_ranks()
 
 
 def install_unit(unit: UnitGroup) -> None:
@@ -82,7 +82,7 @@ def uninstall_unit(unit: UnitGroup) -> None:
     unit.close()
 
 
-def _follow_ranks() -> None:
+def _update_ranks() -> None:
     """Patch torch's rank tables so that our groups have the ranks of the current group."""
     world: Any = dist.distributed_c10d._world
     for group in world.pg_group_ranks:
@@ -118,7 +118,7 @@ def _accept(module: Any) -> None:
         """Return a group made by torch, with the current group's ranks."""
         made = _ORIGINALS["new_group"](*args, **options)
         if is_ours():
-            _follow_ranks()
+            _update_ranks()
         return made
 
     for ours in (init_process_group, destroy_process_group, new_group):

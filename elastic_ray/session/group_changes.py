@@ -68,7 +68,7 @@ class GroupChanges:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                self._take_next(deadline - time.monotonic())
+                self._await_next(deadline - time.monotonic())
                 return
             except CommunicationFailedError as error:
                 # A joiner that could not enter waits for the next generation; only members have something to report.
@@ -90,13 +90,13 @@ class GroupChanges:
         if agreed.stop or agreed.preempted:
             raise WorkerDismissed(stopped=True)
         saving = run.registry.saving
-        heard = saving.take_heard(run.group.world_size) if saving.resting is None else ()
-        if agreed.take_consensus() and not self._saved_by_step(heard):
+        heard = saving.pop_sums(run.group.world_size) if saving.resting is None else ()
+        if agreed.pop_consensus() and not self._saved_by_step(heard):
             self._make_equal()
         run.registry.call(HookPoint.BETWEEN_STEPS)
-        batch = agreed.take_batch() if agreed.batch is not None else None
+        batch = agreed.pop_batch() if agreed.batch is not None else None
         if agreed.generation:
-            self._switch(agreed.take_generation(), can_switch)
+            self._switch(agreed.pop_generation(), can_switch)
         elif batch is not None and batch != run.states.shape:
             self._set_shape(batch)
 
@@ -163,11 +163,11 @@ class GroupChanges:
         while True:
             self._controller.failed(generation, cause)
             try:
-                return self._take_next(self._regroup_timeout_s)
+                return self._await_next(self._regroup_timeout_s)
             except CommunicationFailedError as error:
                 cause, generation = str(error), self._membership.generation
 
-    def _take_next(self, timeout_s: float) -> int:
+    def _await_next(self, timeout_s: float) -> int:
         """Wait for a group and enter it; return the number of loader passes that its furthest rank has ended."""
         if self._run.wishes is None:
             spec, communicator = self._taken(timeout_s)
@@ -179,7 +179,7 @@ class GroupChanges:
     def _taken(self, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
         """Return the group with which to continue."""
         try:
-            return self._membership.take_next(timeout_s=timeout_s)
+            return self._membership.await_next(timeout_s=timeout_s)
         except LostGroupError:
             if self._membership.stop_requested:
                 raise WorkerDismissed(stopped=True) from None
@@ -205,7 +205,7 @@ class GroupChanges:
     def _follow(self) -> None:
         """Switch the run to the membership's current group."""
         self._run.group.follow()
-        self._run.consensus.follow_group()
+        self._run.consensus.set_group()
 
     def _go_to(self, spec: GenerationSpec, communicator: Communicator | None) -> int:
         """Enter a formed group; return the number of loader passes that its furthest rank has ended."""
@@ -233,12 +233,12 @@ class GroupChanges:
         run.moment("receiving")
         exchanged = run.states.exchange(communicator, registry, registry.samples, run.ledger)
         if run.ledger.has_left:
-            run.states.progress.follow_passes(exchanged.passes)
+            run.states.progress.advance_passes(exchanged.passes)
         with communicator.together():
             proof = self._set_up(spec, communicator)
         self._steps_waited = 0
         if run.wishes is not None:
-            run.wishes.begin()
+            run.wishes.start()
         pause = run.clock.resume(run.group.generation)
         run.ledger.clear_failure()
         self._set_shape(spec.batch or run.states.shape)
@@ -331,7 +331,7 @@ class GroupChanges:
         try:
             self._ready_to_save(ends=ends)
         except CommunicationFailedError as error:
-            self._run.registry.saving.begin()
+            self._run.registry.saving.start()
             self.regroup(str(error))
 
     def _ready_to_save(self, *, ends: bool) -> None:
@@ -353,7 +353,7 @@ class GroupChanges:
         try:
             self._ready_to_save(ends=True)
         except CommunicationFailedError:
-            self._run.registry.saving.begin()
+            self._run.registry.saving.start()
             return False
         return True
 
@@ -381,7 +381,7 @@ class CollectiveResults:
     contents: list[bytes] = dataclasses.field(default_factory=list)
     place: tuple[int, int] = (0, 0)  # committed steps and ended passes then
 
-    def begin(self, number: int, place: tuple[int, int]) -> None:
+    def start(self, number: int, place: tuple[int, int]) -> None:
         """Drop the recorded results if ``place`` is new: all ranks have reached it, after ``number`` collectives."""
         if place != self.place:
             self.first, self.contents, self.place = number, [], place
@@ -401,7 +401,7 @@ class CollectiveResults:
     def enter_group(self, communicator: Communicator, progress: RunProgress) -> None:
         """Exchange results in a new group: ranks that are behind receive them from one of the furthest ranks."""
         mine, place = progress.collectives, _place(progress)
-        self.begin(mine, place)
+        self.start(mine, place)
         rows = communicator.gather_ints([mine, self.first])
         furthest = max(number for number, _ in rows)
         if all(number == furthest for number, _ in rows):
@@ -472,7 +472,7 @@ class UserCollectives:
         while True:
             number = self._progress.collectives
             self._run.ledger.reach_collective(number)
-            self._results.begin(number, _place(self._progress))
+            self._results.start(number, _place(self._progress))
             known = self._results.of(number)
             if known is not None:
                 self._progress.count_collective()

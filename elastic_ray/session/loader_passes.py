@@ -64,7 +64,7 @@ class LoaderPasses:
         """End a pass that another rank has left by ``break``, in a step that was lost after this rank's last one."""
         if self._run.ledger.depth == 0 and self._changes.furthest_passes > self._run.states.progress.ended_passes:
             loader_pass.end()
-            self._run.states.progress.follow_passes(self._changes.furthest_passes)
+            self._run.states.progress.advance_passes(self._changes.furthest_passes)
 
     def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> bool:
         """Compare the facts that determine a pass's data across ranks, before its first step in each group.
@@ -106,29 +106,29 @@ class LoaderPasses:
             return False
         return True
 
-    def begin_step(self, step: LoaderStep) -> None:
+    def start_step(self, step: LoaderStep) -> None:
         """Start a step, before its first micro-batch is yielded, and call the policies' ``before_step``."""
         run = self._run
         within = run.ledger.round is not None
         if run.registry.drifting and not within and run.ledger.depth == 0 and (step.leads or run.registry.may_train):
-            self._begin_round(step)
-        run.ledger.begin(step)
+            self._start_round(step)
+        run.ledger.start(step)
         if run.ledger.depth == 1:
             if run.meter.on:
-                run.meter.begin_step(goes_on=within)
+                run.meter.start_step(goes_on=within)
             if self._adaptation.active and not within:
                 self._adaptation.before_step(step)
 
-    def _begin_round(self, step: LoaderStep) -> None:
+    def _start_round(self, step: LoaderStep) -> None:
         """Start a round with this step, if the replicas of several ranks differ by design."""
         run = self._run
         if run.group.world_size > 1 and run.registry.drifts:
             steps = run.registry.round_steps if step.leads else 1
             counts = step.to_come(steps) if step.to_come is not None else ()
-            run.ledger.begin_round(step.loader_pass, counts, len(counts) or steps, copies=run.elastic)
+            run.ledger.start_round(step.loader_pass, counts, len(counts) or steps, copies=run.elastic)
             shared = run.shares.stands and run.registry.gives_back and run.registry.may_train  # now, on all ranks
             if shared and run.ledger.trains_in_rounds and len(counts) > 1:
-                run.shares.begin_round(run.states.progress.loader_steps, len(counts))
+                run.shares.start_round(run.states.progress.loader_steps, len(counts))
 
     def makes_step(self, step: LoaderStep) -> bool:
         """True if this rank executes the started step itself; False if another rank does, or the round is lost."""
@@ -182,7 +182,7 @@ class LoaderPasses:
         """
         self.settle()
         self._run.refuse_in_round("no loader may be iterated", "evaluate after the pass, or between epochs")
-        ordinal = self._run.ledger.begin_pass()
+        ordinal = self._run.ledger.start_pass()
         self._catch_up()
         return self._run.states.progress.passes[ordinal]
 
@@ -336,7 +336,7 @@ class LoaderPasses:
             ledger.end_round(None)
             self._end_alone(lost.loader_pass)
             self._changes.regroup(cause)
-            run.tell_once("warning", _LOST_SUMS.format(count=lost.samples), run.group.generation)
+            run.notify_once("warning", _LOST_SUMS.format(count=lost.samples), run.group.generation)
             return True
         ledger.lose_round()
         try:
@@ -421,7 +421,7 @@ class LoaderPasses:
                     run.ledger.leave_steps(0)
                 furthest = self._changes.regroup(str(error))
                 # Others are through: they only differ in code that this rank will run by itself.
-                self._run.states.progress.follow_passes(furthest)
+                self._run.states.progress.advance_passes(furthest)
                 run.ledger.resume(lost, str(error))
         self._leave_pass(loader_pass, total, put_off=put_off)
 
@@ -445,7 +445,7 @@ class LoaderPasses:
         if facts and facts["link"] != self._told and run.elastic and run.group.rank == 0:
             self._told = facts["link"]
             text = f"epoch {facts['epoch']}: {facts['samples']} of {facts['of']} samples were used"
-            run.tell(EventKind.PASS.value, text, {"proof": dict(facts), "number": facts["link"]})
+            run.notify(EventKind.PASS.value, text, {"proof": dict(facts), "number": facts["link"]})
         run.ledger.end_pass(loader_pass)
         if self._run.ledger.depth == 0:
             self._deferred_change = lambda world_size: total >= world_size
@@ -454,7 +454,7 @@ class LoaderPasses:
 
     def settle(self) -> None:
         """Commit each step whose loop was left by ``break``, and end its pass."""
-        while (step := self._run.ledger.take_abandoned()) is not None:
+        while (step := self._run.ledger.pop_abandoned()) is not None:
             loader_pass, total, ended = step.loader_pass, step.total, self._run.states.progress.ended_passes
             self.edge(ends_pass=True, abandoned=True)
             if self._run.states.progress.ended_passes == ended:
@@ -516,7 +516,7 @@ class LoaderPasses:
         run.bound_memory(step)
         if abandoned:
             self._end_alone(step.loader_pass)
-            run.tell("warning", _LOST.format(what="ran out of memory", count=step.count))
+            run.notify("warning", _LOST.format(what="ran out of memory", count=step.count))
 
     def _give_up(self, step: LoaderStep, cause: str) -> None:
         """Give up a lost step whose loop was left: end its pass, and commit it if the model contains its update."""
@@ -531,4 +531,4 @@ class LoaderPasses:
         self._changes.regroup(cause)
         lost = _LOST if run.states.progress.loader_steps == before else _LOST_SUMS
         # Not all ranks come by here: one may have been a step behind, see :meth:`_follow`.
-        self._run.tell_once("warning", lost.format(what="was lost", count=step.count), run.group.generation)
+        self._run.notify_once("warning", lost.format(what="was lost", count=step.count), run.group.generation)

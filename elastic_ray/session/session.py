@@ -116,7 +116,7 @@ class Session:
         )
         self.group, self.states, self.registry, self.ledger = run.group, run.states, run.registry, run.ledger
         self.consensus, self.stragglers, self.optimizers = run.consensus, run.stragglers, run.optimizers
-        self.tell, self.moment = run.tell, run.moment
+        self.notify, self.moment = run.notify, run.moment
         self.adaptation = Adaptation(run, sizes)
         results = CollectiveResults()
         self._changes = GroupChanges(
@@ -211,7 +211,7 @@ class Session:
         self._steps_at_join = self.progress.steps
         if self.registry.folds_random:
             fold_generators(self.rank, self.group.generation, self.progress.loader_steps, joined=self.states.joined)
-        self.ledger.begin_replay()
+        self.ledger.start_replay()
 
     def _join_unit(self) -> None:
         """Act with the other workers of the unit from here on.
@@ -256,7 +256,7 @@ class Session:
         self.states.roll_back()
         return self.states.capture_to_keep(), self.progress
 
-    def begin_epochs(self, epochs: int | None) -> None:
+    def start_epochs(self, epochs: int | None) -> None:
         """Start the loop over remaining epochs; `epochs` is None if the loop counts them itself.
 
         Raises WorkerDismissed, UnsafeStateError: As in :meth:`sync_point`.
@@ -283,11 +283,11 @@ class Session:
         """Return the resume point of a checkpoint saved now; includes a current step that the model contains."""
         return self.ledger.resume_point(self.registry.models.gain)
 
-    def tell_of_early_report(self) -> None:
+    def warn_of_early_report(self) -> None:
         """Warn the job's user, once, that the train function reports before its first epoch."""
         if not self._told_of_early_report:
             self._told_of_early_report = True
-            self.tell(
+            self.notify(
                 "warning",
                 "the train function has called report() before its first epoch: a function that never iterates an "
                 "AdaptiveDataLoader inside `for epoch in elastic_ray.remaining_epochs_until(n):` is refused at its end",
@@ -297,7 +297,7 @@ class Session:
         """Count a call of ``report`` and return its number in the run; ``saves`` if it passes a checkpoint."""
         self.run.agreed.wants_comparison |= saves
         if self.rank and self.run.agreed.is_unrecorded():
-            self.run.tell_once("warning", UNRECORDED, 0)
+            self.run.notify_once("warning", UNRECORDED, 0)
         reports = self.progress.count_report(self.run.agreed.reports)
         self.run.agreed.reports = reports
         return reports
@@ -405,7 +405,7 @@ class Session:
         if alone or not saves:
             return saves
         if not ends:
-            self.tell("storage", f"the end of the run is not saved: other ranks have not returned after {wait_s:g} s")
+            self.notify("storage", f"the end of the run is not saved: other ranks have not returned after {wait_s:g} s")
             return False
         self.consensus.announcer.done()
         return self._changes.before_last_save()

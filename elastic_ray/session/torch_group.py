@@ -447,7 +447,7 @@ class Transfer(EndedWork):
 
         def begin() -> tuple[Any, Announced, int]:
             work = start(self._communicator)
-            return work, *self._announcer.begin_transfer(peer, tag, received=come is not None)
+            return work, *self._announcer.start_transfer(peer, tag, received=come is not None)
 
         self._begun: tuple[Any, Announced, int] | None = self._tried(begin)
 

@@ -178,7 +178,7 @@ class StandaloneController:
         self._planner.observe(report)
         snapshot = self._planner.due(time.monotonic())
         change = self._planner.fitted(fit_snapshot(snapshot)) if snapshot is not None else None
-        if notice := self._planner.take_notice():
+        if notice := self._planner.pop_notice():
             logger.info("%s", notice)
         if change is not None:
             self._choice, reason = change
@@ -197,7 +197,7 @@ class StandaloneController:
     def add_files(self, checkpoint: Any, index: int) -> None:
         """Do nothing: the checkpoint stays where user code wrote it."""
 
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+    def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Log a message for the user."""
         logger.log(logging.INFO if kind == "strategy" else logging.WARNING, "%s", text)
 

@@ -114,7 +114,7 @@ class NamedPieces:
     pieces: Pieces
 
 
-def take_apart(tree: Any) -> tuple[Any, list[NamedPieces]]:
+def split_tree(tree: Any) -> tuple[Any, list[NamedPieces]]:
     """Split a tree into its tensors and a skeleton, in which indices replace the tensors.
 
     Raises NotPlainError: The tree is nested too deeply, or contains itself.

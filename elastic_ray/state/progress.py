@@ -143,13 +143,13 @@ class RunProgress:
         if len(self.epoch_ends) > _MOST_ENDS:
             self.epoch_ends, self.stride = self.epoch_ends[1::2], 2 * self.stride
 
-    def begin_pass(self, ordinal: int) -> None:
+    def start_pass(self, ordinal: int) -> None:
         """Start or continue the epoch's pass number `ordinal`."""
         if ordinal == len(self.passes):
             self.passes.append(PassProgress())
             self.collectives_before = self.collectives
 
-    def forget_passes(self, ordinal: int) -> None:
+    def discard_passes(self, ordinal: int) -> None:
         """Discard the epoch's passes from number `ordinal` on, nested in a step that has ended or is lost."""
         del self.passes[ordinal:]
 
@@ -186,7 +186,7 @@ class RunProgress:
         link = Link.after(self.proof, facts)
         self.proof, self.last_pass = link.link, {**facts, "before": link.before, "link": link.link}
 
-    def follow_passes(self, furthest: int) -> None:
+    def advance_passes(self, furthest: int) -> None:
         """Set the number of ended passes to ``furthest``, another rank's number, if larger."""
         self.ended_passes = max(self.ended_passes, furthest)
         self.collectives_before = self.collectives
@@ -244,7 +244,7 @@ class RunProgress:
             ordinal: Number of loader passes of the epoch that had started when the step did.
         """
         done = copy.deepcopy(self)
-        done.forget_passes(ordinal)
+        done.discard_passes(ordinal)
         done.passes[-1].advance(count)
         done.commit_training(gain)
         return done

@@ -63,7 +63,7 @@ class Replicas:
         """Return the parameters that every rank holds completely, leaving out those of sharded models."""
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Enter a group: discard the previous group's checks, and recorded training modes, which a joiner lacks."""
         self._checked, self.next_check = -1, 0
         self.trained.clear()

@@ -108,7 +108,7 @@ class StartingPoint:
         self._has_state = has_state
         self._taken = False
 
-    def take_checkpoint(self) -> Any:
+    def claim_checkpoint(self) -> Any:
         """Return the checkpoint to user code, which then continues after it; None at the start of a run."""
         self._taken = True
         return self._checkpoint

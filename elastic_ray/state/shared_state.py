@@ -144,11 +144,11 @@ class SharedState:
         """
         self._snapshots = [each.snapshot() for each in self._rollbacks]
 
-    def forget_snapshot(self) -> None:
+    def discard_snapshot(self) -> None:
         """Drop the snapshots of a committed step, which no longer needs rollback."""
         self._snapshots = []
 
-    def begin_round(self) -> None:
+    def start_round(self) -> None:
         """Copy all states at the start of a round (local steps that are committed together), to undo it if lost.
 
         Raises RuntimeError: As in :meth:`snapshot`.
@@ -166,7 +166,7 @@ class SharedState:
         self._round_lost = self._before_round is not None
         if self._before_round is not None:
             self._before_round[0].limit_memory(self.progress.memory_bound)  # what a step has found out holds
-            self._take_progress(copy.deepcopy(self._before_round[0]))
+            self._adopt_progress(copy.deepcopy(self._before_round[0]))
         else:  # a loss in a pass nested in the round has dropped them
             self._take_back()
 
@@ -178,11 +178,11 @@ class SharedState:
             for key, tree in self._copies.tree().items():
                 with _named(key, "go back to the beginning of a round that is lost"):
                     self._states[key].restore(tree)
-            self._take_progress(progress)
+            self._adopt_progress(progress)
             generators.restore()
 
     def roll_back(self) -> None:
-        """Restore the state from :meth:`snapshot` or, within a round, all state from :meth:`begin_round`.
+        """Restore the state from :meth:`snapshot` or, within a round, all state from :meth:`start_round`.
 
         Raises RuntimeError: A state cannot be restored; the message names it.
         """
@@ -267,7 +267,7 @@ class SharedState:
         missing = self._states.keys() - trees.keys()
         if missing:
             raise RuntimeError(f"{_SAME_STATES}, but the others have no {', '.join(sorted(missing))}")
-        self._take_progress(RunProgress.from_state(trees["run"]))
+        self._adopt_progress(RunProgress.from_state(trees["run"]))
         self.shape = None if trees["shape"] is None else BatchChoice(**trees["shape"])
         for key, state in self._states.items():
             if key not in skip:
@@ -289,14 +289,14 @@ class SharedState:
 
     def start_from(self, progress: RunProgress) -> None:
         """Set the progress from which to start, before the first group."""
-        self._take_progress(progress)
+        self._adopt_progress(progress)
 
     @property
     def unique(self) -> bool:
         """True if this worker has state beyond a checkpoint that it loaded, which would be lost with the worker."""
         return self.complete and not self.loaded
 
-    def _take_progress(self, progress: RunProgress) -> None:
+    def _adopt_progress(self, progress: RunProgress) -> None:
         # Loader passes in progress hold on to their PassProgress: refresh these instead of replacing them.
         mine = self.progress.passes
         for own, theirs in zip(mine, progress.passes, strict=False):

@@ -184,12 +184,12 @@ class StepLedger:
         within.made_at[at] = times = within.made_at.get(at, 0) + 1
         return (outer.loader_steps + 1) << 32 | zlib.crc32(f"{at} {times}".encode())
 
-    def begin_epoch(self) -> None:
+    def start_epoch(self) -> None:
         """Restart the numbering of loader passes at a new epoch."""
         self._in_epoch = True
         self.next_ordinal = 0
 
-    def begin_replay(self, *, between_epochs: bool = False) -> None:
+    def start_replay(self, *, between_epochs: bool = False) -> None:
         """Start to replay user code up to the others' position; the received state already contains its effects.
 
         Args:
@@ -215,7 +215,7 @@ class StepLedger:
         if self._replay is not None and self._replay.reach_collective(number):
             self._replay = None
 
-    def begin_pass(self) -> int:
+    def start_pass(self) -> int:
         """Start the epoch's next loader pass; return its number in the epoch.
 
         Raises RuntimeError: A pass over whole batches is in progress.
@@ -228,7 +228,7 @@ class StepLedger:
         ordinal, self.next_ordinal = self.next_ordinal, self.next_ordinal + 1
         if self._replay is not None and self._replay.reach_pass(ordinal):
             self._replay = None
-        self.state.progress.begin_pass(ordinal)
+        self.state.progress.start_pass(ordinal)
         return ordinal
 
     def end_pass(self, ended: PassProgress) -> None:
@@ -242,14 +242,14 @@ class StepLedger:
         if any(step.loader_pass is left for step in (*self._outer, self.step) if step is not None):
             self.abandoned += 1
 
-    def take_abandoned(self) -> LoaderStep | None:
+    def pop_abandoned(self) -> LoaderStep | None:
         """Return the innermost abandoned step, which must now be committed; None if there is none left."""
         if not self.abandoned or self.step is None:
             return None
         self.abandoned -= 1
         return self.step
 
-    def begin_round(self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool) -> None:
+    def start_round(self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool) -> None:
         """Start a round of ``steps`` local steps, which the ranks commit together after averaging their models.
 
         Args:
@@ -257,7 +257,7 @@ class StepLedger:
             copies: Whether to copy the state so that the round can be undone; a group that cannot change needs no copy.
         """
         if copies:
-            self.state.begin_round()
+            self.state.start_round()
         self.round = StepRound(loader_pass, loader_pass.position, self.state.progress.loader_steps, counts, steps)
 
     def leave_rest(self, step: LoaderStep, generation: int, gain: Callable[[float], float]) -> None:
@@ -286,7 +286,7 @@ class StepLedger:
         self.round = None
         self.state.lose_round()
 
-    def begin(self, step: LoaderStep) -> None:
+    def start(self, step: LoaderStep) -> None:
         """Start a step, before its first micro-batch is handed out."""
         if self.step is not None:
             self._around = (self._failure, self.depth) if self._failure is not None else self._around
@@ -365,9 +365,9 @@ class StepLedger:
         if self.step is not None:
             return False
         # Passes nested in the step are over with it: every step counts them from the same number again.
-        self._forget_nested(step)
+        self._discard_nested(step)
         trained = self._updates_asked > 0 or self._trains or (step.given and self.trains_in_rounds)
-        self.state.forget_snapshot()
+        self.state.discard_snapshot()
         if within is not None:
             within.add(step, hashes, trained=trained)
         if trained and not step.taken:
@@ -387,7 +387,7 @@ class StepLedger:
         lost = self.lost_within(gradients_wait=gradients_wait)
         if not lost.nested:
             self.state.roll_back()
-            self._forget_nested(step)
+            self._discard_nested(step)
         return lost
 
     def lost_within(self, *, gradients_wait: bool) -> LostStep:
@@ -409,8 +409,8 @@ class StepLedger:
         step = self.outermost
         return step.loader_pass.position if step is not None else 0, self.state.progress.optimizers_stepped
 
-    def _forget_nested(self, step: LoaderStep) -> None:
-        self.state.progress.forget_passes(step.ordinal)
+    def _discard_nested(self, step: LoaderStep) -> None:
+        self.state.progress.discard_passes(step.ordinal)
         self.next_ordinal = step.ordinal
 
     def mark_training(self) -> None:
@@ -465,7 +465,7 @@ class StepLedger:
             self.lose_round()
         elif not depth and (self._left is None or self._left.depth):
             self.state.roll_back()
-        self._forget_nested(step)
+        self._discard_nested(step)
         self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
 
     def end_left(self, step: LoaderStep) -> bool:
@@ -475,7 +475,7 @@ class StepLedger:
         if not left.depth:
             self.state.roll_back()
         self.state.start_from(left.progress)
-        self._forget_nested(step)
+        self._discard_nested(step)
         self._failure, self._around = None, (None, 0)
         self._follow()
         return step.loader_pass.position > left.position
@@ -574,7 +574,7 @@ class SampleTally:
         self._heard: int | None = None
         self.ended: LoaderStep | StepRound | None = None  # what the vote is about
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Reset the tally when a group is entered."""
         self._heard = None
 

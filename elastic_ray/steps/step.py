@@ -83,7 +83,7 @@ class LoaderStep:
         """Leave this rank's part of the step to be executed by another rank."""
         self.given, self.hashed = True, None if self.hashed is None else int
 
-    def begin_micro(self, micro: int) -> None:
+    def start_micro(self, micro: int) -> None:
         """Start micro-step number ``micro`` of the step, before its micro-batch is handed out."""
         self.micro, self.is_last_micro = micro, micro == self.micro_steps - 1
 

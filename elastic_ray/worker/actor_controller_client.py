@@ -258,9 +258,9 @@ class ActorControllerClient:
     def add_files(self, checkpoint: Any, index: int) -> None:
         problem = self._checkpoints.add(checkpoint, index, self.is_stopping)
         if problem:
-            self.tell(EventKind.WARNING.value, problem, {"number": index})
+            self.notify(EventKind.WARNING.value, problem, {"number": index})
 
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+    def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         logger.log(logging.DEBUG if kind == EventKind.PASS else logging.WARNING, "%s", text)
         self.insist_on(WorkerNotice(worker=self._worker, kind=EventKind(kind), text=text, detail=detail))
 
@@ -332,7 +332,7 @@ class ControllerCaller:
         self._mac = call_mac(assignment.secret, generation, assignment.worker)
         self._told: list[Any] = []
 
-    def tell(self, values: Mapping[str, bytes]) -> None:
+    def notify(self, values: Mapping[str, bytes]) -> None:
         """Publish values to the other members without waiting; if they are refused, the next :meth:`ask` raises."""
         self._told.append(self._call(tells=values))
 

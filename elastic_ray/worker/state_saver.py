@@ -85,12 +85,12 @@ class StateSaver:
 
     def between_steps(self) -> None:
         """Start a checkpoint if one is due. Otherwise the call is almost free."""
-        order = self._saving.take_order() if self._session.run.wishes is None else self._unit_order()
+        order = self._saving.pop_order() if self._session.run.wishes is None else self._unit_order()
         if order is not None:
             self._session.moment("save")
             self._begin(order)
             return
-        self._tell_of_refusals()
+        self._report_refusals()
         due = self._asked or time.monotonic() - self._since_s >= self._interval_s
         units = self._session.run.wishes is not None
         if units or self._off or not due or self._session.rank != 0:
@@ -109,7 +109,7 @@ class StateSaver:
             return None
         if ends:
             run.agree_in_unit(None, saves=True)
-        token = run.wishes.take_save()
+        token = run.wishes.pop_save()
         place = run.unit.place
         return SaveOrder(token=f"{token:09x}", rank=place.position, world_size=place.size) if token else None
 
@@ -135,12 +135,12 @@ class StateSaver:
         except Exception:
             self._give_up("it cannot be copied", exc_info=True)
 
-    def _tell_of_refusals(self) -> None:
+    def _report_refusals(self) -> None:
         """Report that rank 0 gathers the whole state because some ranks cannot write their parts."""
         if self._saving.refusals and not self._refused and self._session.rank == 0:
             self._refused = True
             ranks = self._saving.refusals
-            self._session.tell(
+            self._session.notify(
                 "storage",
                 f"rank 0 gathers the whole state for automatic checkpoints and writes them alone, for {ranks} of the "
                 f"ranks cannot write a part (their logs say why). Where their nodes do not see {self._storage.where}, "
@@ -156,7 +156,7 @@ class StateSaver:
         problem = self.save(until)
         if problem:
             logger.warning("job %s: the end of the run was not saved: %s", self._session.job, problem)
-            self._session.tell("storage", f"the end of the run was not saved: {problem}")
+            self._session.notify("storage", f"the end of the run was not saved: {problem}")
 
     def save(self, until: Callable[[], bool] = lambda: False) -> str:
         """Save this rank's state and wait until it is written, after all ranks have stopped training.
@@ -167,7 +167,7 @@ class StateSaver:
         """
         begin_s = time.monotonic()
         units = self._session.run.wishes is not None
-        order = self._unit_order(ends=True) if units else self._saving.take_order()
+        order = self._unit_order(ends=True) if units else self._saving.pop_order()
         if order is None and self._session.rank != 0:
             return ""
         if order is not None:
@@ -228,7 +228,7 @@ class StateSaver:
             if self._closed.is_set():
                 return  # torch's archive says something else of a file that is left off
             if not self._failing:
-                self._session.tell("storage", f"an automatic checkpoint was not written: {error}")
+                self._session.notify("storage", f"an automatic checkpoint was not written: {error}")
             self._failing = True
             logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
             return
@@ -241,7 +241,7 @@ class StateSaver:
         if self._unseen >= _UNSEEN:
             self._saving.given_up = True
             self._refused = True
-            self._session.tell(
+            self._session.notify(
                 "storage",
                 f"rank 0 gathers the whole state for automatic checkpoints from now on: {error}, where it looks for "
                 f"them, in {self._storage.where}. Set RunConfig(storage_path) to storage that all nodes share",
@@ -276,7 +276,7 @@ class StateSaver:
     def _give_up(self, why: str, *, exc_info: bool = False) -> None:
         self._off = True
         self._parts.refuse(why)
-        self._session.tell("storage", f"the job has no automatic checkpoints: {why}")
+        self._session.notify("storage", f"the job has no automatic checkpoints: {why}")
         logger.warning(
             "job %s: no automatic checkpoints: %s. Report checkpoints with elastic_ray.report(), or switch them off "
             "with ElasticConfig(automatic_checkpoints=False)", self._session.job, why, exc_info=exc_info,

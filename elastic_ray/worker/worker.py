@@ -240,7 +240,7 @@ class Worker:
             return UnitGroup(place, cuda=bool(assignment.gpu_ids), timeout_s=timeout_s)
         caller = ControllerCaller(assignment, 0)
         store = BootstrapStore(caller, timeout_s, rank=place.position, world_size=place.size)
-        store.tell_at_once()
+        store.publish_at_once()
         store.stay_open()  # for groups that user code makes later
         return UnitGroup(place, cuda=bool(assignment.gpu_ids), timeout_s=timeout_s, store=store, host=self._host)
 

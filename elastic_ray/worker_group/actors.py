@@ -33,6 +33,7 @@ _VACATE_S = 0.5
 _ASK_OUTCOME_S = 10.0
 _LOOK_S = 0.1
 _SIBLING_S = 3.0  # after an error in one process of a unit, in which another's death is heard of
+_WARM_MEMORY_BYTES = 2 << 30  # resident memory above which a leaving worker ends instead of waiting for another job
 _WITHDRAWN_S = 2.0  # at the end of a job; Ray tries a group again after a second
 
 
@@ -188,7 +189,7 @@ class WorkerActors:
 
     async def _watch(self, worker: str, actor: Any, token: str, running: Any = None) -> None:
         """Wait for the end of a run or of its process, and report it."""
-        self._tell_end(worker, await self._outcome(actor, token, worker, running))
+        self._notify_end(worker, await self._outcome(actor, token, worker, running))
 
     async def _outcome(self, actor: Any, token: str, worker: str, running: Any) -> RunResult | str:
         """Return how a run has ended, or a string with the reason if its process is gone."""
@@ -236,7 +237,7 @@ class WorkerActors:
                     ends = [each.result() for each in (*done, *more)]
                     failed = [each for each in ends if isinstance(each, str)] or failed
                 if failed:
-                    self._tell_end(worker, failed[0])
+                    self._notify_end(worker, failed[0])
                     return
             for name, each in zip(process_names(worker, self._unit), outcomes, strict=True):
                 end = each.result()
@@ -247,7 +248,7 @@ class WorkerActors:
             for each in outcomes:
                 each.cancel()
 
-    def _tell_end(self, worker: str, end: RunResult | str) -> None:
+    def _notify_end(self, worker: str, end: RunResult | str) -> None:
         """Report how a run ended, or, if ``end`` is a string, that its process was lost for that reason."""
         if isinstance(end, str):
             self._tell(Lost(worker=worker, cause=end))
@@ -308,7 +309,7 @@ class WorkerActors:
                 not kill
                 and result is not None
                 and not result.cuda_used  # its context would hold memory of a GPU that others use now
-                and result.memory_bytes <= self._spec.elastic.warm_worker_memory_bytes
+                and result.memory_bytes <= _WARM_MEMORY_BYTES
             )
             if fit:
                 self._processes.rest(node, actor)

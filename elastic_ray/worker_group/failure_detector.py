@@ -34,7 +34,7 @@ class FailureDetector:
         self._questioned.difference_update(workers)
         self._excused.difference_update(workers)
 
-    def forget(self, *workers: str) -> None:
+    def discard(self, *workers: str) -> None:
         """Stop watching these workers, until :meth:`heard` is called for them again."""
         for worker in workers:
             self._heard_s.pop(worker, None)

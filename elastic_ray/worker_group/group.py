@@ -134,14 +134,14 @@ class WorkerGroup:
         """Send a message to all members of the current generation."""
         self.actors.post([member.worker for member in self.machine.members()], message)
 
-    def begin_again(self, *, waits: bool) -> None:
+    def restart_group(self, *, waits: bool) -> None:
         """Release all workers and request new ones; with ``waits``, end warm processes too, as the job has no nodes."""
         for instruction in self.machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
         if waits:
             self.actors.keep_warm({})
 
-    def take_over(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
+    def recover(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
         """Continue with the surviving workers of an earlier controller, given the registrations of all of them."""
         speakers = [each for each in told if not each.position]
         for each in speakers:
@@ -151,7 +151,7 @@ class WorkerGroup:
             if each.ready is not None:
                 self._planner.open(each.ready.loader)
         self.goal = Allocated(nodes=state.nodes, reason=state.reason)
-        instructions = self.machine.take_over(
+        instructions = self.machine.recover(
             [_survivor(each) for each in speakers],
             self.goal,
             issued=state.issued,
@@ -163,7 +163,7 @@ class WorkerGroup:
         )
         spec = self.machine.current
         if spec is not None:
-            self._planner.take_over(spec, self.actors.gpu_type(spec))
+            self._planner.recover(spec, self.actors.gpu_type(spec))
         for instruction in instructions:
             self._perform(instruction)
 
@@ -181,7 +181,7 @@ class WorkerGroup:
     def beat(self, beat: WorkerHeartbeat) -> None:
         """Update the failure detector with a worker's heartbeat."""
         if beat.ending:
-            self._detector.forget(process_names(beat.worker, beat.position + 1)[beat.position])
+            self._detector.discard(process_names(beat.worker, beat.position + 1)[beat.position])
         elif beat.at is not None and beat.at > self._furthest:
             # No step is committed without every member, however long one of them cannot beat.
             self._furthest = beat.at
@@ -200,14 +200,14 @@ class WorkerGroup:
                 Lost(worker=worker_of(process), cause=f"it has been silent for {silence_s:.1f} s (hung or cut off)")
             )
         for worker in set(self._detector.questionable()) & members:
-            self._background.start(self._look_at(worker))
+            self._background.start(self._check_silent(worker))
         self.take(TimePassed())
         settled = now_s - self.history.settled_s > _WARM_UP_AFTER_S and not self.machine.expects_joiners
         if settled and self.machine.current is not None:  # a process for later would slow the change that is under way
             places = collections.Counter(member.node for member in self.machine.current.members)
             self.actors.keep_warm({node: math.ceil(workers) for node, workers in by_node(places).items()})
 
-    async def _look_at(self, worker: str) -> None:
+    async def _check_silent(self, worker: str) -> None:
         """Check through its node whether a silent worker's process is stopped or only starved."""
         running = await self.actors.is_running(worker, self._spec.elastic.heartbeat_timeout_s / 2)
         if running:
@@ -218,7 +218,7 @@ class WorkerGroup:
     def _on_result(self, worker: str, result: RunResult) -> None:
         if worker not in self._given_up:
             self.returned.add(worker)
-            self._detector.forget(*process_names(worker, self._spec.scheduling.unit_size))
+            self._detector.discard(*process_names(worker, self._spec.scheduling.unit_size))
             self._observer.messages.run_ended(worker, result)
 
     def _on_refusal(self, worker: str, error: Exception, certain: bool) -> None:
@@ -240,7 +240,7 @@ class WorkerGroup:
                 self.actors.launch(self._assignment(instruction))
             case Release(worker=worker, kill=kill, reason=reason):
                 logger.info("job %s: worker %s gives its resources back: %s", self._spec.job, worker, reason)
-                self._detector.forget(*process_names(worker, self._spec.scheduling.unit_size))
+                self._detector.discard(*process_names(worker, self._spec.scheduling.unit_size))
                 if kill:
                     self._given_up.add(worker)
                 self.actors.release(worker, kill=kill)
@@ -282,7 +282,7 @@ class WorkerGroup:
         forming = self.machine.current is None
         if forming:
             self.history.launched(time.monotonic(), time.time())
-        self._detector.forget(*process_names(launch.worker, self._spec.scheduling.unit_size))
+        self._detector.discard(*process_names(launch.worker, self._spec.scheduling.unit_size))
         path, point = self._record.restart_point
         trial = self._spec.trial
         return Assignment(

@@ -40,7 +40,7 @@ class Reconnection:
         self._struck: set[str] = set()
         self._told: dict[str, WorkerReregistration] = {}
 
-    def hear(self, told: WorkerReregistration) -> None:
+    def receive(self, told: WorkerReregistration) -> None:
         """Record a worker's registration, replacing an earlier one."""
         self._told[told.name] = told
         for member in told.spec.members if told.spec is not None else ():

@@ -314,7 +314,7 @@ class Allocator:
         """Return all jobs that could run, as the policy sees them: planned nodes, shared knowledge of the model."""
         return tuple((await self._start()).views(time.time()))
 
-    async def look(self, life: str, after: int) -> AllocatorLook:
+    async def poll(self, life: str, after: int) -> AllocatorLook:
         """Return the data that the web page polls.
 
         Args:
@@ -396,16 +396,16 @@ class Allocator:
             await asyncio.sleep(_POLL_S)
             try:
                 if await self._read() is not None:
-                    self._take_nodes()
+                    self._update_nodes()
                 jobs = len(core.jobs)
                 self._handle(events.TimePassed())
                 if len(core.jobs) < jobs:  # what the workers of one that is silent hold is not to be given away
-                    self._take_nodes()
+                    self._update_nodes()
                 self._scale()
                 self._metrics.tick(time.monotonic(), core, self._scaler.decision if self._scaler is not None else None)
                 self._controllers.ask_the_quiet()
                 self._controllers.spawn(self._knowledge_sync.save())
-                self._controllers.spawn(self._orphans.look({*core.jobs, *self._ended_s}, time.monotonic()))
+                self._controllers.spawn(self._orphans.poll({*core.jobs, *self._ended_s}, time.monotonic()))
             except Exception:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
@@ -425,7 +425,7 @@ class Allocator:
         self._history.append(nodes)
         return nodes
 
-    def _take_nodes(self) -> None:
+    def _update_nodes(self) -> None:
         now_s = time.monotonic()
         self._ended_s = {job: at_s for job, at_s in self._ended_s.items() if now_s - at_s < _FAREWELL_S}
         self._handle(self._nodes_changed(self._usable()))
@@ -453,19 +453,19 @@ class Allocator:
         if self._demand is not None and self._core.settled:
             jobs = [job for job in self._core.snapshot(self._core.recorded).jobs.values() if not job.view.paused]
             waiting = {job.view.job for job in jobs if not job.target}
-            self._demand.look(demand([job.view for job in jobs], waiting, self._ruling.tenants))
+            self._demand.poll(demand([job.view for job in jobs], waiting, self._ruling.tenants))
         if self._scaler is not None and self._core.settled:
             now_s, steady_s = self._clock.read()
             if self._scaler.is_due():
-                self._scaler.look(self._core.views_to_scale_for(now_s), self._present(), steady_s)
+                self._scaler.poll(self._core.views_to_scale_for(now_s), self._present(), steady_s)
 
     def _forget(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
         """Discard an ended job; with ``cluster``, resources that its workers still hold count as others' use."""
-        self._controllers.forget(job)
+        self._controllers.discard(job)
         if cluster is None:
             self._ended_s[job] = time.monotonic()
         if self._scaler is not None:
-            logger.info("job %s has cost %.4f USD", job, self._scaler.forget(job))
+            logger.info("job %s has cost %.4f USD", job, self._scaler.discard(job))
         self._handle(events.JobEnded(job=job, view=view, cluster=cluster))
         self._knowledge_sync.ended(job)
         self._controllers.spawn(self._knowledge_sync.save())

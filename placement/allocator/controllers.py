@@ -39,7 +39,7 @@ class Controllers:
         self._handles[job] = controller
         self._heard_s[job] = time.monotonic()
 
-    def forget(self, job: str) -> None:
+    def discard(self, job: str) -> None:
         """Remove the controller of a job that has ended."""
         self._handles.pop(job, None)
         self._heard_s.pop(job, None)

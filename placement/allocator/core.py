@@ -197,7 +197,7 @@ class AllocatorCore:
         if isinstance(event, events.JobHeartbeat):
             self._hear(event.view, now_s, steady_s)
             if event.cluster is not None:
-                self._take_nodes(event.cluster)
+                self._update_nodes(event.cluster)
         elif isinstance(event, events.JobEnded):
             if event.view is not None:
                 self._nodes.ended(event.view)
@@ -208,10 +208,10 @@ class AllocatorCore:
                         self._knowledge.learn(event.view, now_s)
                     self._knowledge.ended(event.job, now_s)
             if event.cluster is not None:
-                self._take_nodes(event.cluster)
+                self._update_nodes(event.cluster)
         elif isinstance(event, events.NodesChanged):
             self._obtainable = event.obtainable
-            self._take_nodes(event.cluster)
+            self._update_nodes(event.cluster)
         elif isinstance(event, events.NodeForgiven):
             if self._nodes.forgive(event.node, steady_s):
                 self._pending = self._pending or Trigger.NODES
@@ -224,13 +224,13 @@ class AllocatorCore:
                 self._knowledge.recall(event.measurements, now_s)
                 self._pending = self._pending or Trigger.MODEL
         elif isinstance(event, events.TimePassed):
-            self._nodes.forget(steady_s, self._node_ids)
+            self._nodes.discard(steady_s, self._node_ids)
             self._drop_silent(now_s, steady_s)
         if self._settling:
             self._unjudged = True
             return []
         self._judge(event, steady_s)
-        told = self._tell_impossible(steady_s)
+        told = self._report_impossible(steady_s)
         trigger = self._due(steady_s) if isinstance(event, events.TimePassed) or not self._config.rounds else None
         changed: list[Instruction] = list(self._decide(trigger, now_s, steady_s)) if trigger else []
         if isinstance(event, events.JobHeartbeat):
@@ -259,13 +259,13 @@ class AllocatorCore:
             self._settled_s = steady_s + _ALL_HEARD_S
         if self._knowledge is not None:
             self._knowledge.learn(view, now_s)
-        self._nodes.hear(view, steady_s)
+        self._nodes.receive(view, steady_s)
         job = self._jobs.get(view.job)
         if job is None:
             self._jobs[view.job] = KnownJob.arrived(view, steady_s)
             self._hurry(Trigger.ARRIVAL)
             return
-        job.hear(view, steady_s)
+        job.receive(view, steady_s)
         if self._settling:  # nothing was decided yet: what it has is what it is to have
             job.give(dict(view.allocation))
         if self._config.rounds:
@@ -276,7 +276,7 @@ class AllocatorCore:
         elif news:
             self._pending = self._pending or news
 
-    def _take_nodes(self, cluster: Cluster) -> None:
+    def _update_nodes(self, cluster: Cluster) -> None:
         """Store a changed cluster; a decision is urgent if a job waits or some workers no longer fit."""
         if cluster == self._cluster:
             return
@@ -450,12 +450,12 @@ class AllocatorCore:
             if job.judge(None if view.paused or why is None else why.of_unit(view.unit), now_s):
                 self._hurry(Trigger.NODES)
 
-    def _tell_impossible(self, now_s: float) -> list[Instruction]:
+    def _report_impossible(self, now_s: float) -> list[Instruction]:
         """Return one notification for each impossible job, delayed a little for nodes that are just joining."""
         return [
             Unsatisfiable(job=name, reason=job.reason, final=bool(self._obtainable))
             for name, job in self._jobs.items()
-            if job.tell_impossible(now_s, IMPOSSIBLE_S)
+            if job.must_report_impossible(now_s, IMPOSSIBLE_S)
         ]
 
     def _surviving(self, target: Mapping[str, int]) -> dict[str, int]:

@@ -99,7 +99,7 @@ class KnownJob:
         """True if the job has no planned workers and is not paused."""
         return not self.target and not self.view.paused
 
-    def hear(self, view: JobView, now_s: float) -> None:
+    def receive(self, view: JobView, now_s: float) -> None:
         """Store the view in a heartbeat that arrived at ``now_s`` [s, monotonic]."""
         self.view, self.heard_s = view, now_s
 
@@ -134,7 +134,7 @@ class KnownJob:
         self.impossible_since_s, self.told_impossible = None, self.told_impossible and not again
         return again
 
-    def tell_impossible(self, now_s: float, after_s: float) -> bool:
+    def must_report_impossible(self, now_s: float, after_s: float) -> bool:
         """True if no node could have held the job for ``after_s``, and its user has not been notified yet."""
         since_s = self.impossible_since_s
         if since_s is None or self.told_impossible or now_s - since_s < after_s:

@@ -149,7 +149,7 @@ class Autoscaler:
         """Return the costs charged to a job so far; None if the job is unknown. Cheap enough for every heartbeat."""
         return self._bills.get(job)
 
-    def forget(self, job: str) -> float:
+    def discard(self, job: str) -> float:
         """Remove a job that has ended and return its cost [USD]; safe while ``decide`` runs in another thread."""
         self._forgotten.add(job)
         return self._bills.pop(job, Bill()).usd

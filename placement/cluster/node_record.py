@@ -106,7 +106,7 @@ class NodeRecord:
         self._nodes: dict[str, list[_Noted]] = {}
         self._forgiven_s: dict[str, float] = {}
 
-    def hear(self, view: JobView, now_s: float) -> None:
+    def receive(self, view: JobView, now_s: float) -> None:
         """Record the failures that a job reports; ``now_s`` is from a monotonic clock [s]."""
         key = view.job, view.submitted_s
         for told in view.node_failures[-_MOST_TOLD:]:
@@ -132,7 +132,7 @@ class NodeRecord:
         self._forgiven_s[node] = now_s
         return self._nodes.pop(node, None) is not None
 
-    def forget(self, now_s: float, nodes: Collection[str]) -> None:
+    def discard(self, now_s: float, nodes: Collection[str]) -> None:
         """Discard failures that are too old to count, and those on nodes that are not in ``nodes`` (ids)."""
         for node, noted in list(self._nodes.items()):
             self._keep(node, [each for each in noted if node in nodes and now_s - each.at_s <= FORGET_S])

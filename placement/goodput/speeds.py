@@ -43,7 +43,7 @@ class GoodputCache:
     # dual price of a slot by GPU type, as the last decision found them; for those who look on
     prices: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def note_prices(self, prices: Mapping[str, float]) -> None:
+    def record_prices(self, prices: Mapping[str, float]) -> None:
         """Record the dual prices (price per slot, keyed by GPU type) of the latest decision."""
         self.prices.clear()
         self.prices.update(prices)

@@ -143,9 +143,9 @@ class Knowledge:
             before = self._machines.get(gpu)
             self._machines[gpu] = frozenset(kinds)
             if before is not None and not before & kinds:
-                self.forget(gpu)
+                self.discard(gpu)
 
-    def forget(self, gpu: str) -> None:
+    def discard(self, gpu: str) -> None:
         """Discard all observations of a GPU type."""
         for families in self._families.values():
             families.pop(gpu, None)
@@ -156,7 +156,7 @@ class Knowledge:
         """Record the measurements in a job's heartbeat, replacing older ones of the same shape."""
         if view.fingerprint is None:
             return
-        self._lengths.hear(view)
+        self._lengths.receive(view)
         told = self._told_strategies.get(view.job, {})
         for form, found in view.strategies.items():
             if told.get(form) != found:
@@ -397,7 +397,7 @@ class EndedJobs:
         self._ended: dict[str, tuple[KnownLength, ...]] = {}
         self._longest: dict[str, tuple[str, float]] = {}  # by model: the job that has done most, and how much [samples]
 
-    def hear(self, view: JobView) -> None:
+    def receive(self, view: JobView) -> None:
         """Record a job's progress and its declared length."""
         if view.fingerprint is None or view.progress is None or not view.init_batch_size or not view.progress.done:
             return

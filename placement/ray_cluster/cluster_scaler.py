@@ -174,7 +174,7 @@ class ClusterScaler:
         waits = time.monotonic() - self._looked_s < self._config.interval_s
         return not waits and (self._look is None or self._look.done())
 
-    def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
+    def poll(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
         """Start a new decision in the background; call this only if ``is_due``."""
         self._looked_s = time.monotonic()
         self._look = asyncio.get_running_loop().create_task(self._carry_out(list(views), cluster, now_s))
@@ -212,9 +212,9 @@ class ClusterScaler:
             await asyncio.wait([self._look], timeout=_LOOK_S)
         await asyncio.wait_for(asyncio.to_thread(self._requests.withdraw), timeout=_LOOK_S)
 
-    def forget(self, job: str) -> float:
+    def discard(self, job: str) -> float:
         """Remove a job that has ended and return its cost [USD]."""
-        return self._autoscaler.forget(job)
+        return self._autoscaler.discard(job)
 
 
 def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterable[Tenant] = ()) -> Bundles:
@@ -258,7 +258,7 @@ class WaitingDemand:
         self._look: asyncio.Task[None] | None = None
         self.present = False
 
-    def look(self, bundles: Bundles) -> None:
+    def poll(self, bundles: Bundles) -> None:
         """Request these bundles in the background, if a request is due and the last one has finished."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _EVERY_S or (self._look is not None and not self._look.done()):

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from placement.cluster.cluster import MARKET_LABEL
+from placement.cluster.cluster import MARKET_LABEL, SPOT
 from placement.ray_cluster.named_actors import actor_class
 from placement.ray_cluster.notices import AWS_TOKEN, Notice, NoticeConfig, Request, probe, question, read_notice
 from placement.ray_cluster.snapshot import RawNode
@@ -45,10 +45,7 @@ class Watchers:
         wanted = {
             node.node_id
             for node in nodes
-            if self._config.enabled
-            and node.reserved
-            and not node.draining
-            and node.labels.get(MARKET_LABEL) in self._config.markets
+            if self._config.enabled and node.reserved and not node.draining and node.labels.get(MARKET_LABEL) == SPOT
         }
         for node_id in self._actors.keys() - wanted:
             ray.kill(self._actors.pop(node_id))
@@ -86,7 +83,7 @@ class NoticeWatcher:
                             "node %s is a spot node, but no cloud answers at %s: it may go without notice",
                             self._node_id[:8], self._config.address,
                         )  # fmt: skip
-                notice = await asyncio.to_thread(self._metadata.look, cloud) if cloud is not None else None
+                notice = await asyncio.to_thread(self._metadata.poll, cloud) if cloud is not None else None
                 if notice is not None:
                     await asyncio.to_thread(drain, self._node_id, notice)
                     return
@@ -126,7 +123,7 @@ class Metadata:
                 return cloud
         return None
 
-    def look(self, cloud: str) -> Notice | None:
+    def poll(self, cloud: str) -> Notice | None:
         """Return the cloud's notice that it will reclaim this machine; None if there is none.
 
         Raises:

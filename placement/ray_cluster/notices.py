@@ -27,19 +27,17 @@ class NoticeConfig(NamesArguments):
         cloud: "aws", "gcp" or "azure"; "auto" detects the cloud from the metadata server.
         address: Address of the metadata server.
         poll_s: Polling interval [s].
-        markets: Values of the label ``ray.io/market-type`` whose nodes are watched.
         enabled: False disables the watch.
 
     Examples:
         >>> from placement import NoticeConfig
-        >>> NoticeConfig(poll_s=5.0).markets
-        ('spot',)
+        >>> NoticeConfig(poll_s=5.0).cloud
+        'auto'
     """
 
     cloud: str = "auto"
     address: str = "http://169.254.169.254"
     poll_s: float = 2.0
-    markets: tuple[str, ...] = ("spot",)
     enabled: bool = True
 
     def __post_init__(self) -> None:

@@ -85,7 +85,7 @@ class Orphans:
         except Exception as error:  # they are found again before long
             logger.warning("the placement groups of job %s were not released: %s", job, error)
 
-    async def look(self, known: Collection[str], now_s: float) -> None:
+    async def poll(self, known: Collection[str], now_s: float) -> None:
         """Release groups that have long had no known job, and delete notes of dead controllers.
 
         Args:
@@ -95,7 +95,7 @@ class Orphans:
         if now_s - self._looked_s < _EVERY_S:
             return
         self._looked_s = now_s
-        await self._look_for_notes(now_s)
+        await self._find_notes(now_s)
         try:
             jobs = await asyncio.to_thread(groups.of_jobs)
             holders = await asyncio.to_thread(_holders, [group for group, job in jobs.items() if job not in known])
@@ -108,7 +108,7 @@ class Orphans:
         except Exception as error:  # the control store may be away for a moment
             logger.warning("placement groups could not be looked at: %s", error)
 
-    async def _look_for_notes(self, now_s: float) -> None:
+    async def _find_notes(self, now_s: float) -> None:
         """Delete the notes of dead controllers, at most once every ``_NOTES_EVERY_S``; errors are only logged."""
         if now_s - self._looked_for_notes_s < _NOTES_EVERY_S:
             return

@@ -356,7 +356,7 @@ def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_p
                 world.end(job, now_s)
         present = [job for job in present if job.finished_s is None]
         for job in present:
-            world.hear(job, now_s)
+            world.receive(job, now_s)
         world.tick(now_s)
         heapq.heappush(rounds, now_s + round_s)
         if on_progress is not None and now_s % 3600.0 < round_s:

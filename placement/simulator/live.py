@@ -78,13 +78,13 @@ class LiveDriver:
     def arrive(self, job: SimulatedJob, now_s: float) -> None:
         job.arrive(now_s)
         self._present[job.name] = job
-        self._world.hear(job, now_s)
+        self._world.receive(job, now_s)
 
     def tick(self, now_s: float) -> None:
         for job in list(self._present.values()):
             self._advance(job, now_s)
         for job in list(self._present.values()):
-            self._world.hear(job, now_s)
+            self._world.receive(job, now_s)
         self._world.tick(now_s)
         self._at(now_s + self._pace.heartbeat_s, self.tick)
 
@@ -103,7 +103,7 @@ class LiveDriver:
         if job.name in self._present:
             self._advance(job, now_s)
         if job.name in self._present:
-            self._world.hear(job, now_s)
+            self._world.receive(job, now_s)
 
     def _disturb(self, happens: Sequence[tuple[Kind, str]], now_s: float) -> None:
         """Apply everything that happens to nodes at one moment, and notify the allocator once."""
@@ -196,7 +196,7 @@ class ScalingDriver(LiveDriver):
         self._obtainable = obtainable(provider.types)
 
     def arrive(self, job: SimulatedJob, now_s: float) -> None:
-        self._tell_nodes(now_s)
+        self._send_nodes(now_s)
         super().arrive(job, now_s)
         self._scale(now_s)
 
@@ -210,14 +210,14 @@ class ScalingDriver(LiveDriver):
         decision = self._autoscaler.decide(self._world.core.views(now_s), nodes, now_s)
         self._released = frozenset(decision.release)
         for machine in self._provider.want(decision.nodes, now_s):
-            self._at(machine.ready_s, self._marking(machine, self._ready, self._tell_nodes))
+            self._at(machine.ready_s, self._marking(machine, self._ready, self._send_nodes))
             if machine.gone_s < float("inf"):
                 notice_s = max(machine.gone_s - self._notice_s, machine.since_s)
                 self._at(notice_s, self._marking(machine, self._noticed, self._scale))
                 leave_s = max(machine.gone_s - min(_LEAVE_S, self._notice_s), machine.since_s)
-                self._at(leave_s, self._marking(machine, self._ending, self._tell_nodes))
+                self._at(leave_s, self._marking(machine, self._ending, self._send_nodes))
                 self._at(machine.gone_s, functools.partial(self._lose, machine))
-        self._tell_nodes(now_s)
+        self._send_nodes(now_s)
         self._let_go(now_s)
 
     def _let_go(self, now_s: float) -> None:
@@ -228,7 +228,7 @@ class ScalingDriver(LiveDriver):
             self._provider.give_back(node, now_s)
             self._ready.discard(node)
         if empty:
-            self._tell_nodes(now_s)
+            self._send_nodes(now_s)
 
     def _marking(self, machine: Machine, marked: set[str], act: Callable[[float], None]) -> Callable[[float], None]:
         """Return an event that marks a machine, if it is still rented, and acts on that."""
@@ -250,7 +250,7 @@ class ScalingDriver(LiveDriver):
         self._provider.give_back(node_id, now_s)
         self._ready.discard(node_id)
         self._world.lose_nodes({node_id}, now_s)
-        self._tell_nodes(now_s)
+        self._send_nodes(now_s)
         self._scale(now_s)
 
     def _nodes(self, away: Collection[str]) -> Cluster:
@@ -258,7 +258,7 @@ class ScalingDriver(LiveDriver):
         machines = self._provider.machines
         return Cluster(nodes=tuple(machines[n].node for n in sorted(self._ready))).draining(away)
 
-    def _tell_nodes(self, now_s: float) -> None:
+    def _send_nodes(self, now_s: float) -> None:
         cluster = self._nodes(self._ending | self._released)
         if cluster != self._told:
             self._told = cluster

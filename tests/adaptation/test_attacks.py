@@ -22,11 +22,11 @@ class Worker:
 
     def __init__(self, *policies: Policy) -> None:
         self.applied, self.told = list[Request](), list[str]()
-        self.runner = PolicyRunner(self, self.tell, self.tell)
+        self.runner = PolicyRunner(self, self.notify, self.notify)
         self.runner.add(policies)
         self.steps = 0
 
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+    def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         self.told.append(text)
 
     def apply(self, request: Request, values: SharedValues) -> str:
@@ -276,7 +276,7 @@ def test_whoever_dies_whenever_all_ranks_have_applied_the_same(
                 worker.take(furthest.state())
             workers = [*survivors, *newcomers]
             for worker in workers:
-                worker.runner.ballot.begin()
+                worker.runner.ballot.start()
         while alone.steps < workers[0].steps:
             step([alone])
         for worker in workers:

@@ -57,5 +57,5 @@ def test_each_policy_has_its_own_verdict_once_per_group() -> None:
     assert ballot.take() == (Verdict.AGREED, Verdict.NOTHING, Verdict.DIFFERENT)
     assert ballot.take() == ()
     ballot.conclude(sums, 2)
-    ballot.begin()
+    ballot.start()
     assert ballot.take() == ()

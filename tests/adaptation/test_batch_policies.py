@@ -141,8 +141,6 @@ def test_another_form_is_refused_with_an_example(text: str) -> None:
         (lambda: NoiseScaleBatch(growth=1), ValueError, r"\(growth\) must be above 1, but got 1"),
         (lambda: NoiseScaleBatch(every=2.5), TypeError, r"\(every\) must be a whole number, but got 2.5"),
         (lambda: NoiseScaleBatch(min_batch_size=64, max_batch_size=32), ValueError, r"\(max_batch_size\).* least 64"),
-        (lambda: NoiseScaleBatch(strict=1), TypeError, r"\(strict\) must be True or False"),
-        (lambda: NoiseScaleBatch(deadline_s=0), ValueError, r"\(deadline_s\) must be above 0"),
         (lambda: BatchSchedule({}), TypeError, "with an entry"),
         (lambda: BatchSchedule([1, 2]), TypeError, r"must be a mapping or a text"),
         (lambda: BatchSchedule({0: 0}), ValueError, r"schedule's batch\) must be at least 1, but got 0"),

@@ -45,7 +45,7 @@ class Parts:
 def hear(parts: Parts, *messages: Any) -> None:
     intake = WorkerMessages(None, parts, None)
     for message in messages:
-        asyncio.run(intake.hear(message))
+        asyncio.run(intake.receive(message))
 
 
 def notice(text: str, **detail: Any) -> WorkerNotice:
@@ -73,7 +73,7 @@ def test_batch_event_says_that_a_policy_has_set_it() -> None:
 def test_why_a_batch_stays_is_no_change_of_it() -> None:
     """Programs read both sizes of each ``batch`` event; a notice has none."""
     seen: list[tuple[Any, str]] = []
-    planner = SimpleNamespace(fitted=lambda model: None, take_notice=lambda: "batch 32 stays: no signal")
+    planner = SimpleNamespace(fitted=lambda model: None, pop_notice=lambda: "batch 32 stays: no signal")
     events = SimpleNamespace(note=lambda kind, text: seen.append((kind, text)))
     parts: Any = SimpleNamespace(
         planner=planner,

@@ -52,7 +52,7 @@ def step(ranks: list[Rank], number: int, *, lost: bool = False) -> None:
     for rank, before in zip(ranks, remembered, strict=True):
         rank.runner.ballot.conclude(sums, len(ranks))
         if lost:
-            rank.runner.ballot.begin()
+            rank.runner.ballot.start()
             rank.runner.restore(before)
         else:
             rank.runner.settle(number)

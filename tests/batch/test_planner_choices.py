@@ -116,7 +116,7 @@ def test_reports_count_for_the_type_of_their_generation() -> None:
 def test_a_generation_that_was_taken_over_goes_on() -> None:
     planner, _ = planner_on("T4")
     group = dataclasses.replace(plan(2, 5), batch=BatchChoice(atomic_bsz=100), equal_shares=True)
-    planner.take_over(group, "V100")
+    planner.recover(group, "V100")
     assert planner.equal_shares and planner.tuner is not None
     planner.observe(report(2, BatchChoice(atomic_bsz=100), generation=5))
     planner.choose(plan(3, 6), "T4")
@@ -125,7 +125,7 @@ def test_a_generation_that_was_taken_over_goes_on() -> None:
     planner.close()
     assert set(planner.observations) == {"V100"}
     without = BatchPlanner()
-    without.take_over(group, "V100")
+    without.recover(group, "V100")
     assert without.tuner is None
 
 

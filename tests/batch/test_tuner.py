@@ -527,7 +527,7 @@ def test_why_a_batch_stays_is_told_once_per_cause() -> None:
         snapshot = planner.due(float(number))
         assert snapshot is not None
         assert planner.fitted(fit_snapshot(snapshot)) is None, "no growth without a signal"
-        notices += [notice] if (notice := planner.take_notice()) else []
+        notices += [notice] if (notice := planner.pop_notice()) else []
     [notice] = notices
     assert notice.startswith("the batch stays 64: no signal: after 16 estimates")
 

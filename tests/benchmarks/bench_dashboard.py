@@ -170,7 +170,7 @@ class Changing(StoredPage):
         first = dataclasses.replace(self._now.jobs[0], step=step, progress=None)
         self._now = dataclasses.replace(self._now, jobs=(first, *self._now.jobs[1:]))
 
-    def look(self, now_s: float) -> PageSnapshot:
+    def poll(self, now_s: float) -> PageSnapshot:
         """Everything on the page."""
         return self._now
 

@@ -106,7 +106,7 @@ class Meter:
 
     def by_layers(self, step: int, rows: Sequence[Any]) -> tuple[Estimate, list[Any]]:
         """One step's estimate, and its gradient."""
-        self.norms.begin(step, self.batch, [self.bucket], lambda bucket: self.factors)
+        self.norms.start(step, self.batch, [self.bucket], lambda bucket: self.factors)
         self.gradient(rows)
         found = self.norms.end()
         assert found is not None, "layers show it"

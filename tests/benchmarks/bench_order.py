@@ -104,7 +104,7 @@ def join(source: MapBatches, epoch: int) -> Any:
     """Come to the first batch, as a worker does that joins in the middle of an epoch."""
     cut = StepSplit(batch_size=RANKS * LOCAL_BATCH, micro_steps=1, world_size=RANKS, rank=3, drop_last=False)
     position = len(source.indices(epoch)) // 2
-    source.begin(epoch, position, cut, new_pass=True)
+    source.start(epoch, position, cut, new_pass=True)
     source.step(epoch, position, cut)
     source.facts(epoch)
     return source.fetch()

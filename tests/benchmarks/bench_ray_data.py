@@ -48,9 +48,9 @@ class Notes:
 
     def __init__(self, folder: str, rank: int) -> None:
         self._file = Path(folder) / f"rank-{rank}"
-        self.begin()
+        self.start()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """An epoch begins."""
         self._began_s, self._first_s = time.time(), 0.0
         self._rows = self._later = 0
@@ -81,7 +81,7 @@ def elastic_loop(config: dict[str, Any]) -> None:
     loader = er.AdaptiveDataLoader(er.get_dataset_shard("train"), batch_size=LOCAL_BATCH * WORKERS)
     notes = Notes(config["notes"], er.get_context().get_world_rank())
     for _ in er.remaining_epochs_until(EPOCHS):
-        notes.begin()
+        notes.start()
         for batch in loader:
             notes.batch(len(batch["y"]))
         notes.end()
@@ -94,7 +94,7 @@ def ray_train_loop(config: dict[str, Any]) -> None:
     shard: Any = ray.train.get_dataset_shard("train")
     notes = Notes(config["notes"], ray.train.get_context().get_world_rank())
     for _ in range(EPOCHS):
-        notes.begin()
+        notes.start()
         for batch in shard.iter_torch_batches(batch_size=LOCAL_BATCH):
             notes.batch(len(batch["y"]))
         notes.end()

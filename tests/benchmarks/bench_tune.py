@@ -119,7 +119,7 @@ def elastic_loop(config: dict[str, Any]) -> None:
     for epoch in er.remaining_epochs_until(MOST_EPOCHS):
         for step, (x, y) in enumerate(loader):
             if step == 0:
-                log.begin()
+                log.start()
             optimizer.zero_grad()
             time.sleep(len(x) * config["sample_s"])
             torch.nn.functional.cross_entropy(model(x), y).backward()
@@ -150,7 +150,7 @@ def plain_loop(config: dict[str, Any]) -> None:
     for epoch in range(first, MOST_EPOCHS):
         for step, (x, y) in enumerate(loader):
             if step == 0:
-                log.begin()
+                log.start()
             optimizer.zero_grad()
             time.sleep(len(x) * config["sample_s"] / slots)
             torch.nn.functional.cross_entropy(model(x), y).backward()

@@ -30,7 +30,7 @@ class WorkLog:
         self._trial = trial
         self._last_s: float | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """The first batch of an epoch has come."""
         self._last_s = time.time()
 

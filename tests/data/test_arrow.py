@@ -162,7 +162,7 @@ def test_each_row_exactly_once_while_the_group_changes(folder: Path) -> None:
 
 
 def test_memory_holds_few_row_groups_and_reads_each_once(folder: Path) -> None:
-    dataset = Counting(folder, buffer_row_groups=3, cache_row_groups=6)
+    dataset = Counting(folder, buffer_row_groups=3)
     order = dataset.epoch_order(0, 0)[:]
     for first in range(0, ROWS, 16):
         dataset.__getitems__(order[first : first + 16].tolist())
@@ -246,7 +246,6 @@ def test_what_cannot_work_says_why(folder: Path, tmp_path: Path) -> None:
     fails(ValueError, "scheme of 'floppy://a/b' must be one", "floppy://a/b")
     fails(TypeError, "pyarrow's or fsspec's, but got int", folder, filesystem=3)
     fails(ValueError, "buffer_row_groups must be at least 1, but got 0", folder, buffer_row_groups=0)
-    fails(ValueError, "cache_row_groups must be at least", folder, cache_row_groups=3)
     fails(ValueError, "must have at least 1 row", write(tmp_path / "none.parquet", 0, 0))
     fails(ValueError, "must be Parquet", folder / "README.md")
     with pytest.raises(IndexError, match=r"in 0\.\.499, but got 500\.\.500"):

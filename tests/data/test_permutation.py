@@ -182,7 +182,7 @@ def test_what_is_computed_ahead_is_what_each_step_takes(
             batch_size=batch_size, micro_steps=micro_steps, world_size=world_size, rank=rank, drop_last=False
         )
         position = 0
-        source.begin(0, position, cut, new_pass=True)
+        source.start(0, position, cut, new_pass=True)
         while (step := source.step(0, position, cut)).sizes:
             count = sum(map(sum, step.sizes))
             taken += [fetch() for fetch in step.fetches]

@@ -144,7 +144,7 @@ def test_a_streams_end_is_far_until_it_is_known() -> None:
     """The total of a pass is what is known to be there: what is left allows a change of group, or not."""
     batches = StreamBatches(Numbers(11), seed=0, collate=list)
     cut = StepSplit(batch_size=4, micro_steps=1, world_size=2, rank=1, drop_last=False)
-    batches.begin(0, 0, cut, new_pass=True)
+    batches.start(0, 0, cut, new_pass=True)
     found, position = [], 0
     while True:
         step = batches.step(0, position, cut)

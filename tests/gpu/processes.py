@@ -36,7 +36,7 @@ class _Caller:
     def __init__(self, child: _Child, generation: int) -> None:
         self._child, self._generation = child, generation
 
-    def tell(self, values: Mapping[str, bytes]) -> None:
+    def notify(self, values: Mapping[str, bytes]) -> None:
         self._child.say("meet", 0, self._generation, dict(values), (), 0.0)
 
     def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
@@ -130,7 +130,7 @@ class _Child(ControllerClient):
     def add_files(self, checkpoint: Any, index: int) -> None:
         raise NotImplementedError
 
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+    def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         self.say("told", kind, text)
 
     def tracker_dir(self) -> str:
@@ -401,7 +401,7 @@ class ProcessJob:
         deadline = time.monotonic() + seconds
         while True:
             with self.news:
-                self.look()
+                self.poll()
                 if until():
                     return
                 left = deadline - time.monotonic()
@@ -409,7 +409,7 @@ class ProcessJob:
                     raise TimeoutError(f"hangs: {what}")
                 self.news.wait(min(left, 0.02))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Leave lost workers out."""
         now_s = time.monotonic()
         lost = []

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ray.communication.communicator import GradientGroup, _form_gloo
-from elastic_ray.communication.nccl import begin_nccl
+from elastic_ray.communication.nccl import start_nccl
 from elastic_ray.monitoring.measures import OPERATIONS
 from tests.gpu.trained import STRATEGIES, check
 
@@ -24,7 +24,7 @@ def backend_of_one(device: torch.device) -> Any:
     """As a generation forms it."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     if device.type == "cuda":
-        return begin_nccl(store, 0, 1, 10.0)
+        return start_nccl(store, 0, 1, 10.0)
     return _form_gloo(store, 0, 1, dist.ProcessGroupGloo.create_device(hostname="127.0.0.1"), time.monotonic() + 10.0)
 
 

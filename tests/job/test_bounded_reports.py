@@ -59,7 +59,7 @@ def test_the_oldest_of_too_many_lines_are_counted() -> None:
     for line in "abcd":
         backlog.add(line)
     assert (len(backlog), backlog.dropped, "a" in backlog, "b" in backlog) == (3, 1, False, True)
-    assert backlog.take() == ("b", "c", "d") and backlog.tell_dropped() == 1 and backlog.tell_dropped() == 0
+    assert backlog.take() == ("b", "c", "d") and backlog.pop_dropped() == 1 and backlog.pop_dropped() == 0
     for line in "efgh":
         backlog.add(line)
     assert (len(backlog), backlog.dropped) == (6, 1), "what is being written stays, and e is gone"

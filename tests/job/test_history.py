@@ -66,12 +66,12 @@ def test_checkpoint_is_expected_soon_after_the_first_start_only() -> None:
 
 def test_time_of_a_start_is_told_while_it_lasts() -> None:
     history = SizeHistory(0.0)
-    assert history.starting_s(9.0) == 0.0 and history.told_of_start(9.0) == {}
+    assert history.starting_s(9.0) == 0.0 and history.start_detail(9.0) == {}
     history.launched(10.0, 110.0)
-    assert history.starting_s(12.5) == 2.5 and history.told_of_start(12.5) == {"start_s": 2.5}
+    assert history.starting_s(12.5) == 2.5 and history.start_detail(12.5) == {"start_s": 2.5}
     assert history.starting_s(9.0) == 0.0, "a clock that is behind"
     history.start_ended()
-    assert history.told_of_start(20.0) == {} and history.start_s == 0.0 and history.launched_at_s is None
+    assert history.start_detail(20.0) == {} and history.start_s == 0.0 and history.launched_at_s is None
     history.settled(note(EventKind.STARTED, 1), 30.0)
     assert history.start_s == 0.0 and not history.saves_soon(60.0), "what started was no group"
 

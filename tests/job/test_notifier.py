@@ -57,7 +57,7 @@ def test_an_end_is_told_and_a_long_wait_once(mailbox: tuple[type[_Mailbox], str]
         for now_s in (200.0, 250.0, 261.0):
             told.tick(JobPhase.WAITING, "preempted", now_s)
         await told._background.finish(10.0)
-        await told.tell("failed", "ValueError: no")
+        await told.notify("failed", "ValueError: no")
 
     asyncio.run(live())
     assert [(each["event"], each["reason"]) for each in handler.told] == [
@@ -76,7 +76,7 @@ def test_call_that_fails_is_a_warning_without_the_address(
     monkeypatch.setattr(shutdown, "_DEADLINE_S", 0.5)
 
     def tell(address: str) -> str:
-        asyncio.run(Notifier(spec(elastic=er.ElasticConfig(webhook=address)), warned.append).tell("finished", ""))
+        asyncio.run(Notifier(spec(elastic=er.ElasticConfig(webhook=address)), warned.append).notify("finished", ""))
         return warned.pop()
 
     handler.status = 500

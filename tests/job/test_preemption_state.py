@@ -12,7 +12,7 @@ BACK = Allocated(nodes={"n": 2}, reason="room again")
 def test_last_that_was_said_and_the_first_reason_count() -> None:
     preemption = Preemption(timeout_s=60.0)
     assert not preemption.active and preemption.end() is None
-    preemption.begin(AWAY, 10.0)
+    preemption.start(AWAY, 10.0)
     preemption.follow(BACK)
     assert preemption.active and preemption.reason == AWAY.reason
     assert preemption.lasted_s(12.5) == 2.5 and preemption.end() == BACK
@@ -22,14 +22,14 @@ def test_last_that_was_said_and_the_first_reason_count() -> None:
 def test_workers_are_told_at_once_and_again_every_second() -> None:
     preemption = Preemption(timeout_s=60.0)
     assert not preemption.remind(5.0)
-    preemption.begin(AWAY, 10.0)
+    preemption.start(AWAY, 10.0)
     assert [preemption.remind(10.0 + 0.25 * tick) for tick in range(9)] == [tick % 4 == 0 for tick in range(9)]
 
 
 def test_it_fails_without_a_worker_to_save_or_time() -> None:
     preemption = Preemption(timeout_s=60.0)
     assert preemption.failed(1e9, ()) == "", "there is none"
-    preemption.begin(AWAY, 10.0)
+    preemption.start(AWAY, 10.0)
     assert preemption.failed(70.0, {"w1"}) == ""
     assert "lost" in preemption.failed(11.0, ())
     assert "within join_timeout_s=60" in preemption.failed(70.1, {"w1"})

@@ -37,7 +37,7 @@ def test_units_that_lack_a_process_are_left_out(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(reconnection, "_SILENT_S", 0.1)
     asked = reconnection.Reconnection(noted("w1", "w1.1", "w2", "w2.1"), 2)
     for each in (told("w2"), told("w1", 1), told("w1")):
-        asked.hear(each)
+        asked.receive(each)
     found = asyncio.run(asked.complete())
     assert sorted((each.worker, each.position) for each in found) == [("w1", 0), ("w1", 1)]
 
@@ -45,5 +45,5 @@ def test_units_that_lack_a_process_are_left_out(monkeypatch: pytest.MonkeyPatch)
 def test_workers_by_themselves_are_whole() -> None:
     asked = reconnection.Reconnection(noted("w1", "w2"), 1)
     for each in (told("w2"), told("w1")):
-        asked.hear(each)
+        asked.receive(each)
     assert {each.worker for each in asyncio.run(asked.complete())} == {"w1", "w2"}

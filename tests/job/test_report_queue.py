@@ -125,8 +125,8 @@ def test_a_report_no_longer_kept_ends_the_wait() -> None:
 def test_run_continues_after_report_that_it_had_come_to() -> None:
     async def scenario() -> None:
         report_queue = ReportQueue()
-        report_queue.begin_after(4)
-        report_queue.begin_after(2)
+        report_queue.start_after(4)
+        report_queue.start_after(2)
         assert report_queue.wanted(None) == 5
         report_queue.put(report(5))
         found = await report_queue.next(None, 1.0)

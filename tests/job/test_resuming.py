@@ -187,7 +187,7 @@ def test_bad_moment_of_storage_is_not_an_empty_one(storage: RunStorage, tmp_path
     async def run() -> StoredProgress:
         writer = RecordWriter(told, record, Background(), lambda what: None)
         hanging.fail("run/checkpoint")
-        looking = asyncio.create_task(writer.look(30.0))
+        looking = asyncio.create_task(writer.poll(30.0))
         await until(lambda: "a bad moment" in record.waiting)
         assert not looking.done()
         hanging.answer()
@@ -222,7 +222,7 @@ def test_job_waiting_for_storage_says_so_and_can_stop(tmp_path: Path, journal: J
         opening = asyncio.create_task(job.open())
 
         def says_so() -> bool:
-            job.tell_others(time.monotonic())
+            job.update_observers(time.monotonic())
             return "storage hanging://run has not answered for" in job.status().note
 
         await until(says_so)
@@ -249,13 +249,13 @@ def test_events_are_written_once_storage_is_back_in_order(tmp_path: Path, journa
             trouble("events")
             for part in range(3):
                 job.events.storage(f"{number}.{part}")
-                job.tell_others(time.monotonic())
+                job.update_observers(time.monotonic())
                 await asyncio.sleep(0.05)
             job.record.events[-1].to_json()
             hanging.answer()
 
             def written() -> bool:
-                job.tell_others(time.monotonic())
+                job.update_observers(time.monotonic())
                 return len(storage.read_events()) == len(job.record.events)
 
             await until(written)
@@ -280,7 +280,7 @@ def test_new_controller_continues_where_files_of_one_before_end(tmp_path: Path, 
             )
 
         def written() -> bool:
-            first.tell_others(time.monotonic())
+            first.update_observers(time.monotonic())
             return len(storage.read_events()) == 2 and len(storage.read_reports(4, 1203)) == 1200
 
         await until(written)

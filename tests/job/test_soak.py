@@ -71,7 +71,7 @@ class World:
         carried_out = getattr(self, f"_{fault.kind.name.lower()}")(fault)
         print(f"{fault}: {carried_out}", flush=True)
 
-    def look(self, *, over: bool = False) -> None:
+    def poll(self, *, over: bool = False) -> None:
         """Undo what has lasted long enough; all of it when it is ``over``."""
         due = [entry for entry in self._later if over or time.monotonic() >= entry[0]]
         self._later = [entry for entry in self._later if entry not in due]
@@ -200,7 +200,7 @@ class Load:
         self._sweeps: concurrent.futures.Future[None] = concurrent.futures.Future()
         threading.Thread(target=self._run_sweeps, daemon=True).start()  # after a failure nobody waits for it
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Begin new jobs for those that have ended."""
         for folder in [folder for folder, job in self._running.items() if job.done()]:
             self.ended[folder] = self._running.pop(folder)
@@ -217,7 +217,7 @@ class Load:
             left = f"{self._running}, sweep: {'over' if self._sweeps.done() else 'running'}"
             assert time.monotonic() < deadline, f"not ended: {left}"
             time.sleep(0.2)
-            self.look()
+            self.poll()
         self._sweeps.result()
 
     def _submit(self) -> None:
@@ -257,7 +257,7 @@ class Load:
                 trace.mkdir(parents=True)
             space = {"trace": tune.grid_search([str(trace) for trace in traces]), "epochs": 8, "pause_s": 0.05}
             grid = tune.Tuner(
-                tuning.elastic(trainer, keep_s=5.0),
+                tuning.elastic(trainer),
                 param_space=space,
                 tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=2),
                 run_config=tune.RunConfig(storage_path=str(self._folder / f"sweep{number}"), verbose=0),
@@ -295,11 +295,11 @@ def test_every_job_ends_whole_and_nothing_is_left(
     begin_s = time.monotonic()
     for fault in faults:
         while time.monotonic() < begin_s + fault.at_s:
-            world.look()
-            load.look()
+            world.poll()
+            load.poll()
             time.sleep(0.1)
         world.suffer(fault)
-    world.look(over=True)
+    world.poll(over=True)
     world.add_nodes(2)
     load.finish(time.monotonic() + PATIENCE_S)
     check(load)

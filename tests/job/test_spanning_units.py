@@ -10,7 +10,7 @@ import pytest
 import elastic_ray as er
 from elastic_ray.events import EventKind
 from elastic_ray.faults import Faults
-from elastic_ray.observe.process_look import look_at
+from elastic_ray.observe.process_look import inspect_process
 from placement.cluster.cluster import parts
 from tests.job import unit_jobs
 from tests.job.jobs import kinds, wait_until
@@ -41,7 +41,7 @@ def test_units_span_nodes_and_one_node_dies(ray_cluster: Any, tmp_path: Path) ->
     wait_until(lambda: handle.status().workers == 2, handle)
     places = [worker.node for worker in handle.workers()]
     assert sorted(name for place in places for name in parts(place)) == sorted(node.node_id for node in nodes)
-    assert "train" in look_at(handle.workers()[0], "stack"), "of its first process, on the node of that"
+    assert "train" in inspect_process(handle.workers()[0], "stack"), "of its first process, on the node of that"
     last = next(node for node in nodes if node.node_id in parts(places[-1]))
     ray_cluster.remove_node(last)
     wait_until(lambda: EventKind.FAILURE in kinds(handle), handle, 60)

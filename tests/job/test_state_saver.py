@@ -32,7 +32,7 @@ class Rank0:
     def may_save(self) -> bool:
         return True
 
-    def tell(self, kind: str, text: str) -> None:
+    def notify(self, kind: str, text: str) -> None:
         self.told.append(f"{kind}: {text}")
 
     @property

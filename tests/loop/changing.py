@@ -125,7 +125,7 @@ class _Link:
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         self._job.outcome.reports[index] = dict(metrics)
 
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+    def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         notice = (kind, text, dict(detail))
         told = self._job.outcome.passes if kind == "pass" else self._job.outcome.told
         if "number" not in detail or notice not in told:  # as the job's controller

@@ -34,7 +34,7 @@ def train(nonfinite: str, bad_rank: int, value: float, micro: int | None = None,
         loader.autoscale_batch_size(8, local_bsz_bounds=(1, micro), gradient_accumulation=True)
     session = current_session()
     told: list[tuple[str, str, Any]] = []
-    session.controller.tell = lambda kind, text, detail: told.append((kind, text, dict(detail)))
+    session.controller.notify = lambda kind, text, detail: told.append((kind, text, dict(detail)))
     error = ""
     try:
         for _epoch in er.remaining_epochs_until(1):
@@ -205,7 +205,7 @@ def scaled(fused: bool, nonfinite: str) -> dict[str, Any]:
     loader = er.AdaptiveDataLoader(rows(64), batch_size=8)
     session = current_session()
     told: list[str] = []
-    session.controller.tell = lambda kind, text, detail: told.append(text)
+    session.controller.notify = lambda kind, text, detail: told.append(text)
     for _epoch in er.remaining_epochs_until(1):
         for (x,) in loader:
             optimizer.zero_grad()
@@ -246,7 +246,7 @@ def unwrapped(which: str) -> list[str]:
     torch.manual_seed(1)
     told: list[str] = []
     session = current_session()
-    session.controller.tell = lambda kind, text, detail: told.append(text)
+    session.controller.notify = lambda kind, text, detail: told.append(text)
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     optimizer, stranger = (torch.optim.SGD(each.parameters(), 0.01) for each in (model, other))
     wrapped = er.AdaptiveDataParallel(model, optimizer) if which != "none" else model

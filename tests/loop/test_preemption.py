@@ -117,11 +117,11 @@ def test_who_waits_for_cure_is_not_woken_by_preemption() -> None:
     membership.post(StopJob(save=True))
     begin_s = time.monotonic()
     with pytest.raises(LostGroupError):
-        membership.take_next(timeout_s=0.3)
+        membership.await_next(timeout_s=0.3)
     assert time.monotonic() - begin_s >= 0.3
     membership.post(StopJob())
     with pytest.raises(LostGroupError):
-        membership.take_next(timeout_s=60.0)
+        membership.await_next(timeout_s=60.0)
 
 
 def test_of_as_many_steps_the_later_save_is_further(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def by_hand(epochs: int) -> Any:
     """As a framework's loop counts them."""
     counted = Epochs(epochs)
     while not counted.done:
-        yield counted.begin_epoch()
+        yield counted.start_epoch()
         counted.end_epoch()
 
 
@@ -89,7 +89,7 @@ def test_what_a_checkpoint_or_a_rerun_keeps_has_them() -> None:
     for states in (saved, kept):
         session = session_of(states)
         er.register_state("counter", later)
-        session.begin_epochs(1)
+        session.start_epochs(1)
         assert later.steps == 7 and later.mean.tolist() == [1.0] * 3
         later = Counter()
     set_session(None)
@@ -146,15 +146,15 @@ def test_a_state_that_could_only_be_pickled_is_named() -> None:
 def test_epochs_are_begun_and_ended_in_turn() -> None:
     set_session(None)
     epochs = Epochs(1)
-    with pytest.raises(RuntimeError, match="without begin_epoch"):
+    with pytest.raises(RuntimeError, match="without start_epoch"):
         epochs.end_epoch()
-    assert epochs.begin_epoch() == 0
+    assert epochs.start_epoch() == 0
     with pytest.raises(RuntimeError, match="called twice"):
-        epochs.begin_epoch()
+        epochs.start_epoch()
     epochs.end_epoch()
     assert epochs.done
     with pytest.raises(RuntimeError, match="all 1 epochs have been trained"):
-        epochs.begin_epoch()
+        epochs.start_epoch()
     set_session(None)
     with pytest.raises(ValueError, match="0 or more"):
         Epochs(-1)

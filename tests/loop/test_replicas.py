@@ -245,7 +245,7 @@ def test_not_all_short_passes_are_followed_by_a_check() -> None:
     assert checked[:4] == [5, 10, 15, 20] and 1000 in checked
     gaps = [after - before for before, after in itertools.pairwise(checked)]
     assert max(gaps) == 100 and len(checked) < 30
-    replicas.begin()
+    replicas.start()
     assert replicas.due(1001, at_end=True), "the first pass in a group is"
 
 
@@ -489,7 +489,7 @@ def reporting(ranks_that_do: tuple[int, ...]) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     wrapped = er.AdaptiveDataParallel(model, optimizer)
     session, told = current_session(), list[str]()
-    session.controller.tell = lambda kind, text, detail: told.append(text)
+    session.controller.notify = lambda kind, text, detail: told.append(text)
     for _ in er.remaining_epochs_until(5):
         for x, y in er.AdaptiveDataLoader(rows(), batch_size=24):
             optimizer.zero_grad()

@@ -120,9 +120,9 @@ def test_norms_of_buckets_on_two_gpus_add_up(gpus: tuple[int, ...]) -> None:
     statistics = GradientStatistics(NoiseTracker(torch.optim.SGD([torch.zeros(1)], 0.1), 3), GradientMeter(Monitor))
     statistics.rebuilt(3)
     step: Any = SimpleNamespace(micro_steps=1, init_batch_size=4, halved=False)
-    statistics.begin_step(step, 0, replicas=2, exact=True, spacing=1)
+    statistics.start_step(step, 0, replicas=2, exact=True, spacing=1)
     with FakeTensorMode():
-        statistics.begin_pass()
+        statistics.start_pass()
         for group, gpu in ((0, gpus[0]), (0, gpus[1]), (1, gpus[0])):  # nothing of group 2 is trained
             statistics.add(_Measured(group, gpu), 1.0)
         found = statistics.local_norms()

@@ -19,7 +19,7 @@ class State:
     def snapshot(self) -> None:
         self.asked.append("snapshot")
 
-    def forget_snapshot(self) -> None:
+    def discard_snapshot(self) -> None:
         self.asked.append("forget")
 
     def roll_back(self) -> None:
@@ -35,8 +35,8 @@ def gain(scale: float) -> float:
 
 def begun(ledger: StepLedger, state: State, **options: int) -> LoaderStep:
     """A step of the epoch's next pass."""
-    step = step_of(state.progress.passes[ledger.begin_pass()], ledger.next_ordinal, **options)
-    ledger.begin(step)
+    step = step_of(state.progress.passes[ledger.start_pass()], ledger.next_ordinal, **options)
+    ledger.start(step)
     return step
 
 
@@ -48,7 +48,7 @@ def state() -> State:
 @pytest.fixture
 def ledger(state: State) -> StepLedger:
     ledger = StepLedger(state)
-    ledger.begin_epoch()
+    ledger.start_epoch()
     return ledger
 
 
@@ -86,7 +86,7 @@ def test_what_a_survivor_has_applied_is_not_applied_again(ledger: StepLedger, st
     ledger.clear_failure()
     ledger.resume(lost, "gone")
     assert state.asked == ["snapshot", "roll back"] and not ledger.failed
-    ledger.begin(step_of(first.loader_pass))
+    ledger.start(step_of(first.loader_pass))
     assert not ledger.may_apply()
     assert ledger.may_apply()
 
@@ -94,7 +94,7 @@ def test_what_a_survivor_has_applied_is_not_applied_again(ledger: StepLedger, st
 def test_only_the_last_micro_step_applies(ledger: StepLedger, state: State) -> None:
     step = begun(ledger, state, micro_steps=2)
     assert ledger.accumulating and not ledger.may_apply()
-    step.begin_micro(1)
+    step.start_micro(1)
     assert not ledger.accumulating and ledger.may_apply()
 
 
@@ -142,14 +142,14 @@ def test_pass_within_lost_step_continues_before_step_is_lost(ledger: StepLedger,
     state.progress.commit(1)  # as another rank had made the inner pass's step, which is not the one that is lost
     ledger.resume(lost, "gone")
     assert ledger.failure == "gone"
-    ledger.begin(step_of(inner.loader_pass))
+    ledger.start(step_of(inner.loader_pass))
     assert not ledger.failed
     ledger.fail("gone, too")
     assert ledger.failure == "gone, too"
     again = ledger.undo(ledger.end())
     ledger.clear_failure()
     ledger.resume(again, "gone, too")
-    ledger.begin(step_of(inner.loader_pass))
+    ledger.start(step_of(inner.loader_pass))
     assert not ledger.failed
     ledger.commit(ledger.end(), 1, gain)
     assert ledger.failure == "gone, too" and not ledger.may_apply()
@@ -180,15 +180,15 @@ def test_reduced_gradients_waiting_for_update_go_with_their_group(
 
 
 def test_who_joins_within_an_epoch_replays_it_without_effects(ledger: StepLedger, state: State) -> None:
-    state.progress.begin_pass(0)
-    state.progress.begin_pass(1)
+    state.progress.start_pass(0)
+    state.progress.start_pass(1)
     state.progress.add_sums([((0, 0), "loss", 1.0)])
-    ledger.begin_replay()
+    ledger.start_replay()
     assert ledger.replaying and not ledger.may_apply()
     state.progress.add_sums([((0, 0), "loss", 5.0)])
     state.progress.count_report(0)
-    assert ledger.begin_pass() == 0 and ledger.replaying
-    assert ledger.begin_pass() == 1 and not ledger.replaying
+    assert ledger.start_pass() == 0 and ledger.replaying
+    assert ledger.start_pass() == 1 and not ledger.replaying
     assert state.progress.sums == {(0, 0): {"loss": 1.0}} and state.progress.reports == 0
     assert state.asked == ["snapshot", "roll back"]
 
@@ -196,13 +196,13 @@ def test_who_joins_within_an_epoch_replays_it_without_effects(ledger: StepLedger
 def test_left_steps_are_given_back_once_innermost_first(ledger: StepLedger, state: State) -> None:
     outer, inner = begun(ledger, state), begun(ledger, state)
     ledger.abandon(PassProgress())
-    assert ledger.take_abandoned() is None, "none of these"
+    assert ledger.pop_abandoned() is None, "none of these"
     ledger.abandoned = ledger.depth
-    assert ledger.take_abandoned() is inner
+    assert ledger.pop_abandoned() is inner
     ledger.end()
-    assert ledger.take_abandoned() is outer
+    assert ledger.pop_abandoned() is outer
     ledger.end()
-    assert ledger.take_abandoned() is None
+    assert ledger.pop_abandoned() is None
 
 
 def test_checkpoint_counts_step_whose_update_is_in_the_model(ledger: StepLedger, state: State) -> None:
@@ -233,21 +233,21 @@ def test_a_nested_steps_accumulators_are_numbered_by_position(ledger: StepLedger
     nested = begun(ledger, state)
     first = [ledger.number_in_step("here") for _ in range(2)]
     ledger.undo(ledger.end())
-    ledger.begin(step_of(nested.loader_pass, nested.ordinal))
+    ledger.start(step_of(nested.loader_pass, nested.ordinal))
     assert [ledger.number_in_step("here") for _ in range(2)] == first
     ledger.commit(ledger.end(), 1, gain)
-    ledger.begin(step_of(nested.loader_pass, nested.ordinal))
+    ledger.start(step_of(nested.loader_pass, nested.ordinal))
     assert len({ledger.number_in_step("here"), *first, around}) == 4
     assert outer.made_at == {"[] here": 1}, "what nested steps made is not kept"
 
 
 def test_a_pass_over_whole_batches_neither_trains_nor_nests(ledger: StepLedger, state: State) -> None:
-    ledger.begin_pass()
-    ledger.begin(step_of(state.progress.passes[0], whole=True))
+    ledger.start_pass()
+    ledger.start(step_of(state.progress.passes[0], whole=True))
     with pytest.raises(RuntimeError, match="for evaluation"):
         ledger.mark_training()
     with pytest.raises(RuntimeError, match="no loader may be iterated"):
-        ledger.begin_pass()
+        ledger.start_pass()
 
 
 def test_left_nested_steps_keep_the_outermost_snapshot(ledger: StepLedger, state: State) -> None:
@@ -271,7 +271,7 @@ def test_leaving_the_outermost_step_later_rolls_back(ledger: StepLedger, state: 
 def test_left_code_sees_its_sums_of_lost_rounds(ledger: StepLedger, state: State) -> None:
     """It may divide by them."""
     first = PassProgress()
-    ledger.begin_round(first, (), 1, copies=False)
+    ledger.start_round(first, (), 1, copies=False)
     begun(ledger, state)
     state.progress.sums = {(0, 0): {"samples": 8.0}}
     ledger.leave_steps(0)

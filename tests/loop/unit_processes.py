@@ -110,7 +110,7 @@ class _Parent:
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None: ...
 
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+    def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         self.send("told", kind, text)
 
     def tracker_dir(self) -> str:

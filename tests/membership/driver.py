@@ -87,7 +87,7 @@ class Driver:
         self.ledger = Ledger()
         self.log: list[Instruction] = []
 
-    def tell(self, stimulus: Stimulus, *, after_s: float = 0.0) -> list[Instruction]:
+    def notify(self, stimulus: Stimulus, *, after_s: float = 0.0) -> list[Instruction]:
         """Hand a stimulus over; performs a reset as the controller does, in the middle of the instructions."""
         self.now_s += after_s
         if isinstance(stimulus, Lost):
@@ -102,41 +102,41 @@ class Driver:
 
     def tick(self, after_s: float = 0.0) -> list[Instruction]:
         """Let time pass."""
-        return self.tell(TimePassed(), after_s=after_s)
+        return self.notify(TimePassed(), after_s=after_s)
 
     def target(self, **nodes: int) -> list[Instruction]:
         """The allocator's word."""
-        return self.tell(Allocated(nodes=nodes, reason="test"))
+        return self.notify(Allocated(nodes=nodes, reason="test"))
 
     def replace(self, *workers: str, after_s: float = 0.0) -> list[Instruction]:
         """These are too slow."""
-        return self.tell(Replace(workers=frozenset(workers), reason="slow"), after_s=after_s)
+        return self.notify(Replace(workers=frozenset(workers), reason="slow"), after_s=after_s)
 
     def reserved(self, *workers: str) -> list[Instruction]:
         """Their resources are there."""
-        return [i for worker in workers for i in self.tell(Reserved(worker=worker))]
+        return [i for worker in workers for i in self.notify(Reserved(worker=worker))]
 
     def ready(self, *workers: str, has_state: bool = False, loaded: int = 0) -> list[Instruction]:
         """They have built everything."""
         told = [Ready(worker=worker, has_state=has_state, loaded=loaded) for worker in workers]
-        return [i for stimulus in told for i in self.tell(stimulus)]
+        return [i for stimulus in told for i in self.notify(stimulus)]
 
     def switched(self, generation: int, *workers: str, pause_s: float = 0.1) -> list[Instruction]:
         """They train in that generation."""
         told = [Switched(worker=w, generation=generation, pause=Pause(state_s=pause_s)) for w in workers]
-        return [i for stimulus in told for i in self.tell(stimulus)]
+        return [i for stimulus in told for i in self.notify(stimulus)]
 
     def left(self, worker: str) -> list[Instruction]:
         """Its train function has unwound."""
-        return self.tell(Left(worker=worker))
+        return self.notify(Left(worker=worker))
 
     def finished(self, *workers: str) -> list[Instruction]:
         """Their train functions have returned."""
-        return [i for worker in workers for i in self.tell(Finished(worker=worker))]
+        return [i for worker in workers for i in self.notify(Finished(worker=worker))]
 
     def lost(self, worker: str, cause: str = "its process died") -> list[Instruction]:
         """It died."""
-        return self.tell(Lost(worker=worker, cause=cause))
+        return self.notify(Lost(worker=worker, cause=cause))
 
     def join(self, *workers: str) -> list[Instruction]:
         """Reserved, launched and ready."""

@@ -69,7 +69,7 @@ class LocalCaller:
         mac = call_mac(secret or controller.secret, generation, worker)
         self._controller, self._fields = controller, {"generation": generation, "worker": worker, "mac": mac}
 
-    def tell(self, values: Mapping[str, bytes]) -> None:
+    def notify(self, values: Mapping[str, bytes]) -> None:
         self._controller.call(BootstrapCall(tells=values, **self._fields))
 
     def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:

@@ -147,7 +147,7 @@ class SimJob:
 
     # -- the controller ----------------------------------------------------------------------------------------
 
-    def tell(self, stimulus: Stimulus) -> None:
+    def notify(self, stimulus: Stimulus) -> None:
         """Something reaches the controller, which acts as ``JobController._take`` does."""
         if isinstance(stimulus, Lost):
             self.ledger.dead.add(stimulus.worker)
@@ -162,23 +162,23 @@ class SimJob:
 
     def send(self, stimulus: Stimulus) -> None:
         """A worker's message to the controller; it may overtake others."""
-        self.soon(0.15, lambda: self.tell(stimulus))
+        self.soon(0.15, lambda: self.notify(stimulus))
 
     def _tick(self) -> None:
         for record in self.machine.members():
             hung_s = self.workers[record.worker].hung_s
             if hung_s is not None and self.now_s - hung_s > SILENCE_S:
-                self.tell(Lost(worker=record.worker, cause="it has been silent"))
-        self.tell(TimePassed())
+                self.notify(Lost(worker=record.worker, cause="it has been silent"))
+        self.notify(TimePassed())
         self.after(TICK_S, self._tick)
 
     def lose_controller(self) -> None:
         """The controller's process dies; Ray restarts it in a while. What is told meanwhile is lost."""
         if not self.away and not self.done:
             self.away = True
-            self.soon(4.0, self._take_over, at_least_s=0.5)
+            self.soon(4.0, self._adopt_trainer, at_least_s=0.5)
 
-    def _take_over(self) -> None:
+    def _adopt_trainer(self) -> None:
         """A new controller hears the workers out, and releases what none of them holds."""
         self.away, before = False, self.machine
         if self.done:
@@ -188,7 +188,7 @@ class SimJob:
         self.machine = JobMembership(before.config, first_most=self.most, named=before.named)
         noted = self.random.choice([before.issued, max(0, before.issued - 1)])  # the last may not have been noted
         reached = Allocated(nodes=self._target, reason="test")
-        instructions = self.machine.take_over(
+        instructions = self.machine.recover(
             survivors,
             reached,
             issued=noted,
@@ -247,7 +247,7 @@ class SimJob:
             if worker in self._asked and node not in self.dead_nodes and taken < self.capacity[str(node)]:
                 self._asked.remove(worker)
                 self._granted[worker] = str(node)
-                self.tell(Reserved(worker=worker))
+                self.notify(Reserved(worker=worker))
 
     def _release(self, worker: str, kill: bool) -> None:
         if worker in self._asked:
@@ -308,7 +308,7 @@ class SimJob:
     def target(self, nodes: dict[str, int]) -> None:
         """The allocator's word."""
         self._target = nodes
-        self.tell(Allocated(nodes=nodes, reason="test"))
+        self.notify(Allocated(nodes=nodes, reason="test"))
 
     def living(self) -> list[SimWorker]:
         """Processes that run."""
@@ -322,7 +322,7 @@ class SimJob:
         """A process dies; Ray tells the controller in a while."""
         if self.workers[worker].alive:
             self.workers[worker].die()
-            self.soon(1.0, lambda: self.tell(Lost(worker=worker, cause="its process died")), at_least_s=0.02)
+            self.soon(1.0, lambda: self.notify(Lost(worker=worker, cause="its process died")), at_least_s=0.02)
 
     def kill_node(self, node: str) -> None:
         """A node dies with all that runs on it."""

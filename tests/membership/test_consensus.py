@@ -44,7 +44,7 @@ class Part:
         self.heard: list[tuple[list[float], int]] = []
         self.resting: Sequence[float] | None = None
 
-    def begin(self) -> None: ...
+    def start(self) -> None: ...
 
     def size(self, world_size: int) -> int:
         return 2
@@ -74,7 +74,7 @@ class Rank:
         self.consensus = RankConsensus(
             group, self.agreed, self.replicas, ledger, self.parts, self.warnings.append, lambda: last_epoch
         )
-        self.consensus.follow_group()
+        self.consensus.set_group()
 
 
 def test_what_rides_on_control_sums_reaches_its_part_once() -> None:
@@ -149,7 +149,7 @@ class Writer:
     def standing(self) -> Readiness:
         return Readiness.READY
 
-    def begin(self) -> None: ...
+    def start(self) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_ranks_without_a_wish_agree_on_nothing() -> None:
     assert _summed(*ranks) == [0.0] * CONTROL_SIZE
     for each in ranks:
         assert (each.generation, each.stop, each.preempted, each.batch) == (0, False, False, None)
-        assert not each.comparison and not each.saves and not each.take_consensus()
+        assert not each.comparison and not each.saves and not each.pop_consensus()
 
 
 @pytest.mark.parametrize(("ahead", "agreed"), [((2, 2, 2), 7), ((1, 2, 1), 0), ((0, 2, 2), 0), ((1, 1, 1), 6)])
@@ -198,8 +198,8 @@ def test_a_generation_is_agreed_on_once_all_prepared_it(ahead: tuple[int, ...], 
     ranks = [_agreed(prepared_ahead=each) for each in ahead]
     sums = _summed(*ranks)
     assert sums[:2] == [sum(ahead), sum(each * each for each in ahead)]
-    assert [each.take_generation() for each in ranks] == [agreed] * 3
-    assert [each.take_generation() for each in ranks] == [0] * 3, "once"
+    assert [each.pop_generation() for each in ranks] == [agreed] * 3
+    assert [each.pop_generation() for each in ranks] == [0] * 3, "once"
 
 
 def test_one_rank_suffices_to_stop_or_preempt_for_good() -> None:
@@ -216,7 +216,7 @@ def test_the_batch_is_the_first_ranks_wish_alone(accum_steps: int) -> None:
     wish = BatchChoice(atomic_bsz=8, accum_steps=accum_steps)
     ranks = [_agreed(wanted_batch=wish), _agreed(wanted_batch=BatchChoice(atomic_bsz=3))]
     _summed(*ranks)
-    assert [each.take_batch() for each in ranks] == [wish, wish] and ranks[0].take_batch() is None
+    assert [each.pop_batch() for each in ranks] == [wish, wish] and ranks[0].pop_batch() is None
     ranks = [_agreed(), _agreed(wanted_batch=wish)]
     _summed(*ranks)
     assert [each.batch for each in ranks] == [None, None]
@@ -226,11 +226,11 @@ def test_first_rank_asks_for_consensus_and_comparison_once_each() -> None:
     ranks = [_agreed(), _agreed()]
     ranks[0].wants_consensus = True
     _summed(*ranks)
-    assert [each.take_consensus() for each in ranks] == [True, True]
-    assert not ranks[0].take_consensus() and not ranks[0].comparison and not ranks[0].saves
+    assert [each.pop_consensus() for each in ranks] == [True, True]
+    assert not ranks[0].pop_consensus() and not ranks[0].comparison and not ranks[0].saves
     ranks[0].wants_comparison = True
     _summed(*ranks)
-    assert [(each.comparison, each.saves, each.take_consensus()) for each in ranks] == [(True, True, False)] * 2
+    assert [(each.comparison, each.saves, each.pop_consensus()) for each in ranks] == [(True, True, False)] * 2
     ranks[0].comparison = False
     _summed(*ranks)
     assert not ranks[0].comparison and ranks[1].comparison, "each rank notes its own"
@@ -238,7 +238,7 @@ def test_first_rank_asks_for_consensus_and_comparison_once_each() -> None:
     ranks[1].wants_consensus = True
     assert _summed(*ranks)[7] == 0.0, "only the first rank's wish counts"
     ranks[1].generation, ranks[1].batch = 4, BatchChoice(atomic_bsz=1)
-    ranks[1].begin()
+    ranks[1].start()
     assert not ranks[1].comparison and not ranks[1].saves and (ranks[1].generation, ranks[1].batch) == (0, None)
 
 
@@ -496,7 +496,7 @@ class Slow(Writer):
     def standing(self) -> Readiness:
         return self.outcome if self.asked else Readiness.NOT_YET
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self.begun += 1
 
 
@@ -511,39 +511,39 @@ def test_a_rank_not_ready_is_waited_for_unless_ending() -> None:
     ranks[0].serve(Writer())
     slow = Slow(Readiness.NOT_YET)
     ranks[1].serve(slow)
-    assert _decided(ranks) == [Saving.LATER] * 2 and ranks[0].take_order() is None
+    assert _decided(ranks) == [Saving.LATER] * 2 and ranks[0].pop_order() is None
     assert _decided(ranks, now=True) == [Saving.ALONE] * 2 and ranks[0].together
     slow.outcome = Readiness.NEVER
     assert _decided(ranks) == [Saving.ALONE] * 2
     assert [each.refusals for each in ranks] == [1, 1] and not ranks[0].together
-    ranks[0].begin()
+    ranks[0].start()
     assert ranks[0].together, "another group's refusal does not count"
     slow.outcome = Readiness.READY
     assert _decided(ranks) == [Saving.TOGETHER] * 2
-    orders = [each.take_order() for each in ranks]
+    orders = [each.pop_order() for each in ranks]
     assert orders[0] is not None and orders[1] is not None and orders[0].token == orders[1].token != "0" * 9
     assert [(each.rank, each.world_size) for each in orders if each] == [(0, 2), (1, 2)]
-    assert ranks[0].take_order() is None, "once"
+    assert ranks[0].pop_order() is None, "once"
 
 
 def test_the_control_sums_say_what_a_ballot_would() -> None:
     ranks = [SaveAgreement(), SaveAgreement()]
     for each in ranks:
         each.serve(Writer())
-    assert ranks[0].take_heard(2) == ()
+    assert ranks[0].pop_sums(2) == ()
     sums = [sum(each) for each in zip(*(each.values(n, 2) for n, each in enumerate(ranks)), strict=True)]
     assert len(sums) == ranks[0].size(2) == 4
     for number, each in enumerate(ranks):
         each.conclude(sums, 2)
-        heard = each.take_heard(2)
-        assert heard == (2.0, *sums) and each.take_heard(2) == ()
+        heard = each.pop_sums(2)
+        assert heard == (2.0, *sums) and each.pop_sums(2) == ()
         assert each.decide(heard, number, 2, now=False) is Saving.TOGETHER
     token = (round(sums[0]) << 16) + round(sums[1])
-    order = ranks[1].take_order()
+    order = ranks[1].pop_order()
     assert order is not None and int(order.token, 16) == token > 0
     ranks[0].conclude(sums, 2)
-    ranks[0].begin()
-    assert ranks[0].take_heard(2) == (), "they were another group's"
+    ranks[0].start()
+    assert ranks[0].pop_sums(2) == (), "they were another group's"
 
 
 def test_without_a_writer_a_rank_says_never_prepares_nothing() -> None:
@@ -556,7 +556,7 @@ def test_without_a_writer_a_rank_says_never_prepares_nothing() -> None:
     assert nobody.together and nobody.values(0, 2)[2:] == [1.0, 0.0]
     nobody.prepare(0, 2)
     assert writer.asked == 1 and nobody.values(0, 2)[2:] == [0.0, 0.0]
-    nobody.begin()
+    nobody.start()
     assert writer.begun == 1
     nobody.given_up = True
     nobody.prepare(0, 2)
@@ -568,5 +568,5 @@ def test_the_critical_batch_is_that_of_rank_0() -> None:
     _summed(*ranks)
     assert [each.critical_batch for each in ranks] == [192] * 3
     for each in ranks:
-        each.begin()
+        each.start()
     assert {each.critical_batch for each in ranks} == {None}, "joiners know none before their first step"

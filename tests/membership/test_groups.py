@@ -250,7 +250,7 @@ class Held(LocalCaller):
     def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
         self._asked += 1
         if self._asked == 2:  # all are here; now they tell each other where they listen
-            self.tell(tells)
+            self.notify(tells)
             self.listens.update(tells)
             assert self._go.wait(20.0)
         return super().ask(keys, wait_s, tells)
@@ -336,7 +336,7 @@ def test_ranks_that_send_long_after_forming_find_each_other() -> None:
             BootstrapStore(LocalCaller(controller, f"w{rank + 1}", 1), 0.5, rank=rank, world_size=2) for rank in (0, 1)
         )
         for store in (first, second):
-            store.tell_at_once()
+            store.publish_at_once()
         time.sleep(0.6)  # longer than a group may take to form
         first.set("0:1", b"an id")
         with pytest.raises(RuntimeError, match="timed out waiting for 0:1"):
@@ -355,7 +355,7 @@ def test_what_is_set_is_told_also_without_waiting() -> None:
         first, second = (
             BootstrapStore(LocalCaller(controller, f"w{rank + 1}", 1), 5.0, rank=rank, world_size=2) for rank in (0, 1)
         )
-        LocalCaller(controller, "w1", 1).tell({"a/0": b"1", "b/0": b"2"})
+        LocalCaller(controller, "w1", 1).notify({"a/0": b"1", "b/0": b"2"})
         assert second.get("a/0") == b"1"
         second.set("b/1", b"3")
         assert second.get("b/1") == b"3"
@@ -367,5 +367,5 @@ def test_a_rank_may_have_hundreds_of_peers() -> None:
     """NCCL has the first of each pair tell something."""
     with local_controller() as controller:
         caller = LocalCaller(controller, "w1", 1)
-        caller.tell({f"0:{peer}": b"an id" for peer in range(1, 500)})
+        caller.notify({f"0:{peer}": b"an id" for peer in range(1, 500)})
         assert len(caller.ask(("0:499",), 5.0, {})) == 499

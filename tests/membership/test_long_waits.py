@@ -41,11 +41,11 @@ def on_announcers(act: Act) -> list[Any]:
 
 def test_an_outdated_wait_is_no_disagreement_after_many_messages() -> None:
     def act(announcer: Announcer, rank: int) -> None:
-        told = announcer.begin_transfer(1 - rank, 0, received=bool(rank))
+        told = announcer.start_transfer(1 - rank, 0, received=bool(rank))
         if rank:
             announcer.speak_in_transfer(*told, 0, -math.inf)
         for _ in range(200):
-            announcer.begin_transfer(1 - rank, 0, received=bool(rank))
+            announcer.start_transfer(1 - rank, 0, received=bool(rank))
         vote(announcer)
 
     assert on_announcers(act) == [None, None]
@@ -54,11 +54,11 @@ def test_an_outdated_wait_is_no_disagreement_after_many_messages() -> None:
 def test_a_large_message_on_its_way_is_waited_for() -> None:
     def act(announcer: Announcer, rank: int) -> None:
         if not rank:
-            announcer.begin_transfer(1, 0, received=False)
-            wait_long(announcer, announcer.begin_transfer(1, 7, received=True))
+            announcer.start_transfer(1, 0, received=False)
+            wait_long(announcer, announcer.start_transfer(1, 7, received=True))
         else:
-            wait_long(announcer, announcer.begin_transfer(0, 0, received=True))
-            announcer.begin_transfer(0, 7, received=False)
+            wait_long(announcer, announcer.start_transfer(0, 0, received=True))
+            announcer.start_transfer(0, 7, received=False)
         vote(announcer)
 
     assert on_announcers(act) == [None, None]
@@ -67,7 +67,7 @@ def test_a_large_message_on_its_way_is_waited_for() -> None:
 @pytest.mark.parametrize("received", [True, False])
 def test_two_ranks_that_wait_for_each_other_are_named(received: bool) -> None:
     def act(announcer: Announcer, rank: int) -> None:
-        wait_long(announcer, announcer.begin_transfer(1 - rank, rank, received=received))
+        wait_long(announcer, announcer.start_transfer(1 - rank, rank, received=received))
 
     for error in on_announcers(act):
         assert isinstance(error, RanksDisagreeError)

@@ -272,11 +272,11 @@ def test_joiners_are_retried_once_when_their_group_failed() -> None:
     driver.reserved("w2", "w3")
     driver.ready("w2", "w3")
     failed = PrepareFailed(worker="w1", generation=2, cause="connection reset")
-    out = driver.tell(failed)
+    out = driver.notify(failed)
     assert [w.to for w in only(Withdraw, out)] == [("w1", "w2", "w3")]
     assert not only(Release, out)
     assert not only(Announce, out)  # wait for the news of who died
-    assert not driver.tell(dataclasses.replace(failed, worker="w2"))
+    assert not driver.notify(dataclasses.replace(failed, worker="w2"))
     driver.lost("w3")
     assert members_of(plan_in(driver.tick(after_s=CONFIG.notice_s))) == ["w1", "w2"]
 
@@ -285,9 +285,9 @@ def test_joiners_whose_group_never_forms_are_given_up() -> None:
     driver = running(1)
     driver.target(n1=2)
     driver.join("w2")
-    driver.tell(PrepareFailed(worker="w1", generation=2, cause="timeout"))
+    driver.notify(PrepareFailed(worker="w1", generation=2, cause="timeout"))
     assert plan_in(driver.tick(after_s=CONFIG.notice_s)).generation == 3
-    out = driver.tell(PrepareFailed(worker="w1", generation=3, cause="timeout"))
+    out = driver.notify(PrepareFailed(worker="w1", generation=3, cause="timeout"))
     assert [r.worker for r in only(Release, out)] == ["w2"]
 
 
@@ -347,7 +347,7 @@ def test_failing_newcomers_are_asked_for_more_and_more_rarely() -> None:
         driver.reserved(f"w{number}")
         if rounds % 2:
             driver.ready(f"w{number}")
-        out = driver.tell(Lost(worker=f"w{number}", cause="it raised", newcomer=True))
+        out = driver.notify(Lost(worker=f"w{number}", cause="it raised", newcomer=True))
         assert not only(Reserve, out)
         assert driver.names == ["w1"]
         rest_s = 0.0
@@ -358,6 +358,6 @@ def test_failing_newcomers_are_asked_for_more_and_more_rarely() -> None:
     number += 1
     driver.tick(after_s=CONFIG.remember_s)
     driver.reserved(f"w{number}")
-    driver.tell(Lost(worker=f"w{number}", cause="it raised", newcomer=True))
+    driver.notify(Lost(worker=f"w{number}", cause="it raised", newcomer=True))
     assert not only(Reserve, driver.tick(after_s=CONFIG.backoff_s - 0.5))
     assert only(Reserve, driver.tick(after_s=1.0)), "after a while it is the first again"

@@ -33,7 +33,7 @@ def test_some_finish_and_the_rest_fail_its_last_vote() -> None:
 
 def test_who_goes_on_is_told_where_others_ended() -> None:
     driver = running(3)
-    driver.tell(Finished(worker="w2", rank=1, steps=24))
+    driver.notify(Finished(worker="w2", rank=1, steps=24))
     spec = plan_in(driver.lost("w3"))
     assert members_of(spec) == ["w1"] and spec.returned == (Returned(rank=1, steps=24),)
 
@@ -59,7 +59,7 @@ def test_an_early_first_finisher_does_not_end_the_job() -> None:
 
 def test_a_finisher_that_dies_is_neither_replaced_nor_forgotten() -> None:
     driver = running(3)
-    driver.tell(Finished(worker="w2", rank=1, steps=24))
+    driver.notify(Finished(worker="w2", rank=1, steps=24))
     assert [type(each) for each in driver.lost("w2")] == [Release], "w1 and w3 train on"
     assert plan_in(driver.lost("w3")).returned == (Returned(rank=1, steps=24),)
     assert only(Complete, driver.lost("w1"))

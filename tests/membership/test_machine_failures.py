@@ -26,8 +26,8 @@ def test_survivors_go_on_at_once_when_a_member_dies() -> None:
     assert (members_of(spec), spec.generation, spec.void_below) == (["w2", "w3"], 2, 2)
     assert [(r.worker, r.kill) for r in only(Release, out)] == [("w1", True)]
     assert [r.worker for r in only(Reserve, out)] == ["w4"]  # the target has not changed
-    assert not driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
-    assert not driver.tell(StepFailed(worker="w3", generation=1, cause="reset"))
+    assert not driver.notify(StepFailed(worker="w2", generation=1, cause="reset"))
+    assert not driver.notify(StepFailed(worker="w3", generation=1, cause="reset"))
     assert not driver.tick(after_s=CONFIG.notice_s * 2)
     driver.switched(2, "w2")
     (note,) = only(Note, driver.switched(2, "w3", pause_s=0.7))
@@ -36,7 +36,7 @@ def test_survivors_go_on_at_once_when_a_member_dies() -> None:
 
 def test_a_failed_step_waits_briefly_for_news_of_deaths() -> None:
     driver = running(3)
-    assert not driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
+    assert not driver.notify(StepFailed(worker="w2", generation=1, cause="reset"))
     assert not driver.tick(after_s=CONFIG.notice_s - 0.1)
     assert members_of(plan_in(driver.lost("w1"))) == ["w2", "w3"]
     assert not driver.tick(after_s=CONFIG.notice_s)
@@ -44,7 +44,7 @@ def test_a_failed_step_waits_briefly_for_news_of_deaths() -> None:
 
 def test_without_such_news_all_members_go_on() -> None:
     driver = running(3)
-    driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
+    driver.notify(StepFailed(worker="w2", generation=1, cause="reset"))
     spec = plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1))
     assert (members_of(spec), spec.void_below) == (["w1", "w2", "w3"], 2)
     assert "reset" in spec.reason
@@ -54,7 +54,7 @@ def test_two_deaths_at_once_end_in_one_generation() -> None:
     driver = running(4)
     driver.lost("w1")
     assert members_of(plan_in(driver.lost("w3"))) == ["w2", "w4"]
-    driver.tell(StepFailed(worker="w2", generation=2, cause="could not connect"))  # of the one in between
+    driver.notify(StepFailed(worker="w2", generation=2, cause="could not connect"))  # of the one in between
     assert not only(Announce, driver.tick(after_s=CONFIG.notice_s * 2))
     assert kinds(driver.switched(3, "w2", "w4")) == [EventKind.FAILURE]
 
@@ -98,8 +98,8 @@ def test_a_hung_member_is_lost_like_a_dead_one() -> None:
     out = driver.lost("w2", "it has been silent for 2.1 s")
     assert members_of(plan_in(out)) == ["w1"]
     driver.switched(2, "w1")
-    assert not driver.tell(Switched(worker="w2", generation=1, pause=Pause(state_s=0.0)))  # it wakes up
-    assert not driver.tell(StepFailed(worker="w2", generation=2, cause="called off"))
+    assert not driver.notify(Switched(worker="w2", generation=1, pause=Pause(state_s=0.0)))  # it wakes up
+    assert not driver.notify(StepFailed(worker="w2", generation=2, cause="called off"))
     assert not driver.tick(after_s=CONFIG.notice_s * 2)
 
 
@@ -117,16 +117,16 @@ def test_members_silent_in_a_forced_generation_are_lost_together() -> None:
 def test_a_forced_generation_that_nobody_formed_is_retried_soon() -> None:
     driver = running(3)
     driver.lost("w1")
-    assert not driver.tell(PrepareFailed(worker="w2", generation=2, cause="timeout"))
+    assert not driver.notify(PrepareFailed(worker="w2", generation=2, cause="timeout"))
     assert not driver.tick(after_s=CONFIG.notice_s * 2)  # w3 has not spoken
-    assert not driver.tell(PrepareFailed(worker="w3", generation=2, cause="timeout"))
+    assert not driver.notify(PrepareFailed(worker="w3", generation=2, cause="timeout"))
     assert members_of(plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1))) == ["w2", "w3"]
 
 
 def test_a_forced_generation_breaking_while_entered_is_replaced() -> None:
     driver = running(3)
     driver.lost("w1")
-    driver.tell(StepFailed(worker="w2", generation=2, cause="reset"))
+    driver.notify(StepFailed(worker="w2", generation=2, cause="reset"))
     assert plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1)).generation == 3
 
 
@@ -144,7 +144,7 @@ def test_a_failure_supersedes_a_planned_change_the_joiner_stays() -> None:
 
 def test_a_suspicion_holds_new_changes_back() -> None:
     driver = running(2)
-    driver.tell(StepFailed(worker="w1", generation=1, cause="reset"))
+    driver.notify(StepFailed(worker="w1", generation=1, cause="reset"))
     assert not only(Announce, driver.target(n1=1))
     driver.tick(after_s=CONFIG.notice_s + 0.1)
     assert members_of(plan_in(driver.switched(2, "w1", "w2"))) == ["w1"]
@@ -184,7 +184,7 @@ def test_a_joiner_holding_the_last_state_saves_the_job(evidence: str) -> None:
     speaks: Stimulus = StepFailed(worker=joiner, generation=2, cause="called off")
     if evidence == "switched":
         speaks = Switched(worker=joiner, generation=2, pause=Pause(state_s=0.0))
-    spec = plan_in(driver.tell(speaks, after_s=CONFIG.notice_s / 2))
+    spec = plan_in(driver.notify(speaks, after_s=CONFIG.notice_s / 2))
     assert (members_of(spec), spec.void_below) == ([joiner], 3)
     assert kinds(driver.switched(3, joiner)) == [EventKind.FAILURE]
 
@@ -220,14 +220,14 @@ def test_a_joiner_that_never_enters_a_change_is_lost() -> None:
 def test_a_torn_vote_is_cured_by_the_agreed_generation() -> None:
     """w2's last collective of generation 1 failed, w1's did not: w2 enters generation 2 all the same."""
     driver, joiner = growing(2)
-    driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
+    driver.notify(StepFailed(worker="w2", generation=1, cause="reset"))
     driver.switched(2, "w1", "w2", joiner)
     assert not driver.tick(after_s=CONFIG.notice_s * 2)
 
 
 def test_a_failure_in_the_entered_generation_is_not_past() -> None:
     driver, joiner = growing(2)
-    driver.tell(StepFailed(worker="w2", generation=2, cause="reset"))
+    driver.notify(StepFailed(worker="w2", generation=2, cause="reset"))
     driver.switched(2, "w1")
     assert members_of(plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1))) == ["w1", "w2", joiner]
 
@@ -236,11 +236,11 @@ def test_a_leaver_whose_last_step_failed_is_released() -> None:
     driver = running(2)
     driver.target(n1=1)
     driver.switched(2, "w1")
-    out = driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
+    out = driver.notify(StepFailed(worker="w2", generation=1, cause="reset"))
     assert [(r.worker, r.kill) for r in only(Release, out)] == [("w2", True)]
     other = running(2)
     other.target(n1=1)
-    other.tell(StepFailed(worker="w2", generation=1, cause="reset"))
+    other.notify(StepFailed(worker="w2", generation=1, cause="reset"))
     out = other.switched(2, "w1")
     assert [(r.worker, r.kill) for r in only(Release, out)] == [("w2", True)]
     assert not other.tick(after_s=CONFIG.notice_s * 2)
@@ -257,7 +257,7 @@ def test_a_leaver_that_leaves_a_broken_generation_is_lost() -> None:
 def test_a_joiner_without_the_state_waits_for_the_news() -> None:
     """It is the first to speak of the generation, which nobody has trained in; nobody has died."""
     driver, joiner = growing(2)
-    assert not driver.tell(StepFailed(worker=joiner, generation=2, cause="reset"))
+    assert not driver.notify(StepFailed(worker=joiner, generation=2, cause="reset"))
     assert not driver.tick(after_s=CONFIG.notice_s - 0.1)
     spec = plan_in(driver.tick(after_s=0.2))
     assert (members_of(spec), spec.generation, spec.reason) == (["w1", "w2"], 3, "a collective failed: reset")
@@ -268,7 +268,7 @@ def test_a_joiner_without_the_state_waits_for_the_news() -> None:
 def test_the_last_joiner_speaks_for_the_generation_it_enters(generation: int, saves: bool) -> None:
     driver, joiner = growing(1)
     driver.lost("w1")
-    out = driver.tell(StepFailed(worker=joiner, generation=generation, cause="late"), after_s=CONFIG.notice_s / 2)
+    out = driver.notify(StepFailed(worker=joiner, generation=generation, cause="late"), after_s=CONFIG.notice_s / 2)
     assert [members_of(each.spec) for each in only(Announce, out)] == [[joiner]] * saves
 
 
@@ -314,7 +314,7 @@ def test_who_comes_at_the_last_moment_is_not_late(made: Callable[[], Driver], li
 
 def test_news_of_a_death_has_its_time() -> None:
     driver = running(3)
-    driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
+    driver.notify(StepFailed(worker="w2", generation=1, cause="reset"))
     assert not driver.tick(after_s=CONFIG.notice_s - 0.001)
     assert only(Announce, driver.tick(after_s=0.001))
 

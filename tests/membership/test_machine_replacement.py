@@ -51,7 +51,7 @@ def test_a_newcomer_that_is_lost_is_asked_for_again() -> None:
     driver = running(2)
     driver.replace("w2")
     driver.reserved("w3")
-    driver.tell(Lost(worker="w3", cause="killed"))
+    driver.notify(Lost(worker="w3", cause="killed"))
     assert [r.worker for r in only(Reserve, driver.tick(after_s=CONFIG.backoff_s + 1.0))] == ["w4"]
     assert driver.names == ["w1", "w2"]
 
@@ -60,7 +60,7 @@ def test_one_that_dies_meanwhile_is_replaced_all_the_same() -> None:
     driver = running(2)
     driver.replace("w2")
     driver.reserved("w3")
-    driver.tell(Lost(worker="w2", cause="killed"))
+    driver.notify(Lost(worker="w2", cause="killed"))
     driver.switched(2, "w1")
     assert members_of(plan_in(driver.ready("w3"))) == ["w1", "w3"]
     assert driver.asked == {"w1", "w3"}

@@ -34,11 +34,11 @@ def phases(recovered: Recovered) -> dict[str, str]:
     return {name: record.phase.value for name, record in recovered.workers.items()}
 
 
-def taken_over(
+def copied_arguments(
     *survivors: SurvivingWorker, target: int = 2, issued: int = 3, announced: tuple[str, ...] = (), **more: Any
 ) -> tuple[JobMembership, list[Instruction]]:
     machine = JobMembership(CONFIG)
-    out = machine.take_over(
+    out = machine.recover(
         survivors,
         Allocated(nodes={"n1": target}, reason="test"),
         **{"issued": issued, "world_size": 2, "announced": announced, "trained": True, "now_s": 50.0, **more},
@@ -104,27 +104,27 @@ def test_strangers_leave_restarters_keep_their_group_s_state() -> None:
 
 def test_numbers_perhaps_announced_are_called_off_and_not_reused() -> None:
     group = spec(4, "w1", "w2")
-    machine, out = taken_over(trains("w1", group), trains("w2", group), issued=4)
+    machine, out = copied_arguments(trains("w1", group), trains("w2", group), issued=4)
     assert [each.generation for each in only(Withdraw, out)] == [5, 6, 7, 8]
     assert {each.to for each in only(Withdraw, out)} == {("w1", "w2")}
     assert not only(Announce, out) and machine.trained
     machine.handle(StepFailed(worker="w1", generation=4, cause="reset"), 50.0)
     assert plan_in(machine.handle(Switched(worker="w1", generation=3, pause=Pause()), 60.0)).generation == 9
-    machine, out = taken_over(trains("w1", group), trains("w2", group), issued=20)
+    machine, out = copied_arguments(trains("w1", group), trains("w2", group), issued=20)
     assert [each.generation for each in only(Withdraw, out)] == list(range(17, 25)), "not all that ever were"
 
 
 def test_a_generation_that_is_entered_is_not_called_off() -> None:
     after = spec(5, "w1", "w2")
     waits = SurvivingWorker(worker="w2", node="n1", spec=after, switched=4)
-    machine, out = taken_over(trains("w1", after), waits, issued=5)
+    machine, out = copied_arguments(trains("w1", after), waits, issued=5)
     assert [each.generation for each in only(Withdraw, out)] == [2, 3, 4, 6, 7, 8, 9]
     assert machine.current == after and machine.in_flight is not None, "w1 trains in it; w2 has yet to come"
 
 
 def test_members_that_died_meanwhile_are_replaced_as_usual() -> None:
     group = spec(4, "w1", "w2")
-    machine, out = taken_over(trains("w1", group), issued=4, named=6)
+    machine, out = copied_arguments(trains("w1", group), issued=4, named=6)
     assert plan_in(out).members == (Member(worker="w1", node="n1"),)
     assert "lost w2 while the controller was away" in plan_in(out).reason
     assert [each.worker for each in only(Reserve, out)] == ["w7"], "names are not used twice"
@@ -140,6 +140,6 @@ def test_members_that_died_meanwhile_are_replaced_as_usual() -> None:
 def test_newcomers_alone_go_on_only_where_nobody_trained(trained: bool, announced: tuple[str, ...], lost: bool) -> None:
     """Of those that a generation was announced to, one lives where it cannot have trained without the others."""
     fresh = SurvivingWorker(worker="w8", node="n1", ready=True)
-    machine, out = taken_over(fresh, target=1, trained=trained, announced=announced)
+    machine, out = copied_arguments(fresh, target=1, trained=trained, announced=announced)
     assert bool(only(AllLost, out)) == lost
     assert lost or machine.workers["w8"].phase is WorkerPhase.READY

@@ -153,7 +153,7 @@ def test_a_member_silent_for_longer_than_timeout_is_named() -> None:
     assert worker == "b"
     assert silence_s == pytest.approx(2.15)
     assert not detector.silent(102.2, ["a"])  # only members count
-    detector.forget("b")
+    detector.discard("b")
     assert not detector.silent(102.3, ["a", "b"])
 
 

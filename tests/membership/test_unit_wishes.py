@@ -37,7 +37,7 @@ def in_unit(folder: Path, told: Sequence[Sequence[Any]], work: Callable[[UnitWis
         membership = WorkerMembership("w", form, lambda generation, cause: None)
         for message in told[position]:
             if isinstance(message, GenerationSpec) and message.void_below:
-                membership.take_next(timeout_s=20.0)
+                membership.await_next(timeout_s=20.0)
             membership.post(message)
         while any(isinstance(each, GenerationSpec) for each in told[position]) and not membership.prepared_ahead:
             time.sleep(0.001)
@@ -75,7 +75,7 @@ def known(wishes: UnitWishes) -> tuple[Any, ...]:
 )
 def test_a_wish_counts_once_a_unit_knows_it(tmp_path: Path, told: Any, expected: Any) -> None:
     def work(wishes: UnitWishes, position: int) -> Any:
-        assert wishes.settle(well=True, due=False) and wishes.take_save() == 0
+        assert wishes.settle(well=True, due=False) and wishes.pop_save() == 0
         return known(wishes)
 
     assert in_unit(tmp_path, told, work) == [expected] * 2
@@ -93,7 +93,7 @@ def test_first_workers_checkpoint_has_one_token_told_once(tmp_path: Path) -> Non
         tokens = []
         for due in ((True, True), (False, True), (True, False)):
             wishes.settle(well=True, due=due[position])
-            tokens += [wishes.take_save(), wishes.take_save()]
+            tokens += [wishes.pop_save(), wishes.pop_save()]
         return tokens
 
     first, second = in_unit(tmp_path, [[], []], work)
@@ -104,8 +104,8 @@ def test_first_workers_checkpoint_has_one_token_told_once(tmp_path: Path) -> Non
 def test_what_was_known_in_another_group_does_not_count(tmp_path: Path) -> None:
     def work(wishes: UnitWishes, position: int) -> Any:
         wishes.settle(well=True, due=True)
-        wishes.begin()
-        return (*known(wishes), wishes.take_save(), wishes.alike(float(position)))
+        wishes.start()
+        return (*known(wishes), wishes.pop_save(), wishes.alike(float(position)))
 
     told = [[LARGER, next_group(2), StopJob()]] * 2
     assert in_unit(tmp_path, told, work) == [(0, True, False, False, None, 0, [0.0, 1.0])] * 2

@@ -68,7 +68,7 @@ class Recorder:
         self.block.set()
         self.fails = False
 
-    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
+    def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
         self.calls.append(("begin", step, reports, again))
 
     def report(self, report: Report, time_s: float) -> None:
@@ -99,7 +99,7 @@ def test_calls_come_in_order_and_error_is_told_once() -> None:
     recorder = Recorder()
     recorder.fails = True
     thread = TrackerThread("it", recorder)
-    thread.begin(0, 0, again=False)
+    thread.start(0, 0, again=False)
     for index in range(1, 4):
         thread.report(report(index), 0.0)
     thread.finish(JobPhase.FINISHED)
@@ -139,7 +139,7 @@ def test_what_an_error_cannot_say_ends_no_thread() -> None:
 def test_begin_that_fails_is_tried_again_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ray.observe.trackers.tracker_thread._AGAIN_S", 0.05)
     recorder, tries = Recorder(), [0]
-    begin = recorder.begin
+    begin = recorder.start
 
     def late(*args: Any, **fields: Any) -> None:
         tries[0] += 1
@@ -147,9 +147,9 @@ def test_begin_that_fails_is_tried_again_before_anything_else(monkeypatch: pytes
             raise OSError("storage is away for a moment")
         begin(*args, **fields)
 
-    recorder.begin = late
+    recorder.start = late
     thread = TrackerThread("it", recorder)
-    thread.begin(7, 0, again=False)
+    thread.start(7, 0, again=False)
     thread.report(report(1), 0.0)
     deadline_s = time.monotonic() + 30
     while recorder.calls != [("begin", 7, 0, False), 1]:
@@ -239,7 +239,7 @@ class Flaky(pyarrow.fs.FileSystemHandler):
 
 
 def begin(writer: TensorBoardWriter, step: int = 0, reports: int = 0, *, again: bool = False, events: Any = ()) -> None:
-    writer.begin(step, reports, again=again, events=tuple(events))
+    writer.start(step, reports, again=again, events=tuple(events))
 
 
 def test_run_in_files_with_a_restart_from_a_checkpoint(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_nodes_that_are_avoided_by_whom() -> None:
     record = NodeRecord()
     for job, node in (("a", "n0"), ("b", "n0"), ("a", "n1")):
         failure = NodeFailure(node=node, worker="w1", cause="OSError", age_s=0.0, starting=node == "n1")
-        record.hear(view(job, tenant=job, node_failures=(failure,)), 0.0)
+        record.receive(view(job, tenant=job, node_failures=(failure,)), 0.0)
     core = dataclasses.replace(snapshot(), node_failures=record.rows(1.0))
     assert values(cluster_samples(core), NODES_AVOIDED) == {("all",): 1, ("some",): 1}
     assert values(cluster_samples(snapshot()), NODES_AVOIDED) == {("all",): 0, ("some",): 0}

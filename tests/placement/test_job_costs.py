@@ -35,7 +35,7 @@ def test_jobs_pay_their_part_of_their_nodes() -> None:
     assert scaler.spent_usd == {"a": pytest.approx(2.0)}
     bill = scaler.bill("a")
     assert bill is not None and bill.usd == pytest.approx(2.0) and scaler.bill("b") is None
-    assert scaler.forget("a") == pytest.approx(2.0) and scaler.spent_usd == {}
+    assert scaler.discard("a") == pytest.approx(2.0) and scaler.spent_usd == {}
 
 
 def test_unit_that_spans_nodes_pays_what_it_holds() -> None:
@@ -81,7 +81,7 @@ def test_ended_jobs_cost_does_not_return_with_old_views() -> None:
     scaler = autoscaler()
     views = [running(4, attained_s=4 * 3600.0)]
     scaler.decide(views, HERE, NOW)
-    assert scaler.forget("a") == pytest.approx(4.0)
+    assert scaler.discard("a") == pytest.approx(4.0)
     scaler.decide(views, HERE, NOW + 1.0)  # begun before the job's end
     assert scaler.spent_usd == {}
     again = [running(4)]
@@ -97,7 +97,7 @@ def test_a_job_ending_while_counted_charges_no_successor() -> None:
         """Views of which the job is forgotten, by another thread, once they are being read."""
 
         def __iter__(self) -> Iterator[JobView]:
-            scaler.forget("a")
+            scaler.discard("a")
             return super().__iter__()
 
     scaler._count_costs(Ends([old]), HERE)

@@ -51,41 +51,41 @@ def avoids(record: NodeRecord, job: str, now_s: float) -> set[str]:
 
 def test_two_failures_close_a_node_to_jobs_or_all() -> None:
     record = NodeRecord()
-    record.hear(told("a", failure("n0", "w1")), 0.0)
+    record.receive(told("a", failure("n0", "w1")), 0.0)
     assert not avoids(record, "a", 1.0)
-    record.hear(told("a", failure("n0", "w1", 500.0), failure("n0", "w2")), 500.0)
+    record.receive(told("a", failure("n0", "w1", 500.0), failure("n0", "w2")), 500.0)
     assert (avoids(record, "a", 501.0), avoids(record, "b", 501.0)) == ({"n0"}, set())
-    record.hear(told("b", failure("n0", "w1"), tenant="y"), 600.0)
+    record.receive(told("b", failure("n0", "w1"), tenant="y"), 600.0)
     assert avoids(record, "b", 601.0) == avoids(record, "c", 601.0) == {"n0"}
 
 
 def test_failures_far_apart_are_chance() -> None:
     record = NodeRecord()
     for number in range(20):
-        record.hear(told("a", failure("n0", f"w{number}")), number * (WINDOW_S + 1))
+        record.receive(told("a", failure("n0", f"w{number}")), number * (WINDOW_S + 1))
         assert not avoids(record, "a", number * (WINDOW_S + 1))
 
 
 def test_one_failed_start_closes_node_to_its_job_alone() -> None:
     record = NodeRecord()
-    record.hear(told("a", failure("n0", "w1", starting=True)), 0.0)
+    record.receive(told("a", failure("n0", "w1", starting=True)), 0.0)
     assert (avoids(record, "a", 1.0), avoids(record, "b", 1.0)) == ({"n0"}, set())
 
 
 def test_heartbeats_repeat_what_they_tell_and_it_counts_once() -> None:
     record = NodeRecord()
     for now_s in range(30):
-        record.hear(told("a", failure("n0", "w1", float(now_s))), float(now_s))
+        record.receive(told("a", failure("n0", "w1", float(now_s))), float(now_s))
     (row,) = record.rows(30.0)
     assert (row.failures, row.age_s, row.avoided_by, row.rests_s) == (1, 30.0, (), 0.0)
 
 
 def test_a_node_failing_after_its_rest_rests_twice() -> None:
     record = NodeRecord()
-    record.hear(told("a", failure("n0", "w1"), failure("n0", "w2")), 0.0)
+    record.receive(told("a", failure("n0", "w1"), failure("n0", "w2")), 0.0)
     assert avoids(record, "a", REST_S - 1) and not avoids(record, "a", REST_S + 1)
     again_s = 2 * REST_S
-    record.hear(told("a", failure("n0", "w3")), again_s)
+    record.receive(told("a", failure("n0", "w3")), again_s)
     assert avoids(record, "a", again_s + 2 * REST_S - 1) and not avoids(record, "a", again_s + 2 * REST_S + 1)
     (row,) = record.rows(again_s)
     assert (row.avoided_by, row.by_all, row.rests_s) == (("a",), False, 2 * REST_S)
@@ -95,7 +95,7 @@ def test_a_node_failing_after_its_rest_rests_twice() -> None:
 def test_workers_that_fail_together_are_one_reason_to_rest() -> None:
     record = NodeRecord()
     for number in range(8):
-        record.hear(told("a", failure("n0", f"w{number}")), float(number))
+        record.receive(told("a", failure("n0", f"w{number}")), float(number))
     (row,) = record.rows(7.0)
     assert (row.failures, row.rests_s) == (8, REST_S)
 
@@ -103,16 +103,16 @@ def test_workers_that_fail_together_are_one_reason_to_rest() -> None:
 def test_what_is_forgiven_is_not_heard_again() -> None:
     record = NodeRecord()
     both = failure("n0", "w1"), failure("n0", "w2")
-    record.hear(told("a", *both), 10.0)
+    record.receive(told("a", *both), 10.0)
     assert record.forgive("n0", 20.0) and not avoids(record, "a", 20.0)
-    record.hear(told("a", *(dataclasses.replace(each, age_s=20.0) for each in both)), 30.0)
+    record.receive(told("a", *(dataclasses.replace(each, age_s=20.0) for each in both)), 30.0)
     assert not record.rows(30.0) and not record.forgive("n1", 30.0)
 
 
 def test_a_job_ended_by_its_program_takes_back_blame() -> None:
     record = NodeRecord()
-    record.hear(told("a", failure("n0", "w1"), failure("n1", "w2")), 0.0)
-    record.hear(told("b", failure("n0", "w1"), tenant="y"), 0.0)
+    record.receive(told("a", failure("n0", "w1"), failure("n1", "w2")), 0.0)
+    record.receive(told("b", failure("n0", "w1"), tenant="y"), 0.0)
     assert avoids(record, "c", 1.0) == {"n0"}
     record.ended(told("a", failure("n1", "w2")))
     assert not avoids(record, "c", 1.0)
@@ -126,13 +126,13 @@ TIMES = st.lists(st.tuples(st.floats(0.0, 1e5), st.sampled_from("abc"), st.boole
 def test_whatever_has_failed_a_node_comes_back(times: list[tuple[float, str, bool]], later_s: float) -> None:
     record = NodeRecord()
     for number, (at_s, job, starting) in enumerate(sorted(times)):
-        record.hear(told(job, failure("n0", f"w{number}", starting=starting)), at_s)
+        record.receive(told(job, failure("n0", f"w{number}", starting=starting)), at_s)
     last_s = max(at_s for at_s, _, _ in times)
     before, after = (set(record.avoided(last_s + s).by_job) for s in (0.0, later_s))
     assert after <= before, "without another failure nobody begins to avoid a node"
     free = record.avoided(last_s + MOST_REST_S)
     assert not free.by_job and not free.by_all
-    record.forget(last_s + FORGET_S + 1.0, {"n0"})
+    record.discard(last_s + FORGET_S + 1.0, {"n0"})
     assert not record.rows(last_s + FORGET_S + 1.0)
 
 
@@ -148,7 +148,7 @@ def test_no_job_is_left_without_nodes_that_could_run(cpus: list[int], jobs: list
     for number, (failed, least, trained) in enumerate(jobs):
         failures = [failure(f"n{node}", f"w{node}", starting=True) for node in failed]
         views.append(told(f"j{number}", *failures, min_workers=least, most_workers=int(trained)))
-        record.hear(views[-1], 0.0)
+        record.receive(views[-1], 0.0)
     seen, named, notes = avoid_failing(views, nodes, record.avoided(1.0))
     for before, after in zip(views, seen, strict=True):
         room = sum(slots(each.total, after.bundle) for each in named.nodes if each.matches(after.selector))
@@ -175,7 +175,7 @@ def test_a_job_retakes_its_node_unless_a_device_failed() -> None:
         there = {"n0": 2} if most_workers else {}
         failed = failure("n0", f"w{most_workers}{of_device}", starting=True, of_device=of_device)
         job = told(f"a{of_device}", failed, allocation=there, most_workers=most_workers, submitted_s=1.0)
-        record.hear(job, 0.0)
+        record.receive(job, 0.0)
         (_, seen), _, notes = avoid_failing([other, job], cluster(4, 4), record.avoided(1.0))
         assert ((seen is not job), (job.job in notes)) == (closed, closed), (most_workers, of_device, other.min_workers)
 
@@ -215,10 +215,10 @@ def test_jobs_of_one_program_close_a_node_to_nobody() -> None:
         record = NodeRecord()
         for job in "ab":
             fields = kwargs or {"tenant": job}
-            record.hear(told(job, failure("n0", "w1", starting=starting), **fields), 0.0)
+            record.receive(told(job, failure("n0", "w1", starting=starting), **fields), 0.0)
         assert not record.avoided(1.0).by_all
-    record.hear(told("c", failure("n0", "w1"), tenant="x", fingerprint="f"), 0.0)
-    record.hear(told("d", failure("n0", "w1"), tenant="x", fingerprint="g"), 0.0)
+    record.receive(told("c", failure("n0", "w1"), tenant="x", fingerprint="f"), 0.0)
+    record.receive(told("d", failure("n0", "w1"), tenant="x", fingerprint="g"), 0.0)
     assert set(record.avoided(1.0).by_all) == {"n0"}
 
 
@@ -246,8 +246,8 @@ def test_a_new_job_fitting_nowhere_runs_on_avoided_nodes() -> None:
 def test_what_a_job_tells_is_bounded_and_forgotten() -> None:
     record = NodeRecord()
     failures = [dataclasses.replace(failure(f"n{i}", "w"), cause="x" * 10_000) for i in range(100)]
-    record.hear(told("a", *failures), 0.0)
+    record.receive(told("a", *failures), 0.0)
     rows = record.rows(0.0)
     assert len(rows) == 32 and max(len(row.cause) for row in rows) == 200
-    record.forget(1.0, {"n99"})
+    record.discard(1.0, {"n99"})
     assert [row.node for row in record.rows(1.0)] == ["n99"]

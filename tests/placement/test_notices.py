@@ -88,9 +88,9 @@ def test_each_cloud_is_found_and_its_notice_read(cloud: str, asked_for: str) -> 
         asking = metadata(server, "auto" if asked_for == "auto" else cloud)
         assert asking.find_cloud() == cloud
         server.notice = NOTHING[cloud]
-        assert asking.look(cloud) is None
+        assert asking.poll(cloud) is None
         server.notice, reason = NOTICES[cloud]
-        notice = asking.look(cloud)
+        notice = asking.poll(cloud)
         assert notice is not None and notice.reason == reason
 
 
@@ -105,7 +105,7 @@ def test_azure_tells_the_end_of_other_machines_too() -> None:
         asking = metadata(server)
         asking.find_cloud()
         server.notice = NOTICES["azure"][0].replace("vm_1", "vm_2")
-        assert asking.look("azure") is None
+        assert asking.poll("azure") is None
 
 
 @pytest.mark.parametrize("booted_s", [0.0, 300.0, 25 * HOUR_S])
@@ -115,7 +115,7 @@ def test_awss_notice_is_read_from_machines_first_second_on(booted_s: float) -> N
         asking = metadata(server, "aws", clock=lambda: booted_s)
         assert asking.find_cloud() == "aws"
         server.notice = NOTICES["aws"][0]
-        assert asking.look("aws") is not None and server.tokens_refused == 0
+        assert asking.poll("aws") is not None and server.tokens_refused == 0
 
 
 def test_awss_token_is_asked_for_hourly_and_when_refused() -> None:
@@ -123,13 +123,13 @@ def test_awss_token_is_asked_for_hourly_and_when_refused() -> None:
     with MetadataServer("aws") as server:
         asking = metadata(server, "aws", clock=lambda: clock[0])
         for clock[0] in (0.0, 2.0, HOUR_S):
-            asking.look("aws")
+            asking.poll("aws")
         assert server.tokens_given == 1
         server.forget_token()
         server.notice = NOTICES["aws"][0]
-        assert asking.look("aws") is not None and (server.tokens_refused, server.tokens_given) == (1, 2)
+        assert asking.poll("aws") is not None and (server.tokens_refused, server.tokens_given) == (1, 2)
         clock[0] = 3 * HOUR_S
-        asking.look("aws")
+        asking.poll("aws")
         assert server.tokens_given == 3
 
 
@@ -160,10 +160,10 @@ def test_what_is_no_answer_keeps_nobody_from_asking_on(handler: type[http.server
         asking, began_s = metadata(server), time.monotonic()
         assert asking.find_cloud() == "aws"
         with pytest.raises((OSError, http.client.HTTPException)):
-            asking.look("gcp")
+            asking.poll("gcp")
         assert time.monotonic() - began_s < 14.0, "three questions without an answer, of a second each"
 
 
 def test_other_refusals_are_raised() -> None:
     with MetadataServer("gcp") as server, pytest.raises(OSError, match="HTTP Error 403"):
-        metadata(server).look("azure")
+        metadata(server).poll("azure")

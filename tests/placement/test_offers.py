@@ -281,7 +281,7 @@ def test_deadlines_and_budgets_by_hand(limits: dict[str, float], workers: int, m
 
 
 def test_the_value_of_an_hour_follows_what_was_saved() -> None:
-    budget = Budget(usd_per_h=10.0, patience_h=2.0)
+    budget = Budget(usd_per_h=10.0)
     assert budget.value_usd_per_h(Account(), 0) == budget.value_usd_per_h(Account(), 1) == 10.0
     assert budget.value_usd_per_h(Account(), 4) == 2.5
     assert budget.value_usd_per_h(Account(hours=3.0, spent_usd=30.0, job_hours=6.0), 2) == 5.0, "two jobs on average"

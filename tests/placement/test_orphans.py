@@ -104,18 +104,18 @@ def test_allocator_that_has_never_heard_of_job_does_same(node: str) -> None:
     found = reserved(node, "w1", "w2")
     actors = {worker: holder(found[worker]) for worker in found}
     orphans = Orphans(600.0)
-    asyncio.run(orphans.look((), 100.0))
+    asyncio.run(orphans.poll((), 100.0))
     assert left(found) == {"w1", "w2"}
     ray.kill(actors["w1"])
     until_s = time.monotonic() + 20.0
     while groups.holder_lives(found["w1"].id.hex()):
         assert time.monotonic() < until_s
         time.sleep(0.1)
-    asyncio.run(orphans.look((), 111.0))
+    asyncio.run(orphans.poll((), 111.0))
     assert left(found) == {"w2"}
-    asyncio.run(orphans.look(("a",), 1000.0))
+    asyncio.run(orphans.poll(("a",), 1000.0))
     assert left(found) == {"w2"}, "its job is known"
-    asyncio.run(orphans.look((), 1011.0))
-    asyncio.run(orphans.look((), 1700.0))
+    asyncio.run(orphans.poll((), 1011.0))
+    asyncio.run(orphans.poll((), 1700.0))
     assert not left(found)
     ray.kill(actors["w2"])

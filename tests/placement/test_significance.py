@@ -95,9 +95,9 @@ def test_job_remembers_its_reason_and_since_when_nothing_fits() -> None:
     none = Reason(Cause.IMPOSSIBLE, ("no node has 9 GPUs",))
     assert not known.judge(none, 10.0) and known.reason == none
     assert not known.judge(none, 15.0)
-    assert not known.tell_impossible(19.0, 10.0), "not at once, and counted from the first"
-    assert known.tell_impossible(20.0, 10.0) and not known.tell_impossible(99.0, 10.0), "once"
+    assert not known.must_report_impossible(19.0, 10.0), "not at once, and counted from the first"
+    assert known.must_report_impossible(20.0, 10.0) and not known.must_report_impossible(99.0, 10.0), "once"
     assert known.judge(None, 30.0), "some node can again"
     assert not known.judge(None, 31.0)
     assert not known.judge(none, 40.0)
-    assert known.tell_impossible(50.0, 10.0), "it is reported anew"
+    assert known.must_report_impossible(50.0, 10.0), "it is reported anew"

@@ -69,7 +69,7 @@ def test_a_worker_stands_where_expected_until_its_group() -> None:
     with pytest.raises(RuntimeError, match="not entered a generation"):
         _ = group.communicator.rank
     membership.post(GenerationSpec(generation=2, members=(Member(worker="b", node="n1"),)))
-    membership.take_next(timeout_s=_WAIT_S)
+    membership.await_next(timeout_s=_WAIT_S)
     group.follow()
     assert group.rank_info == RankInfo(rank=0, world_size=1) and group.generation == 2
 
@@ -117,7 +117,7 @@ class Noted:
         self.session.consensus.add(self)
         for point in HookPoint:
             registry.add_hook(point, lambda point=point: self.log.append(point.name))
-        self.session.begin_epochs(1)
+        self.session.start_epochs(1)
 
     layout = ()
     resting: None = None
@@ -125,7 +125,7 @@ class Noted:
     def __call__(self, communicator: Communicator) -> None:
         self.log.append(f"buffers of group {self.session.group.generation}")
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self.log.append("consensus enters")
 
     def size(self, world_size: int) -> int:
@@ -193,7 +193,7 @@ def test_hooks_before_the_first_epoch_tell_their_loader() -> None:
     controller.ready = lambda info, **more: (told.append(info), ready(info, **more))
     info, loader = LoaderInfo(limits=BatchLimits(init_batch_size=8)), Loader()
     session.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, lambda: session.registry.loaders.lead(loader, info))
-    session.begin_epochs(1)
+    session.start_epochs(1)
     assert told == [dataclasses.replace(info, models=())]
 
 

@@ -40,12 +40,12 @@ class Worker:
         self.clock, self.traffic = Clock(), {"all_reduce": 0, "send": 0}
         self.meter = StepMeter(self.clock, lambda: self.traffic)
         self.meter.ask()
-        self.meter.begin()
+        self.meter.start()
 
     def step(
         self, *, compute_s: float, data_s: float = 0.0, sync_s: float = 0.0, sent: int = 0, ends: bool = True
     ) -> Any:
-        self.meter.begin_step()
+        self.meter.start_step()
         self.clock.now_s += data_s
         self.meter.waited_for_data(data_s)
         self.clock.now_s += compute_s
@@ -101,7 +101,7 @@ def test_nothing_of_another_group_counts() -> None:
     worker.step(compute_s=1.0, sync_s=5.0, sent=2**20)
     worker.step(compute_s=1.0, sync_s=5.0, sent=2**20, ends=False)
     worker.traffic = {"all_reduce": 7 * 2**20}  # what entering it took
-    worker.meter.begin()
+    worker.meter.start()
     assert worker.meter.workers == ()
     found = worker.step(compute_s=1.0, sent=2**21)
     assert (found.sync_s, found.step_s, found.wire_mib) == (0.0, 0.0, 0.0)
@@ -113,7 +113,7 @@ def test_nothing_is_read_or_sent_unasked() -> None:
         raise AssertionError
 
     meter = StepMeter(never, never)
-    meter.begin_step()
+    meter.start_step()
     meter.end_step()
     assert meter.size(3) == 0 and meter.values(0, 3) == () and not meter.on
     meter.conclude((), 3)
@@ -215,19 +215,19 @@ def test_all_ranks_know_what_rank_0_sent_in_float32(step: int, variance: bool, n
     monitor = Monitor(variance_every=1 if variance else None, norms_every=1 if norms else None)
     first, other = meters(monitor, 2)
     for meter in (first, other):
-        meter.take_shared(first.shared_values())
+        meter.set_shared(first.shared_values())
         assert meter.known.variance is None and meter.known.norms is None
-    first.begin_step(step)
+    first.start_step(step)
     if variance:
-        first.take_variance(Step(), [3.0, 5.0], [2.0, 1.0], gradients=2)
+        first.set_variance(Step(), [3.0, 5.0], [2.0, 1.0], gradients=2)
     if norms:
-        first.take_norms([4.0, 9.0])
+        first.set_norms([4.0, 9.0])
     first.applied(replicas=2)
     first.updated((0.5, 0.25))
     values = torch.tensor(first.shared_values(), dtype=torch.float32).tolist()
     assert len(values) == first.shared_size(2)
     for meter in (first, other):
-        meter.take_shared(values)
+        meter.set_shared(values)
         assert meter.known.variance == (
             GradientVariance(step=step, batch_size=8, groups=(8.0, 32.0)) if variance else None
         )
@@ -248,16 +248,16 @@ class Step:
 
 def test_what_is_not_applied_does_not_count() -> None:
     [meter] = meters(Monitor(variance_every=1, norms_every=1), 1)
-    meter.begin_step(0)
-    meter.take_variance(Step(), [3.0, 5.0], [2.0, 1.0], gradients=2)
-    meter.take_norms([4.0, 9.0])
+    meter.start_step(0)
+    meter.set_variance(Step(), [3.0, 5.0], [2.0, 1.0], gradients=2)
+    meter.set_norms([4.0, 9.0])
     meter.invalidate()
     assert not meter.wants_update
     meter.applied(replicas=1)
     meter.updated((1.0, 1.0))
     assert meter.known.variance is None and meter.known.norms is None
-    meter.begin_step(1)
-    meter.take_variance(Step(), [3.0, math.inf], [2.0, 1.0], gradients=2)
+    meter.start_step(1)
+    meter.set_variance(Step(), [3.0, math.inf], [2.0, 1.0], gradients=2)
     meter.applied(replicas=1)
     assert meter.known.variance is None
 
@@ -266,14 +266,14 @@ def test_compressed_gradients_are_measured_in_the_next_plain_step() -> None:
     [meter] = meters(Monitor(variance_every=5, norms_every=48), 1)
     seen = []
     for step in range(0, 200, 32):
-        meter.begin_step(step)
+        meter.start_step(step)
         seen.append((meter.wants_variance(2, 32, halved=False), meter.wants_norms(32)))
     assert seen == [(True, step % 48 < 32) for step in range(0, 200, 32)]
 
 
 def test_one_gradient_has_variance_where_its_step_was_halved() -> None:
     [meter] = meters(Monitor(variance_every=5), 1)
-    meter.begin_step(3)
+    meter.start_step(3)
     assert [meter.wants_variance(*asked, halved=halved) for *asked, halved in ((1, 1, False), (2, 1, False))] == [0, 0]
     assert meter.wants_variance(2, 1, halved=True)
     [unasked] = meters(Monitor(norms_every=5), 1)

@@ -11,13 +11,13 @@ def test_it_begins_at_the_start_or_after_its_checkpoint() -> None:
     assert StartingPoint().first_epoch() == 0
     start = StartingPoint("c", epoch=4, others_at=9)
     assert (start.first_epoch(), start.epochs_behind) == (0, 9)
-    assert start.take_checkpoint() == "c"
+    assert start.claim_checkpoint() == "c"
     assert (start.first_epoch(), start.epochs_behind) == (4, 5)
 
 
 def test_one_that_starts_with_the_others_is_not_behind() -> None:
     start = StartingPoint("c", epoch=4)
-    start.take_checkpoint()
+    start.claim_checkpoint()
     assert start.epochs_behind == 0
 
 

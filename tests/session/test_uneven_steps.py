@@ -66,5 +66,5 @@ def test_more_than_equal_share_that_failed_makes_shares_equal() -> None:
     assert planner.equal_shares and planner.choose(spec) == cut
     assert "bound is now 4" in planner.out_of_memory(8), "an equal share that does not fit is cut as before"
     successor = BatchPlanner()
-    successor.take_over(dataclasses.replace(spec, equal_shares=True), "T4")
+    successor.recover(dataclasses.replace(spec, equal_shares=True), "T4")
     assert successor.equal_shares

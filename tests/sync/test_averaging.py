@@ -40,6 +40,6 @@ def test_an_outer_optimizers_checkpoint_goes_to_its_parameters() -> None:
     outer = DiLoCoAverager(0.7, 0.9)
     outer.restore({"anchor": {"w": torch.ones(3)}, "momentum": {"w": torch.ones(3)}})
     model: Any = SimpleNamespace(named={"w": param})
-    outer.begin(model)
+    outer.start(model)
     captured = outer.capture()
     assert [captured[key]["w"].device for key in ("anchor", "momentum")] == [param.device] * 2

@@ -88,7 +88,7 @@ def measured(
     params = list(model.parameters())
     norms = norms or ExampleNorms(model, params, every=1)
     model.zero_grad()
-    norms.begin(0, samples or len(inputs[0]), [Bucket(0, 0, params)], lambda bucket: factors)
+    norms.start(0, samples or len(inputs[0]), [Bucket(0, 0, params)], lambda bucket: factors)
     backward() if backward is not None else loss_of(model, inputs).backward()
     return norms.end()
 
@@ -290,7 +290,7 @@ def test_copies_of_a_measured_model_measure_nothing() -> None:
     model, inputs = everything()
     params = list(model.parameters())
     norms = ExampleNorms(model, params, every=1)
-    norms.begin(0, SAMPLES, [Bucket(0, 0, params)], lambda bucket: None)
+    norms.start(0, SAMPLES, [Bucket(0, 0, params)], lambda bucket: None)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         loss_of(copied, inputs).backward()
     assert norms.end() is None
@@ -313,7 +313,7 @@ def test_steps_are_measured_as_often_as_costs_little() -> None:
             spend(1.0)
             if norms.due(step, 1.0 + (step >= 100)):
                 found.append(step)
-                norms.begin(step, SAMPLES, [Bucket(0, 0, list(model.parameters()))], lambda bucket: spend(cost_s))
+                norms.start(step, SAMPLES, [Bucket(0, 0, list(model.parameters()))], lambda bucket: spend(cost_s))
                 model(x).square().mean().backward()
                 norms.end()
         return found

@@ -170,7 +170,7 @@ def test_what_waits_for_others_is_refused_within_rounds(meet: str) -> None:
 
 def test_memory_that_ran_out_stays_known_after_a_round() -> None:
     state = SharedState(RunProgress())
-    state.begin_round()
+    state.start_round()
     state.progress.commit_training(1.0)
     state.progress.bound_memory(8)
     state.lose_round()

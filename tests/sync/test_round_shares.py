@@ -89,7 +89,7 @@ def pair() -> Iterator[Pair]:
 
 def ask_ahead(shares: RoundShares) -> None:
     """Make the rank ask for its step 2 while it makes step 1."""
-    shares.begin_round(0, 4)
+    shares.start_round(0, 4)
     time.sleep(STEP_S)  # of step 0
     assert shares.is_own(1)
 
@@ -106,7 +106,7 @@ def test_a_round_left_early_counts_no_later_step(pair: Pair) -> None:
     _, second, _ = pair
     ask_ahead(second)
     second.end_round()  # as after a break
-    second.begin_round(4, 4)
+    second.start_round(4, 4)
     time.sleep(STEP_S)  # longer than until a request was to be made
     assert [second.is_own(step) for step in (1, 2, 3)] == [True] * 3
 
@@ -116,26 +116,26 @@ def test_a_request_in_progress_belongs_to_its_round(pair: Pair) -> None:
     ask_ahead(second)
     time.sleep(STEP_S - 2 * DELAY_S)  # it is being asked for
     second.end_round()
-    second.begin_round(4, 4)
-    first.begin_round(4, 4)
+    second.start_round(4, 4)
+    first.start_round(4, 4)
     assert [second.is_own(step) for step in (1, 2, 3)] == [True] * 3
 
 
 def test_a_late_request_of_an_earlier_round_counts_nothing(pair: Pair) -> None:
     first, second, _ = pair
     ask_ahead(second)
-    first.begin_round(4, 4)
+    first.start_round(4, 4)
     assert first.is_own(1)  # another rank is in the next round
     assert not second.is_own(2)
     second.end_round()
-    second.begin_round(4, 4)
+    second.start_round(4, 4)
     assert [second.is_own(step) for step in (1, 2, 3)] == [True] * 3
 
 
 def test_a_silent_rank_0_is_given_up() -> None:
     first, second = RoundShares(), RoundShares()
     wire = enter(first, second, timeout_s=1.5)
-    second.begin_round(0, 4)
+    second.start_round(0, 4)
     wire.silent = True
     assert 1.0 < fails(lambda: second.is_own(1)) < 5.0
     assert fails(lambda: second.of_another()) < 0.5, "what comes later answers no other request"
@@ -154,7 +154,7 @@ def test_a_lost_groups_request_stays_with_it(pair: Pair) -> None:
     since_s = time.monotonic()
     wire = enter(first, second)
     assert time.monotonic() - since_s < 1.0
-    second.begin_round(0, 4)
+    second.start_round(0, 4)
     time.sleep(1.2)  # a while in which the request would look whether the group is wanted
     assert [second.is_own(step) for step in (1, 2, 3)] == [True] * 3
     assert first.stands
@@ -208,7 +208,7 @@ def test_the_port_is_closed_once_all_ranks_are_there(pair: Pair) -> None:
     told: list[bytes] = []
     shares = RoundShares()
     shares.enter(Alike(0, 1, told), wanted=True, called_off=lambda: False)
-    shares.begin_round(0, 2)
+    shares.start_round(0, 2)
     assert shares.is_own(1), "the token is known by then"
     host, port, _ = json.loads(told[0])
     with pytest.raises(ConnectionRefusedError):
@@ -229,7 +229,7 @@ def test_strangers_do_not_keep_a_rank_out(monkeypatch: pytest.MonkeyPatch) -> No
     time.sleep(0.3)  # less than they have
     assert threading.active_count() - before <= 2 * 2 + 1, "not more are held than twice as many as there are ranks"
     second.enter(Alike(1, 2, told), wanted=True, called_off=lambda: False)
-    second.begin_round(0, 2)
+    second.start_round(0, 2)
     assert second.is_own(1)
     for each in strangers:
         each.settimeout(3.0)

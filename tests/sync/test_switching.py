@@ -25,7 +25,7 @@ class Told:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, dict[str, Any]]] = []
-        current_session().controller.tell = lambda *event: self.events.append(event)
+        current_session().controller.notify = lambda *event: self.events.append(event)
 
 
 def choosing(sparse: bool) -> Any:

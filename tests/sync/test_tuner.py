@@ -72,7 +72,7 @@ class Run:
 
     def wait(self, work: object) -> None: ...
 
-    def tell(self, *event: Any) -> None:
+    def notify(self, *event: Any) -> None:
         self.told.append(event)
 
     def train(self, steps: int = 1, *, follow: bool = True) -> None:
@@ -80,7 +80,7 @@ class Run:
         for _ in range(steps):
             self.step = object()
             self.tuner.remember()
-            self.tuner.tell(lambda: "the table")
+            self.tuner.notify(lambda: "the table")
             if follow:
                 self.plan = lower(self.tuner.strategy, self.profile, self.topology)
             self.tuner.reduced()

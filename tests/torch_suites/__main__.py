@@ -112,7 +112,7 @@ class Suite(Processes):
     def run(self) -> dict[tuple[int, int], Outcome]:
         """Run until the end, or until the ranks are apart."""
         if self.options.group == "ours":
-            self.begin()
+            self.start()
         while not self.over() and not self.apart:
             time.sleep(0.02)  # the processes work
             if time.monotonic() - self.since > CASE_S:

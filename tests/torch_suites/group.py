@@ -59,7 +59,7 @@ class JobLine:
 
     def report(self, *values: Any) -> None: ...
 
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None: ...
+    def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None: ...
 
     def claim_fault(self, index: int) -> bool:
         return False
@@ -72,7 +72,7 @@ class _Caller:
         self._line, name = line, f"w{line.worker}"
         self._fields = {"generation": generation, "worker": name, "mac": call_mac(secret, generation, name)}
 
-    def tell(self, values: Mapping[str, bytes]) -> None:
+    def notify(self, values: Mapping[str, bytes]) -> None:
         self.ask((), 0.0, values)
 
     def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
@@ -218,7 +218,7 @@ class Processes:
         """True once the last group's members have ended, in whatever way."""
         return all(each in self._ended or not self._processes[each].is_alive() for each in self.members)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Announce the first group, once all workers have built what they train."""
         deadline = time.monotonic() + _WAIT_S
         while self._ready != set(self._processes):

@@ -239,7 +239,6 @@ def test_wrong_types_are_named() -> None:
         ({"lease_s": 0}, "lease_s must be above 0 seconds"),
         ({"lease_s": float("inf")}, "finite, but got inf"),
         ({"warm_workers_per_node": -1}, "0 or more, but got -1"),
-        ({"warm_worker_memory_bytes": 0}, "set warm_workers_per_node=0"),
         ({"storage_timeout_s": 0}, "storage_timeout_s must be above 0 seconds"),
         ({"collective_timeout_s": 1.0}, "collective_timeout_s must be above heartbeat_timeout_s"),
     ],

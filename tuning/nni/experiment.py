@@ -293,7 +293,7 @@ class Experiment:
         if state.status not in _ENDS and not self._manager.tuner_works():
             self._fail(f"the tuner has failed: {words()}; {logs}")
         answers = self._answered_s == now_s
-        if answers and (reason := self._stops.look(self._sweep, self._driver)):
+        if answers and (reason := self._stops.poll(self._sweep, self._driver)):
             logger.warning("experiment %s ends with what there is: %s", self.id, printable(reason))
             return True
         if any(row["status"] in _RUNS for row in state.trials.values()):

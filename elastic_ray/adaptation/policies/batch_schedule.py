@@ -23,8 +23,6 @@ class BatchSchedule(ReadyPolicy):
         by: unit of the schedule's keys: ``"step"`` (committed steps), ``"epoch"`` (from 0), ``"progress"`` (0..1 of the
             declared epochs), or ``"tokens"`` (tokens trained on). With ``"tokens"``, batches are in tokens too, and the
             loader must know the tokens per sample.
-        strict: see ``Policy``.
-        deadline_s: see ``Policy`` [s].
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range, or the schedule is empty.
@@ -40,10 +38,7 @@ class BatchSchedule(ReadyPolicy):
         schedule: Mapping[int, int] | Mapping[float, int] | str,
         *,
         by: str = "step",
-        strict: bool = False,
-        deadline_s: float = 2.0,
     ) -> None:
-        super().__init__(strict=strict, deadline_s=deadline_s)
         self.by = self._one_of("by", by, ("step", "epoch", "progress", "tokens"))
         if not isinstance(schedule, (str, Mapping)) or not schedule:
             raise TypeError(f"BatchSchedule(schedule) must be a mapping or a text with an entry, but got {schedule!r}")

@@ -20,7 +20,7 @@ class BranchBatch(ReadyPolicy):
     owns_batch = True
 
     def __init__(self, batch_size: int, samples: int) -> None:
-        super().__init__(strict=True)
+        self.strict = True
         self.batch_size = self._whole("batch_size", batch_size, least=1)
         self.samples = self._whole("samples", samples, least=1)
         self.end: int | None = None

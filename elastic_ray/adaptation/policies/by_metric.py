@@ -11,8 +11,7 @@ from elastic_ray.adaptation.view import PolicyView
 class _ByMetric(ReadyPolicy):
     """Base of policies that track the best value of a metric; each report counts once."""
 
-    def __init__(self, metric: str, *, mode: str, strict: bool, deadline_s: float) -> None:
-        super().__init__(strict=strict, deadline_s=deadline_s)
+    def __init__(self, metric: str, *, mode: str) -> None:
         if not isinstance(metric, str) or not metric:
             raise TypeError(f"{type(self).__name__}(metric) must be the name of a metric, but got {metric!r}")
         self.watches = (metric,)
@@ -38,8 +37,6 @@ class EarlyStop(_ByMetric):
         patience: number of consecutive reports without an improvement after which training ends, 1 or more.
         min_delta: amount that a change must exceed to count as an improvement, 0 or more.
         mode: ``"min"`` if smaller values are better, ``"max"`` if larger values are better.
-        strict: see ``Policy``.
-        deadline_s: see ``Policy`` [s].
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -57,10 +54,8 @@ class EarlyStop(_ByMetric):
         patience: int = 3,
         min_delta: float = 0.0,
         mode: str = "min",
-        strict: bool = False,
-        deadline_s: float = 2.0,
     ) -> None:
-        super().__init__(metric, mode=mode, strict=strict, deadline_s=deadline_s)
+        super().__init__(metric, mode=mode)
         self.patience = self._whole("patience", patience, least=1)
         self.min_delta = self._number("min_delta", min_delta, least=0.0)
 
@@ -89,8 +84,6 @@ class LossPlateau(_ByMetric):
         cooldown: number of reports to ignore after a reduction, 0 or more.
         min_factor: lower bound of the product of all reductions, 0 or more and below 1; replaces torch's ``min_lr``.
         mode: ``"min"`` if less is better, or ``"max"``.
-        strict: see ``Policy``.
-        deadline_s: see ``Policy`` [s].
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -112,10 +105,8 @@ class LossPlateau(_ByMetric):
         cooldown: int = 0,
         min_factor: float = 0.0,
         mode: str = "min",
-        strict: bool = False,
-        deadline_s: float = 2.0,
     ) -> None:
-        super().__init__(metric, mode=mode, strict=strict, deadline_s=deadline_s)
+        super().__init__(metric, mode=mode)
         self.factor = self._number("factor", factor, above=0.0, below=1.0)
         self.patience = self._whole("patience", patience, least=0)
         self.threshold = self._number("threshold", threshold, least=0.0)

@@ -21,8 +21,6 @@ class CostCap(ReadyPolicy):
         shrink_at: fraction of the limit at which the policy requests fewer workers, above 0 and below 1; None never
             does. With fewer workers, training is slower, but most jobs train more samples per worker-hour.
         shrink_to: number of workers to request at ``shrink_at``.
-        strict: see ``Policy``.
-        deadline_s: see ``Policy`` [s].
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -40,10 +38,7 @@ class CostCap(ReadyPolicy):
         price_per_worker_hour: float,
         shrink_at: float | None = None,
         shrink_to: int = 1,
-        strict: bool = False,
-        deadline_s: float = 2.0,
     ) -> None:
-        super().__init__(strict=strict, deadline_s=deadline_s)
         self.usd = self._number("usd", usd, above=0.0)
         self.price = self._number("price_per_worker_hour", price_per_worker_hour, above=0.0)
         self.shrink_at = None if shrink_at is None else self._number("shrink_at", shrink_at, above=0.0, below=1.0)

@@ -29,8 +29,6 @@ class Interference(ReadyPolicy):
         rest: steps after a trial before the next one may start, 0 or more. A machine that is busy for other reasons
             looks like interference, and would otherwise cause one trial after another.
         model: index of the model whose strategy changes, in the order in which the loop wraps its models.
-        strict: see ``Policy``.
-        deadline_s: see ``Policy`` [s].
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -49,10 +47,7 @@ class Interference(ReadyPolicy):
         window: int = 5,
         rest: int = 50,
         model: int = 0,
-        strict: bool = False,
-        deadline_s: float = 2.0,
     ) -> None:
-        super().__init__(strict=strict, deadline_s=deadline_s)
         if isinstance(strategies, str) or not isinstance(strategies, Sequence) or not strategies:
             raise TypeError(f"Interference(strategies) must be a list of names, but got {strategies!r}")
         self.strategies = [self._one_of("strategies", name, tuple(NAMED)) for name in strategies]

@@ -25,8 +25,6 @@ class NoiseScaleBatch(ReadyPolicy):
         every: steps between two decisions.
         min_batch_size: smallest batch [samples]; None uses the loader's initial batch.
         max_batch_size: largest batch [samples]; None uses the loader's limit, which always applies.
-        strict: see ``Policy``.
-        deadline_s: see ``Policy`` [s].
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -47,10 +45,7 @@ class NoiseScaleBatch(ReadyPolicy):
         every: int = 50,
         min_batch_size: int | None = None,
         max_batch_size: int | None = None,
-        strict: bool = False,
-        deadline_s: float = 2.0,
     ) -> None:
-        super().__init__(strict=strict, deadline_s=deadline_s)
         self.factor = self._number("factor", factor, above=0.0)
         self.smoothing = self._number("smoothing", smoothing, least=0.0, below=1.0)
         self.hysteresis = self._number("hysteresis", hysteresis, least=1.0)

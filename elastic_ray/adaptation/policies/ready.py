@@ -8,18 +8,9 @@ from elastic_ray.adaptation.policy import Policy
 
 
 class ReadyPolicy(Policy):
-    """Base class of ready-made policies, which checks their settings.
+    """Base class of ready-made policies, which checks their settings."""
 
-    Args:
-        strict: see :class:`~elastic_ray.adaptation.Policy`.
-        deadline_s: see :class:`~elastic_ray.adaptation.Policy` [s].
-    """
-
-    def __init__(self, *, strict: bool = False, deadline_s: float = 2.0) -> None:
-        if not isinstance(strict, bool):
-            raise TypeError(f"{type(self).__name__}(strict) must be True or False, but got {strict!r}")
-        self.strict = strict
-        self.deadline_s = self._number("deadline_s", deadline_s, above=0.0)
+    deadline_s = 2.0
 
     def _number(
         self,

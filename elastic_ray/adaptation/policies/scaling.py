@@ -18,10 +18,7 @@ from placement.cluster.utility import SCALING_THRESHOLD, Utility, scaling_effici
 class _Scaling(ReadyPolicy):
     """Base of the scaling policies: measures each size of the search, and periodically requests the next one."""
 
-    def __init__(
-        self, *, every: int, stride: int, passes_to_stay: int, steps_to_stay: int, strict: bool, deadline_s: float
-    ) -> None:
-        super().__init__(strict=strict, deadline_s=deadline_s)
+    def __init__(self, *, every: int, stride: int, passes_to_stay: int, steps_to_stay: int) -> None:
         self.every = self._whole("every", every, least=1)
         self.stride = self._whole("stride", stride, least=1)
         self.passes_to_stay = self._whole("passes_to_stay", passes_to_stay, least=1)
@@ -92,8 +89,6 @@ class ThroughputScaling(_Scaling):
         stride: number of workers added or removed at a time.
         passes_to_stay: number of growths, from the smallest size on, that must be worthwhile to skip smaller sizes.
         steps_to_stay: number of measured steps needed to reject a size.
-        strict: see ``Policy``.
-        deadline_s: see ``Policy`` [s].
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -112,16 +107,12 @@ class ThroughputScaling(_Scaling):
         stride: int = 4,
         passes_to_stay: int = 3,
         steps_to_stay: int = 100,
-        strict: bool = False,
-        deadline_s: float = 2.0,
     ) -> None:
         super().__init__(
             every=every,
             stride=stride,
             passes_to_stay=passes_to_stay,
             steps_to_stay=steps_to_stay,
-            strict=strict,
-            deadline_s=deadline_s,
         )
         self.threshold = self._number("threshold", threshold)
 
@@ -146,8 +137,6 @@ class UtilityCost(_Scaling):
         stride: number of workers added or removed at a time.
         passes_to_stay: number of growths, from the smallest size on, that must be worthwhile to skip smaller sizes.
         steps_to_stay: number of measured steps needed to reject a size.
-        strict: see ``Policy``.
-        deadline_s: see ``Policy`` [s].
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -167,16 +156,12 @@ class UtilityCost(_Scaling):
         stride: int = 4,
         passes_to_stay: int = 3,
         steps_to_stay: int = 100,
-        strict: bool = False,
-        deadline_s: float = 2.0,
     ) -> None:
         super().__init__(
             every=every,
             stride=stride,
             passes_to_stay=passes_to_stay,
             steps_to_stay=steps_to_stay,
-            strict=strict,
-            deadline_s=deadline_s,
         )
         told = parse_utility(utility) if isinstance(utility, str) else Utility(utility)  # type: ignore[arg-type]
         self.utility = told.points  # plain, as a policy's state must be

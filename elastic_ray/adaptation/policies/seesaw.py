@@ -34,13 +34,12 @@ class Seesaw(ReadyPolicy):
 
     Args:
         growth: see ``GROWTH``; 1 or more.
-        deadline_s: see ``Policy`` [s].
 
     Raises TypeError, ValueError: an argument has the wrong type or is out of range.
     """
 
-    def __init__(self, *, growth: float = GROWTH, deadline_s: float = 2.0) -> None:
-        super().__init__(strict=True, deadline_s=deadline_s)
+    def __init__(self, *, growth: float = GROWTH) -> None:
+        self.strict = True
         self.growth = self._number("growth", growth, least=1.0)
         self.peaks: list[float] = []
         self.asked = 0

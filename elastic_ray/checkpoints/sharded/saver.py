@@ -29,7 +29,7 @@ from elastic_ray.checkpoints.sharded.manifest import Part, Path, StoredPiece, St
 from elastic_ray.checkpoints.sharded.rectangles import rectangles
 from elastic_ray.consensus.saving import Readiness, SaveOrder
 from elastic_ray.state.codec import NotPlainError, SparseIndex, TensorIndex, dtype_name, encode
-from elastic_ray.state.pieces import NamedPieces, take_apart
+from elastic_ray.state.pieces import NamedPieces, split_tree
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.tree import UnsafeStateError
 from placement.storage.private_files import make_directory
@@ -148,7 +148,7 @@ class PartSaver:
         self._groups = 0  # that were entered
         self._fits = -1  # how often memory had been made when it was known to fit this group's part
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Prepare for a new group, in which this rank may write a different part of the state."""
         self._groups, self._fits = self._groups + 1, -1
 
@@ -182,7 +182,7 @@ class PartSaver:
             return Readiness.READY
         if self._busy() or self.makes_memory:
             return Readiness.NOT_YET
-        tensors = _tensors(take_apart(self._states.capture_part(rank, world_size))[1])
+        tensors = _tensors(split_tree(self._states.capture_part(rank, world_size))[1])
         if self._buffers.fit(tensors) is None:
             self._make(tensors, self._groups, completes=rank == 0)
             return Readiness.NOT_YET
@@ -232,7 +232,7 @@ class PartSaver:
         """
         states = self._states
         trees = states.capture_part(order.rank, order.world_size) if order is not None else states.capture_to_save()
-        skeleton, tensors = take_apart(trees)
+        skeleton, tensors = split_tree(trees)
         if copy and order is None and self._buffers.fit(originals := _tensors(tensors)) is None:
             # Writing to fresh memory is several times slower, so a thread prepares the memory first.
             self._make(originals, -1, completes=True)
@@ -326,7 +326,7 @@ def write_state(
 
     Raises UnsafeStateError: a state holds more than tensors and plain values; the message names it.
     """
-    skeleton, tensors = take_apart(trees)
+    skeleton, tensors = split_tree(trees)
     return _write_alone(storage, skeleton, [_on_cpu(each) for each in tensors], resume_point, go_on)
 
 

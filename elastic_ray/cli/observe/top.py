@@ -33,12 +33,11 @@ from elastic_ray.cli.sweeps import grouped
 @click.command(short_help="Watch jobs and nodes.")
 @click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.2), help="Seconds.")
 @click.option("--once", is_flag=True, help="One look, then end; so it is in a pipe.")
-@click.option("--count", "looks", type=click.IntRange(min=1), help="End after so many looks; else with q or Ctrl-C.")
 @click.option(
     "--sort", "by", default="phase", show_default=True, type=click.Choice(list(SORTS)), help="Which jobs first."
 )
 @metric_option
-def top(interval: float, once: bool, looks: int | None, by: str, metric: str) -> None:
+def top(interval: float, once: bool, by: str, metric: str) -> None:
     """Watch jobs and nodes, as many jobs as fit the terminal, until q or Ctrl-C.
 
     In a pipe, everything is printed once and in full. TRAINS is the share of the time since submission spent training.
@@ -47,18 +46,17 @@ def top(interval: float, once: bool, looks: int | None, by: str, metric: str) ->
 
     cluster.connect()
     piped = not sys.stdout.isatty()
-    last = 1 if once or (piped and looks is None) else looks
     screen = (_Pipe if piped or once else _Screen if on_terminal() else _Scroll)(by, metric)
     with contextlib.suppress(KeyboardInterrupt), _Keys(wanted=not piped) as keys, screen:
-        for look in itertools.count(1):
+        for look in itertools.count():
             seen = cluster.snapshot()
             rows = grouped(job_rows(cluster.known_jobs(), seen, (), cluster.ended_jobs()), ended=False)
-            if (problem := no_metric(rows, metric)) and look == 1:
+            if (problem := no_metric(rows, metric)) and not look:
                 raise click.ClickException(problem)
             nodes = node_rows(cluster.ray_nodes(), seen)
             heading = time.strftime("%H:%M:%S ") + (headline(seen) if seen is not None else NO_ALLOCATOR)
             screen.show(heading, rows, nodes)
-            if look == last or keys.ended_within(interval):
+            if once or piped or keys.ended_within(interval):
                 break
 
 

@@ -79,13 +79,13 @@ class AccelerateLoader(LoaderOnDevice):
         self.gradient_state._add_dataloader(self)
         try:
             for batch in self.loader:
-                self._begin_micro_step()
+                self._start_micro_step()
                 yield send_to_device(batch, self.device, non_blocking=self._non_blocking)
         finally:
             self.gradient_state._remove_dataloader(self)
             self.end_of_dataloader = False
 
-    def _begin_micro_step(self) -> None:
+    def _start_micro_step(self) -> None:
         """Set accelerate's gradient state for the micro-batch about to be yielded."""
         session = current_session()
         step = session.ledger.step

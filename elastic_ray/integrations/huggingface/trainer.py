@@ -188,9 +188,9 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
             Path(resume_from_checkpoint), loader, done, within
         )
         job.join()
-        self._take_rank()
+        self._set_rank()
         planned = {"Num examples": examples, "Num Epochs": epochs, "Num update steps per epoch": per_epoch}
-        self._tell_of_begin(loader, {**planned, "Total optimization steps": max_steps})
+        self._report_start(loader, {**planned, "Total optimization steps": max_steps})
         alone = get_context().get_world_size() == 1  # several would draw the same numbers
         self._random_numbers_of = resume_from_checkpoint if goes_on and alone else None
         model.zero_grad()
@@ -199,14 +199,14 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
             self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         self._within_epoch = bool(within)
         while not (job.done or self.control.should_training_stop):
-            epoch = job.begin_epoch()
+            epoch = job.start_epoch()
             self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
             self._train_epoch(model, loader, epoch, trial, ignore_keys_for_eval, begin_s)
             job.end_epoch()
         self._average_loss()
         return self._finalize_training(trial, samples, begin_s)
 
-    def _tell_of_begin(self, loader: er.AdaptiveDataLoader, planned: dict[str, int]) -> None:
+    def _report_start(self, loader: er.AdaptiveDataLoader, planned: dict[str, int]) -> None:
         """Log the same training summary as Trainer, which people and tools expect, with the job's current batch."""
         trainable = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
         said = {
@@ -232,7 +232,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         elif not own:
             begun = RunProgress(epoch=epochs, steps=self.state.global_step)
             if batches:
-                begun.begin_pass(0)
+                begun.start_pass(0)
                 begun.passes[0].advance(batches * self._train_batch_size)
             states.start_from(begun)
         return not own
@@ -246,7 +246,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         batches: Any = loader.batches(joined_later=True)
         last: dict[str, Any] = {"grad_norm": None, "learning_rate": None}
         while (inputs := next(batches, _END)) is not _END:
-            self._take_rank()
+            self._set_rank()
             if self._random_numbers_of is not None and self._within_epoch:  # after the loader has drawn, as theirs does
                 self._load_rng_state(self._random_numbers_of)
             self._random_numbers_of = None
@@ -348,7 +348,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
             theirs.should_training_stop = True
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
 
-    def _take_rank(self) -> None:
+    def _set_rank(self) -> None:
         theirs = self.state
         before = theirs.is_local_process_zero, theirs.is_world_process_zero
         now = self.is_local_process_zero(), self.is_world_process_zero()

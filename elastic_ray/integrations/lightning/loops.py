@@ -151,7 +151,7 @@ class ElasticFitLoop(_FitLoop):
         """Start at the position of the checkpoint that Lightning loaded (``fit(ckpt_path=)``), if any."""
         if not self._loaded_from_state_dict:
             if self.epoch_loop.global_step:  # trained before, by this trainer
-                self._begin_at_own_place()
+                self._start_at_own_place()
             return
         theirs: Any = self.epoch_loop
         progress: Any = theirs.batch_progress
@@ -181,9 +181,9 @@ class ElasticFitLoop(_FitLoop):
         self.epoch_loop.moved_epochs = theirs.processed
         if place is not None:
             self._data_fetcher.loader.load_state_dict(place)
-        self._begin_at_own_place(batches if within else 0)
+        self._start_at_own_place(batches if within else 0)
 
-    def _begin_at_own_place(self, batches: int = 0) -> None:
+    def _start_at_own_place(self, batches: int = 0) -> None:
         """Start at the trainer's own counters, unless the job already has a position."""
         states = current_session().states
         if states.progress.epoch or states.progress.passes or states.progress.steps:
@@ -194,7 +194,7 @@ class ElasticFitLoop(_FitLoop):
         if samples is not None and position >= samples:  # the batch was smaller where they were counted
             begun.epoch += 1
         elif position:
-            begun.begin_pass(0)
+            begun.start_pass(0)
             begun.passes[0].advance(position)
         states.start_from(begun)
 
@@ -226,7 +226,7 @@ class ElasticFitLoop(_FitLoop):
     def on_advance_start(self) -> None:
         """Start the job's current epoch."""
         assert self._epochs is not None
-        epoch = self._epochs.begin_epoch()
+        epoch = self._epochs.start_epoch()
         self._came_later = False
         progress: Any = self.epoch_progress
         for theirs in (progress.total, progress.current):

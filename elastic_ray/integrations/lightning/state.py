@@ -44,7 +44,7 @@ class TrainerState:
             theirs.dirpath = state["folders"].get(theirs.state_key, path)
         _call_callbacks_load_state_dict(self._trainer, {"callbacks": state["callbacks"]})
         for each in state["logged"]:
-            _take_logged(self._trainer, each)
+            _read_logged(self._trainer, each)
 
 
 class StepState:
@@ -171,7 +171,7 @@ def _described(metric: _ResultMetric) -> dict[str, Any]:
     }
 
 
-def _take_logged(trainer: Trainer, described: dict[str, Any]) -> None:
+def _read_logged(trainer: Trainer, described: dict[str, Any]) -> None:
     """Add a metric that other ranks logged in this epoch, so that this rank takes part in averaging it."""
     results = trainer.fit_loop.epoch_loop._results
     key = f"{described['fx']}.{described['name']}"

@@ -120,7 +120,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             super().setup(trainer)
             return
         _check(trainer)
-        self._take_over(trainer)
+        self._adopt_trainer(trainer)
         self._gone = self._writes = False  # alone, a fit that failed may be followed by another
         session_of_new_model()  # alone, a second fit is a run of its own, whose loader begins anew
         become_elastic(trainer)
@@ -144,7 +144,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
                 module.distributed_available_fn = lambda: self._shares and self.world_size > 1
                 module.dist_sync_fn = lambda tensor, group=None: er.all_gather(tensor)
 
-    def _take_over(self, trainer: Any) -> None:
+    def _adopt_trainer(self, trainer: Any) -> None:
         """Turn off Lightning's sampler, gradient accumulation and progress bar, because the job handles them."""
         theirs = trainer._accelerator_connector
         theirs.use_distributed_sampler = False

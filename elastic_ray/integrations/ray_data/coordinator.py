@@ -224,7 +224,7 @@ class DatasetCoordinator:
         for streams in self._streams.values():
             if stream in streams:
                 streams.remove(stream)
-        self._readers.forget(stream, gone=readers_gone)
+        self._readers.discard(stream, gone=readers_gone)
         self._tell()
 
     async def _watch(self) -> None:

@@ -148,7 +148,7 @@ class Readers:
         """Remove a client that will send no further requests; return the stream it was reading, or None."""
         return self._reads.pop(client, (None, None))[1]
 
-    def forget(self, stream: object, *, gone: bool) -> None:
+    def discard(self, stream: object, *, gone: bool) -> None:
         """Detach a closed stream's clients, which can then move to another stream; remove them if ``gone``."""
         for client, (reader, read) in tuple(self._reads.items()):
             if read is stream and gone:

@@ -151,7 +151,7 @@ class RayDataBatches:
         self._total: int | None = None
         self._asked: Any = None
 
-    def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
+    def start(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
         """Start or continue reading at ``position`` of the epoch, with this rank's share given by ``cut``."""
         self._generation = get_context().get_generation()
         self._last_epoch = epoch + 1 >= (current_session().progress.epochs or 0)
@@ -248,7 +248,7 @@ class RayDataBatches:
         """
         asked_s = time.monotonic()
         while not ray.wait([call], timeout=_SLOW_S)[0]:
-            current_session().tell(
+            current_session().notify(
                 "warning", _WAITS.format(dataset=self._dataset, row=self._end, seconds=time.monotonic() - asked_s)
             )
             logger.warning("rank %d waits for rows of dataset %r", self._rank, self._dataset)

@@ -116,10 +116,10 @@ class JobMetrics:
     def end(self) -> None:
         """Write the final metrics of the job, once."""
         if self._on and not self._ended:
-            self._guarded(self._tell_end)
+            self._guarded(self._notify_end)
         self._ended = True
 
-    def _tell_end(self) -> None:
+    def _notify_end(self) -> None:
         status = self._status()
         self._look(status)
         if status.phase is JobPhase.FAILED:

@@ -52,21 +52,21 @@ class ClusterPage:
     def take(self, look: ClusterLook) -> None:
         """Update the page with the result of a poll."""
         self._started_s = look.now_s if self._started_s is None else self._started_s
-        self._take_nodes(look)
+        self._update_nodes(look)
         if look.allocator is not None:
-            self._take_decisions(look.allocator, look.now_s)
+            self._read_decisions(look.allocator, look.now_s)
         for each in look.jobs:
             try:
                 self._hear(each, look.now_s)
             except Exception:  # one job's answer, whatever is in it, costs the others nothing
                 logger.warning("job %s: its answer could not be shown", each.job, exc_info=True)
-        self._take_ends(look)
+        self._read_ends(look)
         self._measure(look)
 
     def _hear(self, look: JobLook, now_s: float) -> None:
         """Store one job's answer and mark its events and checkpoints."""
         memory = self._memory(look.job, now_s)
-        for event in memory.hear(look, now_s):
+        for event in memory.receive(look, now_s):
             self._history.mark(event.time_s, look.job, MARKS[event.kind], clipped(event.reason))
         for time_s, path in memory.new_checkpoints():
             self._history.mark(time_s, look.job, "checkpoint", clipped(f"stored as {path}"))
@@ -78,7 +78,7 @@ class ClusterPage:
             self._colours += 1
         return self._jobs[job]
 
-    def _take_nodes(self, look: ClusterLook) -> None:
+    def _update_nodes(self, look: ClusterLook) -> None:
         """Update the nodes; mark nodes that start to drain or are gone."""
         if not look.nodes:
             return
@@ -107,14 +107,14 @@ class ClusterPage:
         for node in gone[: max(len(gone) - MOST_GONE, 0)]:
             del self._nodes[node], self._totals[node]
 
-    def _take_decisions(self, look: AllocatorLook, now_s: float) -> None:
+    def _read_decisions(self, look: AllocatorLook, now_s: float) -> None:
         """Turn new log records into bars, then set each job's bars to the allocator's current targets."""
         if look.life != self._life:
             self._life, self._known = look.life, 0
         first = look.recorded - len(look.core.log) + 1
         for number, record in enumerate(look.core.log, start=first):
             if number > self._known:
-                self._take_decision(number, record, look)
+                self._read_decision(number, record, look)
         self._known = look.recorded
         for job, state in look.core.jobs.items():
             self._memory(job, now_s).decided(state)
@@ -122,7 +122,7 @@ class ClusterPage:
         self._history.end(now_s, self._history.jobs - look.core.jobs.keys())
         self._look = look
 
-    def _take_decision(self, number: int, record: DecisionRecord, look: AllocatorLook) -> None:
+    def _read_decision(self, number: int, record: DecisionRecord, look: AllocatorLook) -> None:
         """Add one record to the decision log and to the bars."""
         self._decisions.append(
             PageDecision(
@@ -160,7 +160,7 @@ class ClusterPage:
             if others + wanted > slots_of(self._totals.get(node, {})):
                 self._history.end(record.time_s, gone & there.keys())
 
-    def _take_ends(self, look: ClusterLook) -> None:
+    def _read_ends(self, look: ClusterLook) -> None:
         """End jobs that neither the allocator nor a controller knows; only the most recent ones are kept."""
         known = look.allocator.core.jobs.keys() if look.allocator is not None else frozenset()
         for job, memory in self._jobs.items():

@@ -41,7 +41,7 @@ class Client:
         self._messages.put_nowait(message)
         return True
 
-    def begin(self, message: bytes) -> None:
+    def start(self, message: bytes) -> None:
         """Queue the first message, regardless of its size."""
         self._bytes += len(message)
         self._most_bytes += len(message)
@@ -96,7 +96,7 @@ class Feed:
         """Remove a client."""
         self._clients.discard(client)
 
-    def tell(self, message: bytes) -> None:
+    def notify(self, message: bytes) -> None:
         """Send a message to all clients; a client whose queue is full is dropped."""
         for client in tuple(self._clients):
             if not client.offer(message):

@@ -157,7 +157,7 @@ class Doors:
         """Remove a connection that has ended."""
         self._connections.pop(key, None)
 
-    def begin(self, key: Hashable) -> None:
+    def start(self, key: Hashable) -> None:
         """Record that a complete request has arrived on a connection."""
         if (one := self._connections.get(key)) is not None:
             self._connections[key] = dataclasses.replace(one, asks=one.asks + 1)

@@ -46,7 +46,7 @@ class JobMemory:
         """Record that the job has ended; only the first call counts."""
         self.ended_s = now_s if self.ended_s is None else self.ended_s
 
-    def hear(self, look: JobLook, now_s: float) -> tuple[JobEvent, ...]:
+    def receive(self, look: JobLook, now_s: float) -> tuple[JobEvent, ...]:
         """Store the controller's answer; return those of its new events that the timeline marks."""
         self.events.extend(look.events)
         self.facts = look.facts or self.facts

@@ -92,26 +92,26 @@ class PageServer:
             try:
                 await asyncio.wait({look}, timeout=_STALE_S)
                 if not look.done():
-                    self._tell_problem(f"nothing has answered for {_STALE_S:g} s: what is shown is as old")
+                    self._report_problem(f"nothing has answered for {_STALE_S:g} s: what is shown is as old")
                 await look
             except asyncio.CancelledError:
                 look.cancel()
                 raise
             except Exception:
                 logger.exception("the page could not be brought up to date")
-                self._tell_problem("it could not be brought up to date; its own log tells why")
+                self._report_problem("it could not be brought up to date; its own log tells why")
             period_s = self._source.period_s
             if period_s is None and self._tables:
                 return
             await self._pause(period_s or 1.0)
 
-    def _tell_problem(self, problem: str) -> None:
+    def _report_problem(self, problem: str) -> None:
         """Notify browsers that the data they show is out of date, and why."""
         if not self._tables or self._tables["source"]["problem"] == problem:
             return
         self._tables = {**self._tables, "source": {**self._tables["source"], "problem": problem}}
         self._version += 1
-        self._feed.tell(_message("change", self._version, {"source": self._tables["source"]}))
+        self._feed.notify(_message("change", self._version, {"source": self._tables["source"]}))
 
     async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the source, one call at a time; a call is completed even if its browser disconnects.
@@ -142,7 +142,7 @@ class PageServer:
     async def _refresh(self) -> None:
         """Poll the source once and send the changes to browsers."""
         async with self._asking:
-            snapshot = await asyncio.to_thread(self._source.look, time.time())
+            snapshot = await asyncio.to_thread(self._source.poll, time.time())
         after = await asyncio.to_thread(tables, snapshot)
         changed = difference(self._tables, after) if self._tables else after
         self._tables = after
@@ -150,12 +150,12 @@ class PageServer:
             return
         self._version += 1
         if self._feed.clients:
-            self._feed.tell(_message("change", self._version, {**changed, "time_s": after["time_s"]}))
+            self._feed.notify(_message("change", self._version, {**changed, "time_s": after["time_s"]}))
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Count the request as in progress on its connection, and answer it."""
-        self.doors.begin(request.transport)
+        self.doors.start(request.transport)
         try:
             return await self._answer(request, handler)
         finally:
@@ -206,7 +206,7 @@ class PageServer:
             client = self._feed.join()
         except TooManyClientsError as error:
             return _error(503, str(error))
-        client.begin(_message("snapshot", self._version, found))
+        client.start(_message("snapshot", self._version, found))
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
         try:
             await response.prepare(request)

@@ -81,7 +81,7 @@ class Source(Protocol):
     def period_s(self) -> float | None:
         """Time between two polls [s]; None if the data never changes."""
 
-    def look(self, now_s: float) -> PageSnapshot:
+    def poll(self, now_s: float) -> PageSnapshot:
         """Return everything on the page, as of ``now_s``."""
 
     def detail(self, job: str) -> JobDetail | None:
@@ -117,7 +117,7 @@ class StoredPage:
         """Always None, because a stored page does not change."""
         return None
 
-    def look(self, now_s: float) -> PageSnapshot:
+    def poll(self, now_s: float) -> PageSnapshot:
         """Return the stored snapshot."""
         return self._snapshot
 

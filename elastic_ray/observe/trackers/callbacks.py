@@ -157,14 +157,14 @@ class CallbackTracker:
             self._seen = SeenReports(int(self._note.get("told", 0)))
             self.note = note
 
-    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
+    def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
         """Unpickle the callback and notify it that the run starts."""
         callback, context = self._callbacks.get(self._index)
         if not again:
             self._seen = SeenReports(reports)
         target = _target(callback, context, self._run)
         if target is not None and not self._note.get("ended"):
-            for number in target.begin(self._note.get("state")):
+            for number in target.start(self._note.get("state")):
                 self._seen.add(number)
             self._target = target
         self._keep()
@@ -233,7 +233,7 @@ class _UserCallback:
     def __init__(self, callback: Any, context: RunContext, run: TrackedRun) -> None:
         self._callback, self._context, self._run = callback, context, run
 
-    def begin(self, state: str | None) -> frozenset[int]:
+    def start(self, state: str | None) -> frozenset[int]:
         """Restore the callback's state, if there is one; a ``UserCallback`` has no method for a run's start."""
         if state is not None:
             go_on(self._callback, None, state)
@@ -278,7 +278,7 @@ class _LoggerCallback:
             node_ip=_address(),
         )
 
-    def begin(self, state: str | None) -> frozenset[int]:
+    def start(self, state: str | None) -> frozenset[int]:
         """Set up the logger and start the trial, in Ray Tune's order of calls."""
         if _is(self._callback, "WandbLoggerCallback"):
             self._callback.kwargs.setdefault("resume", "allow")

@@ -86,7 +86,7 @@ class RunTrackers:
         found = {str(index): tracker.note for index, tracker in enumerate(self._callbacks) if tracker.note}
         return {**found, _BEGUN: ""} if self._begun else {}
 
-    def begin(self, point: ResumePoint | None) -> None:
+    def start(self, point: ResumePoint | None) -> None:
         """Start the run at ``point``, or from scratch if that is None; a run that has already started continues."""
         if not self._begun:
             steps, reports = (point.steps, point.reports) if point is not None else (0, 0)
@@ -96,7 +96,7 @@ class RunTrackers:
     def _begin(self, steps: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
         self._begun = True
         for thread in self._threads:
-            thread.begin(steps, reports, again=again, events=events)
+            thread.start(steps, reports, again=again, events=events)
 
     def report(self, report: Report) -> None:
         """Pass a report of rank 0 to all trackers."""
@@ -135,9 +135,9 @@ class RunTrackers:
         left = {member.worker for member in after.members}
         lost = {rank: event.reason for rank, each in enumerate(before.members) if each.worker not in left}
         errors = {rank: RuntimeError(reason) for rank, reason in lost.items()}
-        self._tell_callbacks(lambda tracker: tracker.failed(errors))
+        self._notify_callbacks(lambda tracker: tracker.failed(errors))
 
-    def _tell_callbacks(self, tell: Callable[[CallbackTracker], None]) -> None:
+    def _notify_callbacks(self, tell: Callable[[CallbackTracker], None]) -> None:
         """Queue the call ``tell`` for the tracker of every callback."""
         for thread, tracker in zip(self._threads[-len(self._callbacks) :], self._callbacks, strict=False):
             thread.call("after_exception", functools.partial(tell, tracker))
@@ -172,7 +172,7 @@ class RunTrackers:
             return  # it has ended before it was known where it begins
         self._release()
         if isinstance(error, Raised):
-            self._tell_callbacks(lambda tracker: tracker.raised(error))
+            self._notify_callbacks(lambda tracker: tracker.raised(error))
         for thread in self._threads:
             thread.finish(phase)
         now_s, patience_s = time.monotonic(), self._spec.elastic.tracker_timeout_s

@@ -54,7 +54,7 @@ class TensorBoardWriter:
         self._step = 0
         self._marks = collections.deque[tuple[int, JobEvent]](maxlen=_MOST_MARKS)
 
-    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
+    def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
         """Read the existing files, and invalidate values after the starting point unless the run just continues.
 
         Raises OSError: the files cannot be read or written.

@@ -29,7 +29,7 @@ class Tracker(Protocol):
     All methods are called from one thread, one at a time. Each may raise.
     """
 
-    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
+    def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
         """Start the run; called before all other methods.
 
         Args:
@@ -75,9 +75,9 @@ class TrackerThread:
         self._closed = self._given_up = False
         self._thread: threading.Thread | None = None
 
-    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
-        """Queue a call of :meth:`Tracker.begin`, which is repeated if it raises."""
-        self._put("begin", lambda: self._tracker.begin(step, reports, again=again, events=events))
+    def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
+        """Queue a call of :meth:`Tracker.start`, which is repeated if it raises."""
+        self._put("begin", lambda: self._tracker.start(step, reports, again=again, events=events))
 
     def report(self, report: Report, time_s: float) -> None:
         """Queue a report of rank 0."""
@@ -163,14 +163,14 @@ class TrackerThread:
                 self._bytes -= found[2] if found is not None else 0
             if found is not None:
                 if not self._call(*found[:2]) and found[0] == "begin":
-                    self._begin_again(found)
+                    self._start_again(found)
             elif self._closed:
                 return
             if time.monotonic() >= flush_s:
                 self._call("flush", self._tracker.flush)
                 flush_s = time.monotonic() + _FLUSH_S
 
-    def _begin_again(self, begin: tuple[str, Callable[[], None], int]) -> None:
+    def _start_again(self, begin: tuple[str, Callable[[], None], int]) -> None:
         """Retry the start of a run, before all other calls, after a delay; give up once the run has ended."""
         with self._news:
             if not self._news.wait_for(lambda: self._closed or self._given_up, _AGAIN_S):

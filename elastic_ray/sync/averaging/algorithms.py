@@ -32,7 +32,7 @@ class Averager(Protocol):
     def prepare(self, model: Replica) -> None:
         """Start the collectives that :meth:`run` needs, while the ranks still vote on the steps of the period."""
 
-    def begin(self, model: Replica) -> None:
+    def start(self, model: Replica) -> None:
         """Initialise the algorithm's state, or that of new parameters, from parameters that are equal on all ranks."""
 
     def capture(self) -> Any:
@@ -47,9 +47,9 @@ class Stateless:
 
     def prepare(self, model: Replica) -> None:
         """Start to sum the ranks' models, for the mean that :meth:`run` needs."""
-        model.begin_mean()
+        model.start_mean()
 
-    def begin(self, model: Replica) -> None:
+    def start(self, model: Replica) -> None:
         """Do nothing, because the algorithm has no state."""
 
     def capture(self) -> Any:
@@ -134,7 +134,7 @@ class DiLoCoAverager:
         self._momentum: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def begin(self, model: Replica) -> None:
+    def start(self, model: Replica) -> None:
         """Set the anchor of new parameters to their current values, and their momentum to zero."""
         for name, p in model.named.items():
             anchor = self._anchor.get(name)
@@ -146,7 +146,7 @@ class DiLoCoAverager:
 
     def prepare(self, model: Replica) -> None:
         """Start to sum the ranks' models, for the mean that :meth:`run` needs."""
-        model.begin_mean()
+        model.start_mean()
 
     @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:

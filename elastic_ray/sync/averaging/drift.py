@@ -104,7 +104,7 @@ class Drift:
         """
         return self._marker
 
-    def begin_step(self) -> None:
+    def start_step(self) -> None:
         """Initialise averaging at a loader's first step; until then, replicas need not be identical."""
         if (
             not self._begun
@@ -114,9 +114,9 @@ class Drift:
             and self._context.ledger.step is not None
         ):
             self._begun = True
-            self._averager.begin(self._replica)
+            self._averager.start(self._replica)
 
-    def note_update(self) -> None:
+    def record_update(self) -> None:
         """Record an optimizer step; outside of a loader's loop, where models are not averaged, warn once."""
         if self.average is None or not self.on:
             return
@@ -126,7 +126,7 @@ class Drift:
         several = self._context.group.world_size > 1
         if several and self._context.ledger.step is None and not self._warned:
             self._warned = True
-            self._context.tell("warning", _OUTSIDE)
+            self._context.notify("warning", _OUTSIDE)
 
     def prepare(self) -> None:
         """Start the next average while the ranks still vote on its round; raises like :meth:`after_step`."""
@@ -171,7 +171,7 @@ class Drift:
         if communicator.world_size > 1:
             amp = smallest_scale(communicator, self.scaler, counts=True)
             self._take(agree(communicator, self._trees(), holds=True, counts=True, changed=self._changed))
-            take_scale(self.scaler, amp)
+            set_scale(self.scaler, amp)
         self._replica.drop_pull()
         steps = self._context.states.progress.steps
         self._marker = max(self._marker, steps * _OF_A_STEP + _CONSENSUS)
@@ -181,7 +181,7 @@ class Drift:
         """Set all ranks' loss scales to the smallest one; called on every rank after the same committed step."""
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
-            take_scale(self.scaler, smallest_scale(communicator, self.scaler, counts=True))
+            set_scale(self.scaler, smallest_scale(communicator, self.scaler, counts=True))
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
         """Make all ranks with a trained state identical in a new group, before its ranks exchange state.
@@ -204,7 +204,7 @@ class Drift:
             self._begun = False  # it is to find its tensors beside their parameters
         if holds:
             self._marker = marker
-            take_scale(self.scaler, amp)
+            set_scale(self.scaler, amp)
 
     def entered(self) -> None:
         """Record that all replicas are identical in a newly entered group."""
@@ -278,7 +278,7 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
     return struct.unpack("<f", struct.pack("<i", bits))[0], tracker
 
 
-def take_scale(scaler: Any, agreed: tuple[float, int] | None) -> None:
+def set_scale(scaler: Any, agreed: tuple[float, int] | None) -> None:
     """Set the scaler to the agreed scale; do nothing if it is None."""
     if agreed is not None:
         scaler.load_state_dict({**scaler.state_dict(), _SCALE: agreed[0], _TRACKER: agreed[1]})
@@ -326,7 +326,7 @@ class Replica:
     def _communicator(self) -> Communicator:
         return self._context.group.communicator
 
-    def begin_mean(self) -> None:
+    def start_mean(self) -> None:
         """Start to sum all ranks' current parameters; :meth:`mean` waits for the sum."""
         self._fill()
         group = self._communicator
@@ -347,7 +347,7 @@ class Replica:
             self._fill()
         else:
             if self._works is None:
-                self.begin_mean()
+                self.start_mean()
             works, self._works = self._works, None
             try:
                 for work in works or ():

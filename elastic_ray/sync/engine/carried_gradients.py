@@ -81,7 +81,7 @@ class CarriedGradients:
             return 0
         return int(self._beneath)
 
-    def look(self, param: torch.Tensor) -> None:
+    def check(self, param: torch.Tensor) -> None:
         """Check after a pass whether a parameter watched as a sample was added to the gradient of the last update."""
         if self._updated is None:
             self.watched = None
@@ -95,7 +95,7 @@ class CarriedGradients:
                 self._throws_away = thrown_away
             if not (thrown_away or self._warned) and self._step is not None and self._step.micro_steps > 1:
                 self._warned = True
-                self._context.tell("warning", _TWICE)
+                self._context.notify("warning", _TWICE)
 
     def refuse_own(self) -> None:
         """Refuse an optimizer step if no backward pass has averaged its gradients.
@@ -173,7 +173,7 @@ class CarriedGradients:
         if self.local:
             self._take(0, {})
         if lost:
-            self._context.tell(
+            self._context.notify(
                 "warning",
                 f"gradients of {lost} step{'s' if lost > 1 else ''} are lost: each worker has added up its own, within "
                 "no_sync() or between averages of models, when the group changed before they were applied",
@@ -258,7 +258,7 @@ class _Debtor:
         if self.is_among(folded):
             self.residual.fold(self.flat(folded))
         if self.compression is not None:
-            self.compression.take_factors(
+            self.compression.set_factors(
                 {place: factors[name] for place, name in enumerate(self.names) if name in factors}
             )
 
@@ -320,7 +320,7 @@ class OwedGradients:
     def _settle(self, index: int) -> None:
         """Have an uncompressed bucket send the residual that an earlier strategy left."""
         assert self._layout is not None, "buckets are laid out"
-        residual = self._layout.settle_first(index).residual
+        residual = self._layout.send_residual_first(index).residual
         self._settling.append(dataclasses.replace(self._plain.pop(index), residual=residual))
 
     def before_change(self) -> None:
@@ -362,14 +362,14 @@ class OwedGradients:
             for each in self._all:
                 each.residual.share(world_size)
         elif any(row[2] for row in rows):
-            self._tell_lost(max(row[3] for row in rows) - sum(row[1] for row in rows))
+            self._report_lost(max(row[3] for row in rows) - sum(row[1] for row in rows))
         self._members, self._holds = world_size, True
 
-    def _tell_lost(self, workers: int) -> None:
+    def _report_lost(self, workers: int) -> None:
         """Warn that the residuals of some workers are lost."""
         if workers > 0:
             whose = "one worker" if workers == 1 else f"{workers} workers"
-            self._context.tell(
+            self._context.notify(
                 "warning",
                 f"what compression had left out of the gradients of {whose} is lost with the group: each worker keeps "
                 "its own until a later step sends it. Training continues without",

@@ -247,9 +247,9 @@ class GradientEngine(Participant):
             force.before_forward()
         self._reducer.follow(changed=(force.asked is not None or force.wanted is not None) and self._may_switch)
         if not self._divided.idle and self._divided.unsettled:
-            self._divided.settle_between_steps()
+            self._divided.divide_between_steps()
         if self._drift.average is not None:
-            self._drift.begin_step()
+            self._drift.start_step()
         if self._in_unit is not None:
             self._in_unit.before_forward()
         if self._statistics.examples is not None:
@@ -279,8 +279,8 @@ class GradientEngine(Participant):
         buckets = self._reducer.plain_buckets
         if not one or buckets is None or self._carried.is_open or not examples.due(steps, step.scale):
             return
-        if self._statistics.noise.looks_at(steps):
-            examples.begin(steps, step.count, buckets, self._statistics.noise.preconditioner)
+        if self._statistics.noise.measures_at(steps):
+            examples.start(steps, step.count, buckets, self._statistics.noise.preconditioner)
 
     def let_go(self) -> None:
         """Remove all hooks, so that another run in this process can wrap the model again."""
@@ -334,7 +334,7 @@ class GradientEngine(Participant):
         self._carried.applied = True
         self._reducer.reduction.applied()
         if self._drift.average is not None:
-            self._drift.note_update()
+            self._drift.record_update()
 
     def scale_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """Set second moments to those of the step's whole batch, after an update with this rank's gradient."""
@@ -518,7 +518,7 @@ class GradientEngine(Participant):
         if self._in_force.restore(tree):
             self._reducer.rebuild()
         for each in self._row_steps:
-            each.look_again()
+            each.recheck()
         self._owed.restore(tree)
         self._drift.restore(tree.get("average", {}))
         self._carried.restore(tree)
@@ -545,11 +545,11 @@ class GradientEngine(Participant):
         self._divided.follow(plan, self.profile)
         self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)
         rows = {bucket.index: bucket for bucket in layout.buckets if isinstance(bucket, RowBucket)}
-        self._in_force.follow_rows(rows)
-        self._follow_tables([bucket.table for bucket in rows.values()])
+        self._in_force.set_row_buckets(rows)
+        self._update_tables([bucket.table for bucket in rows.values()])
         return layout
 
-    def _follow_tables(self, tables: Sequence[TableGradient]) -> None:
+    def _update_tables(self, tables: Sequence[TableGradient]) -> None:
         """Attach table gradients to the layers that use them, replacing those of the previous layout."""
         for table in self._tables:
             table.close()

@@ -167,11 +167,11 @@ class JointTiles:
         """True if any state is not yet divided as the strategy requires for the current group."""
         return any(each.unsettled for each in self._parts)
 
-    def settle_between_steps(self) -> None:
+    def divide_between_steps(self) -> None:
         """Divide the states as a new strategy requires; called on every rank."""
         for each in self._parts:
             if each.unsettled:
-                each.settle_between_steps()
+                each.divide_between_steps()
 
     @property
     def settled(self) -> bool:

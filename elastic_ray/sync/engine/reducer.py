@@ -156,7 +156,7 @@ class GradientReducer:
     def rebuild(self) -> None:
         """Rebuild the buckets for a changed set of trainable parameters."""
         if self._trainable.changed():
-            self._trainable.take_in()
+            self._trainable.include_unfrozen()
         self.reduction.end_step()
         self._build()
 
@@ -227,16 +227,16 @@ class GradientReducer:
         self._own_sums = []
         if step is None:
             self._step = self.nonfinite_ranks = None
-            self.reduction.begin_step(self._context.states.progress.steps)
+            self.reduction.start_step(self._context.states.progress.steps)
             self._reduces = self._group.world_size > 1 and not self._ledger.replaying
             if self._reduces and not self._warned:
                 self._warned = True
-                self._context.tell("warning", OUTSIDE_OF_LOADERS)
-            self._begin_buckets(first=False)
+                self._context.notify("warning", OUTSIDE_OF_LOADERS)
+            self._start_buckets(first=False)
             return
         first = step is not self._step
         if first:
-            self._begin_step(step)
+            self._start_step(step)
         elif step.micro != self._micro:
             self._carry()
         elif self._open and self._in_layers:  # two losses, one after the other
@@ -248,26 +248,26 @@ class GradientReducer:
         self._micro = step.micro
         last = step.is_last_micro
         if not (last or self._open):
-            self._begin_buckets(first=False)
+            self._start_buckets(first=False)
             return
         step.backward = step.micro
         if step.weighed:
-            self._weights.begin_pass(step)
+            self._weights.start_pass(step)
         rank = self._group.group.rank
         self._weight = step.own_weight(rank) if self._drifts else step.weight(rank)
         self._reduces = last and world_size > 1 and not self._ledger.failed
         self._accumulates = step.micro_steps > 1
         if self._statistics.due:
-            self._statistics.begin_pass()
+            self._statistics.start_pass()
             self._measures = self._open and not self._ledger.failed
-        self._begin_buckets(first=first)
+        self._start_buckets(first=first)
 
-    def _begin_buckets(self, *, first: bool) -> None:
+    def _start_buckets(self, *, first: bool) -> None:
         """Prepare all buckets for the pass; ``first`` if it is the first of its step."""
         self._waiting, self._room = [], []
         for bucket in self._buckets:
             self._waiting.append([])
-            room = bucket.begin_pass(first=first, reduces=self._reduces, accumulates=self._accumulates)
+            room = bucket.start_pass(first=first, reduces=self._reduces, accumulates=self._accumulates)
             self._room.append(room)
         self._left = list(self._room)
         if self._reduces and self._early:
@@ -303,17 +303,17 @@ class GradientReducer:
         self._consensus.agreed()
         self._met = (self._group.group.generation, self._announced)
 
-    def _begin_step(self, step: LoaderStep) -> None:
+    def _start_step(self, step: LoaderStep) -> None:
         """Start the first backward pass of a step."""
         self._step = step
         self.nonfinite_ranks = None
         self._open, self._carries = True, False
         self._drifts = self._group.model.average is not None and self._group.drifts
         steps = self._context.states.progress.steps
-        exact = self.reduction.begin_step(steps)
+        exact = self.reduction.start_step(steps)
         self._ledger.mark_training()
         self._in_layers = self._statistics.in_layers
-        self._statistics.begin_step(
+        self._statistics.start_step(
             step,
             steps,
             replicas=1 if self._drifts else self._group.group.world_size,
@@ -345,7 +345,7 @@ class GradientReducer:
         if self._measures:
             self._statistics.add(bucket, weight)
         if self._accumulates:
-            bucket.note_used()
+            bucket.record_used()
         if rest is not None:
             bucket.add(rest)
 
@@ -424,7 +424,7 @@ class GradientReducer:
             if step.is_last_micro and not self._ledger.failed:
                 self._write_back(lambda: [used for bucket in self._buckets for used in bucket.used])
                 if self._measures:
-                    self._statistics.take_mean_norms(
+                    self._statistics.set_mean_norms(
                         self._statistics.mean_norms(self._buckets, first=True, everywhere=False)
                     )
                     self._conclude_statistics(step, read(self._statistics.local_norms()))
@@ -462,10 +462,10 @@ class GradientReducer:
             totals = self.reduction.totals
             values, numbers = layout.read_tail([*totals, *norms])
             sums = numbers[: len(totals)]
-            self.reduction.take_totals([*sums, values[layout.own_sum]] if self._check_finite else sums)
+            self.reduction.check_totals([*sums, values[layout.own_sum]] if self._check_finite else sums)
             self._consensus.check_same_step(values[layout.step_tag], self._note)
             if self._measures:
-                self._statistics.take_mean_norms(numbers[len(totals) :], add_up)
+                self._statistics.set_mean_norms(numbers[len(totals) :], add_up)
             if self._check_finite:
                 self.nonfinite_ranks = self.reduction.nonfinite_ranks()
             if self._exchange_rows is not None:
@@ -474,7 +474,7 @@ class GradientReducer:
             self._give_up(str(error))
             return
         self._consensus.conclude(values[: layout.norms.start], self._group.group.world_size)
-        self._statistics.take_shared(values[layout.shared], first=first)
+        self._statistics.set_shared(values[layout.shared], first=first)
         self._write_back(layout.used_anywhere)
         self._ledger.reduced = True
         self._carried.local = False
@@ -538,7 +538,7 @@ def _gradient_hook(
             return
         with reducer._one_at_a_time:
             if reducer._carried.watched is param:
-                reducer._carried.look(param)
+                reducer._carried.check(param)
             if not reducer._running:
                 if not reducer._sync:
                     reducer._keep_local()

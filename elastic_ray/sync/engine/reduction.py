@@ -157,7 +157,7 @@ class BucketLayout:
         """Digest of the layout, which must be equal on all ranks."""
         return digest((*self._layout, self.sequel.takes))
 
-    def settle_first(self, index: int) -> SettlingOperation:
+    def send_residual_first(self, index: int) -> SettlingOperation:
         """Wrap bucket ``index``'s operation so that its next pass also sends the residual of an earlier strategy."""
         settling = SettlingOperation(self.operations[index])
         self.operations[index] = settling
@@ -265,13 +265,13 @@ class Reduction:
         self.asked = False  # the optimizer was, after the last pass
         self._finite: bool | None = None  # what that pass gave; None until it was looked at
         self.written: set[int] = set()  # positions of buckets whose sums are in ``.grad`` already
-        # sums over the elements of what the last pass gave, by which :meth:`take_totals` knows whether it is finite;
+        # sums over the elements of what the last pass gave, by which :meth:`check_totals` knows whether it is finite;
         # none where that is known
         self.totals: list[torch.Tensor] = []
         self._began_s = [0.0] * len(layout.buckets)
         self._took_s = list(self._began_s)
 
-    def begin_step(self, steps: int) -> bool:
+    def start_step(self, steps: int) -> bool:
         """Start a step; return True if its gradients are sent uncompressed, so that statistics can be measured.
 
         Args:
@@ -351,7 +351,7 @@ class Reduction:
                     bucket.write_back(lambda: ())
                     self.written.add(index)
             going = left
-        if self._layout.sliced and not self._tell_sizes() and looks:
+        if self._layout.sliced and not self._report_sizes() and looks:
             self._finite = False
         if looks and self._finite is None and not self.totals and not told:
             self._finite = True
@@ -363,7 +363,7 @@ class Reduction:
         if sequel.tuner is not None:
             sequel.tuner.reduced()
 
-    def _tell_sizes(self) -> bool:
+    def _report_sizes(self) -> bool:
         """Sum the numbers of sliced gradients, which no rank holds completely; return True if all are finite."""
         mine = [bucket.numbers() for bucket in self._layout.sliced]
         told = torch.cat(mine)
@@ -382,10 +382,10 @@ class Reduction:
     def is_finite(self) -> bool:
         """True if the last pass gave finite gradients; equal on all ranks."""
         if self._finite is None:
-            self.take_totals(read(self.totals or [bucket.total() for bucket in self._layout.buckets]))
+            self.check_totals(read(self.totals or [bucket.total() for bucket in self._layout.buckets]))
         return self._finite is True
 
-    def take_totals(self, values: Sequence[float]) -> None:
+    def check_totals(self, values: Sequence[float]) -> None:
         """Find out if the pass was finite from the ranks' sums of :attr:`totals`, or from all buckets on overflow."""
         if values and self._finite is None:
             # A sum may overflow where no gradient has.
@@ -448,7 +448,7 @@ class StepWeights:
         self._group, self._consensus, self._statistics = group, consensus, statistics
         self.factor = 1.0  # what shares of the step's earlier micro-batches are still to be multiplied with
 
-    def begin_pass(self, step: LoaderStep) -> None:
+    def start_pass(self, step: LoaderStep) -> None:
         """Start a backward pass of a step whose micro-batches the loop weighs.
 
         Raises RuntimeError: the loop weighed earlier micro-batches of the step, but not this one.

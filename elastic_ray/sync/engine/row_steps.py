@@ -28,16 +28,16 @@ class RowSteps:
         self._optimizer = optimizer
         self._tables: Sequence[TableGradient] = ()
         self._looks = True  # sparse buffers may be there without tables
-        self.idle = False  # there is nothing to do until :meth:`look_again`
-        optimizer.register_load_state_dict_post_hook(lambda _: self.look_again())
+        self.idle = False  # there is nothing to do until :meth:`recheck`
+        optimizer.register_load_state_dict_post_hook(lambda _: self.recheck())
         self._hooks: tuple[Any, Any] | None = None
 
     def follow(self, tables: Sequence[TableGradient]) -> None:
         """Set the tables of which only rows are stepped."""
         self._tables = tables
-        self.look_again()
+        self.recheck()
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Check sparse momentum buffers again in the next step, because the state or layout may have changed."""
         self._looks, self.idle = True, False
 

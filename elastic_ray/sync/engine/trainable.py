@@ -66,7 +66,7 @@ class Trainable:
         more = bool(self.left_out) and any(p.requires_grad for p in self.left_out)
         return more or len(self._optimizer.param_groups) != len(self._sizes)
 
-    def take_in(self) -> None:
+    def include_unfrozen(self) -> None:
         """Include parameters that user code has unfrozen or added to the optimizer.
 
         Raises ValueError: the optimizer does not step an unfrozen parameter; the message names it.

@@ -83,7 +83,7 @@ class UnitStatistics:
             statistics.drop_parts()
             return
         rows = self._unit.gather([float(statistics.noise.looks), *statistics.part()])
-        statistics.take_parts([row[1:] for row in rows])
+        statistics.combine_parts([row[1:] for row in rows])
         if any(row[0] for row in rows):
             self._look()
 

@@ -110,7 +110,7 @@ class Bucket:
         self.carried = None
         self.grads, self._there = [], []
 
-    def begin_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
+    def start_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
         """Start a backward pass; return the number of gradient elements that may stay in separate memory.
 
         Args:
@@ -290,7 +290,7 @@ class Bucket:
         """Raise the RuntimeError that :meth:`put` would raise, if any."""
         check_gradients(self.params, [p.grad for p in self.params], complete=self.complete)
 
-    def note_used(self) -> None:
+    def record_used(self) -> None:
         """Record which parameters had a gradient, for later micro-steps of the same step."""
         before = self.used or [False] * len(self.params)
         self.used = [used or had for used, had in zip(before, self.has_gradient, strict=True)]

@@ -85,7 +85,7 @@ class Int8Compression:
         """Return an empty mapping, because the compression has no factors."""
         return {}
 
-    def take_factors(self, factors: dict[int, torch.Tensor]) -> None:
+    def set_factors(self, factors: dict[int, torch.Tensor]) -> None:
         """Do nothing, because the compression has no factors."""
 
 

@@ -112,7 +112,7 @@ class LowRankCompression:
             return dict(self._given)
         return {matrix.place: factor for matrix, factor in zip(self._matrices, self._factors, strict=True)}
 
-    def take_factors(self, factors: dict[int, torch.Tensor]) -> None:
+    def set_factors(self, factors: dict[int, torch.Tensor]) -> None:
         """Start the next pass from these factors, which come from another rank or another layout."""
         self._given = factors
         self._laid_out = 0

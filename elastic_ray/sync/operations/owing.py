@@ -48,16 +48,16 @@ class Residual:
 
     def add_to(self, flat: torch.Tensor, scale: float) -> None:
         """Add the residual, multiplied by ``scale``, to ``flat``, the gradients of a new pass."""
-        owed = self._begin_pass()
+        owed = self._start_pass()
         if owed is not None and owed.flat is not None:
             flat.add_(owed.flat, alpha=scale / owed.scale)
 
     def take(self, scale: float) -> torch.Tensor | None:
         """Return the residual, multiplied by ``scale``, for a pass without gradients; None if there is no residual."""
-        owed = self._begin_pass()
+        owed = self._start_pass()
         return None if owed is None or owed.flat is None else owed.flat * (scale / owed.scale)
 
-    def _begin_pass(self) -> Owed | None:
+    def _start_pass(self) -> Owed | None:
         self.folded = None
         self._latest, self._fresh = self._fresh or self._latest, None
         return self._latest or self.owed
@@ -214,7 +214,7 @@ class Compression(Protocol):
     def factors(self) -> dict[int, torch.Tensor]:
         """Return the low-rank factors, equal on all ranks, keyed by the parameter's position in the bucket."""
 
-    def take_factors(self, factors: dict[int, torch.Tensor]) -> None:
+    def set_factors(self, factors: dict[int, torch.Tensor]) -> None:
         """Continue from the given low-rank factors."""
 
 

@@ -134,7 +134,7 @@ class TileHolder:
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
-    def look_around(self, communicator: Communicator, *, unpublished: bool, gathered: bool) -> Everyone:
+    def gather_holdings(self, communicator: Communicator, *, unpublished: bool, gathered: bool) -> Everyone:
         """Return the tiles that each rank holds; called on every rank.
 
         Raises StateLostError: no rank holds some of the tiles; raised on every rank.
@@ -267,11 +267,11 @@ class TileHolder:
             states = {tile: held.states_of(tile) for tile in held.tiles}
             for name, state in assemble(held.tiling, self.params, states).items():
                 self._optimizer.state[self.params[name]] = state
-            self.stored.forget()
+            self.stored.discard()
         self.stored.read()
         self.held, self._whole = None, True
 
-    def take_whole(self) -> None:
+    def hold_whole(self) -> None:
         """Hold the complete state that was loaded into the optimizer, which may contain unread tensors."""
         self.held, self._whole = None, True
         self.stored.take(self.params.values())
@@ -279,7 +279,7 @@ class TileHolder:
     def drop(self) -> None:
         """Release this rank's state, because it is outdated and other ranks hold the valid state."""
         self._clear()
-        self.stored.forget()
+        self.stored.discard()
         self.held, self._whole = None, False
 
     def _clear(self) -> None:
@@ -287,15 +287,15 @@ class TileHolder:
         for param in self.params.values():
             self._optimizer.state.pop(param, None)
 
-    def forget_stored(self) -> None:
+    def discard_stored(self) -> None:
         """Discard the stored state, which the next update will make outdated."""
         if self.held is not None:
-            self.stored.forget()
+            self.stored.discard()
 
     def reload(self) -> None:
         """Replace this rank's tiles by their parts of a complete state that was loaded into every rank's optimizer."""
         held = self.held
-        self.stored.forget()
+        self.stored.discard()
         if held is None:
             return
         for tile in held.tiles:
@@ -310,7 +310,7 @@ class TileHolder:
             return {}
         return {"tiling": held.tiling.to_json(), "tiles": {str(tile): held.states_of(tile) for tile in held.tiles}}
 
-    def take_kept(self, kept: Mapping[str, Any]) -> None:
+    def hold_kept(self, kept: Mapping[str, Any]) -> None:
         """Hold the tiles that :meth:`to_keep` returned in a previous run."""
         self.adopt(Tiling.from_json(kept["tiling"]))
         self.drop()

@@ -53,7 +53,7 @@ class PendingUpdate:
     ) -> None:
         self.update = number, generation
         self._optimizer, self._held, self._params = optimizer, held, params
-        held.follow_params()
+        held.update_views()
         held.put_gradients()
         self._parts: list[tuple[str, Parameter, Tensor, Tensor | None]] = [
             (span.name, view, view.detach().clone(), None if view.grad is None else view.grad.detach().clone())

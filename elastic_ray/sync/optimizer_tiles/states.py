@@ -133,7 +133,7 @@ class HeldTiles:
         for tile in self.tiles:
             yield from zip(self.tiling.tiles[tile], self._views[tile], strict=True)
 
-    def follow_params(self) -> None:
+    def update_views(self) -> None:
         """Update the views of parameters whose memory has changed."""
         for span, view in self.spans():
             param = self._params[span.name]
@@ -244,7 +244,7 @@ class StoredStates:
         """Read all states into the optimizer."""
         self.follow(())
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Drop the stored states."""
         self._states = {}
 

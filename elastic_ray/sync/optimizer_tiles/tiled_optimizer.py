@@ -120,7 +120,7 @@ class TiledOptimizer:
         held, tiling = self._holder.held, self._holder.tiling
         return tiling != self._wanted or (self._wanted is not None and several != (held is not None))
 
-    def settle_between_steps(self) -> None:
+    def divide_between_steps(self) -> None:
         """Divide or gather the state after a change of the strategy; called on every rank."""
         run = self._run
         if not self._begun or run.ledger.failed or run.group.world_size == 1:
@@ -165,7 +165,7 @@ class TiledOptimizer:
     def _close(self) -> None:
         """Discard the complete state that rank 0 gathered or stored."""
         self._open, self._gathered, self._stored = False, None, False
-        self._holder.forget_stored()
+        self._holder.discard_stored()
 
     def _keep_pending(self) -> None:
         """Keep everything that the update needs, because it may have been decided."""
@@ -182,7 +182,7 @@ class TiledOptimizer:
                 self._count()
             return result
         held.own_memory(_COPIED_IN_A_STEP)
-        held.follow_params()
+        held.update_views()
         held.put_gradients()
         shown = [(span.name, view) for span, view in held.spans()]
         with self._hooks.left_out(), tiles_shown(self._optimizer, self._holder.params, shown, held.states):
@@ -269,7 +269,7 @@ class TiledOptimizer:
     def _arrange(self, copies: int) -> None:
         """Place tiles on ranks, and copy parameters from their owners."""
         group = self._run.group
-        everyone = self._holder.look_around(group.communicator, unpublished=self._unpublished, gathered=self._open)
+        everyone = self._holder.gather_holdings(group.communicator, unpublished=self._unpublished, gathered=self._open)
         self._pending = None  # all ranks have come so far, and hold the same update
         self._publisher, self._open, self._stored = None, everyone.gathered, everyone.stored
         self.denominators.invalidate(fresh=self._last.number == 0)
@@ -378,9 +378,9 @@ class TiledOptimizer:
         self._close()
         if whole or tree is None:
             self._open = True  # as at the beginning of a run: what is divided now is gathered at once
-            self._holder.take_whole()
+            self._holder.hold_whole()
         elif tree.get("kept"):
-            self._holder.take_kept(tree["kept"])
+            self._holder.hold_kept(tree["kept"])
         elif pending is not None and pending.update == self._last.key:
             with self._hooks.left_out():
                 pending.make(self._apply, self._last.rates)

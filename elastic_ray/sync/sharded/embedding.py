@@ -190,7 +190,7 @@ class ShardedEmbedding(torch.nn.Module):
             empty = torch.empty(0, shape.width, dtype=shape.dtype, device=shape.device)
             shard = self._alone = TableShard(tiling, 1, {"weight": empty}, "")
             loaded = self._loaded
-            shard.begin(
+            shard.start(
                 SeededRows(tiling, self._seed, shape.std, shape.padding, {})
                 if loaded is None
                 else LoadedRows(tiling, loaded, {})

@@ -109,7 +109,7 @@ class TableShard:
         """Device of the rows."""
         return self._like["weight"].device
 
-    def begin(self, source: InitialRows) -> None:
+    def start(self, source: InitialRows) -> None:
         """Replace all rows by initial rows from `source`."""
         self._stores, self._source = [], source
 

@@ -78,11 +78,11 @@ class ShardedTable:
         self._begun = False
         self._gathered: dict[str, Tensor] | None = None
         self._unused = False  # gradients that no optimizer step was asked for
-        self.begin(SeededRows(self._tiling, seed, shape.std, shape.padding, rule.initial))
+        self.start(SeededRows(self._tiling, seed, shape.std, shape.padding, rule.initial))
 
-    def begin(self, source: InitialRows) -> None:
+    def start(self, source: InitialRows) -> None:
         """Start with initial rows from `source`, unless other ranks already hold the rows."""
-        self._shard.begin(source)
+        self._shard.start(source)
         self._loaded, self._begun = source.trained, False
 
     def left_for(self, run: Run) -> dict[str, Tensor] | None:
@@ -114,7 +114,7 @@ class ShardedTable:
         if group.generation and group.world_size > 1:
             self._run.consensus.agree_on(self._announced(_LOAD))
         self._last = _Update(updates)
-        self.begin(LoadedRows(self._tiling, whole, self.rule.initial))
+        self.start(LoadedRows(self._tiling, whole, self.rule.initial))
         if group.generation:
             self.enter_group()
 
@@ -185,7 +185,7 @@ class ShardedTable:
         step = ledger.step
         if step is not None and step.weighed:
             raise RuntimeError("loader.weigh(n) and a trained ShardedEmbedding exclude each other: see docs/limits.md")
-        if self._local.begin(step, step.micro if step is not None else 0):
+        if self._local.start(step, step.micro if step is not None else 0):
             self._check_applied()
         weight = step.weight(group.rank) if step is not None else 1.0 / group.world_size
         padding = self._shape.padding
@@ -296,7 +296,7 @@ class ShardedTable:
                 raise
             ledger.fail(str(error))
         if ledger.failed:
-            self._run.tell("warning", "state of a ShardedEmbedding, asked for in a step that is lost, has no rows")
+            self._run.notify("warning", "state of a ShardedEmbedding, asked for in a step that is lost, has no rows")
         return found if found is not None else dict.fromkeys(names, self._nothing[1])
 
     def _collected(self, names: Sequence[str]) -> dict[str, Tensor] | None:
@@ -343,12 +343,12 @@ class ShardedTable:
         same = (self._last.number, self._last.generation) == (number, generation)
         self._seed = tree["seed"]
         if "whole" in tree:
-            self.begin(LoadedRows(self._tiling, tree["whole"], self.rule.initial))
+            self.start(LoadedRows(self._tiling, tree["whole"], self.rule.initial))
         elif tree.get("kept"):
             self._shard.take(TileStore(self._tiling, tree["kept"]["tiles"], tree["kept"]["tensors"]))
             self._begun = True
         elif not tree["begun"] and not tree["loaded"]:
-            self.begin(SeededRows(self._tiling, self._seed, shape.std, shape.padding, self.rule.initial))
+            self.start(SeededRows(self._tiling, self._seed, shape.std, shape.padding, self.rule.initial))
         elif pending is not None and (pending.update.number, pending.update.generation) == (number, generation):
             self._apply(update)
         elif not (same and (self._begun or (not tree["begun"] and self._loaded))):
@@ -386,7 +386,7 @@ class LocalGradients:
         self._carried_sent = self._closed = False
         self.waits = False  # some of the present step that were not taken
 
-    def begin(self, step: Any, micro: int) -> bool:
+    def start(self, step: Any, micro: int) -> bool:
         """Prepare to add a gradient in micro-step ``micro``; return True if it is the first one of its step."""
         before, self._at = self._at, (step, micro)
         first = before[0] is not step or (step is None and self._closed)

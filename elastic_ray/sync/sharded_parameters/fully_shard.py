@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from elastic_ray.sync.sharded_parameters.deferred_initialisation import prepare
 from elastic_ray.sync.sharded_parameters.fsdp_fields import check_torch, hollow_out, stands_in
 from elastic_ray.sync.sharded_parameters.model_checks import check_module, set_shard_size
-from elastic_ray.sync.sharded_parameters.model_state import take_whole_values
+from elastic_ray.sync.sharded_parameters.model_state import shard_whole_values
 from elastic_ray.sync.sharded_parameters.process_group import explain_mixtures, make_numbers_whole, mesh_of_one
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -96,7 +96,7 @@ def fully_shard(
         hollow_out(module, place)
     set_shard_size(module, shard_size)
     hooked: Any = module
-    hooked.register_load_state_dict_pre_hook(take_whole_values)
+    hooked.register_load_state_dict_pre_hook(shard_whole_values)
     return module
 
 

@@ -63,7 +63,7 @@ class ShardedModelState:
         for name, buffer in buffers.items():
             buffer.copy_(tree["buffers"][name])
         if "parameters" in tree:
-            self._optimizer.take_whole(tree["parameters"])
+            self._optimizer.hold_whole(tree["parameters"])
 
 
 def _key(prefix: str, name: str) -> str:
@@ -71,7 +71,7 @@ def _key(prefix: str, name: str) -> str:
     return prefix + name.replace("_checkpoint_wrapped_module.", "")
 
 
-def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+def shard_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
     """Replace whole parameters in a state dict by this rank's rows, before torch loads it into a sharded module."""
     for name, param in module.named_parameters():
         key = _key(prefix, name)

@@ -126,7 +126,7 @@ def _registered(name: str, make: Callable[[], Any]) -> Any:
         return group
 
 
-def forget_mesh(mesh: DeviceMesh) -> None:
+def discard_mesh(mesh: DeviceMesh) -> None:
     """Unregister a mesh that no tensor uses any longer."""
     for name in mesh._dim_group_names:
         _unregister_process_group(name)

@@ -34,7 +34,7 @@ class _Sequence:
         self._next: dict[int, set[int]] = {}
         self._at = 0
 
-    def begin(self, place: int) -> None:
+    def start(self, place: int) -> None:
         """Start a pass, as agreed by all ranks."""
         self._at = place
 
@@ -97,14 +97,14 @@ class ShardCollectives:
         group = self._run.group
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
 
-    def begin(self, what: Announced) -> None:
+    def start(self, what: Announced) -> None:
         """Agree with all ranks to start the pass or call ``what``, before its first collective.
 
         Raises CommunicationFailedError: The group broke. RanksDisagreeError: Other ranks do something else.
         """
         self._run.consensus.agree_on(what)
         if not self._some_are_idle:
-            self._sequence.begin(what.code)
+            self._sequence.start(what.code)
 
     @property
     def _some_are_idle(self) -> bool:
@@ -145,7 +145,7 @@ class ShardCollectives:
             consensus.agreed()
         self._sequence.note(code)
 
-    def begin_pass(self, weight: float) -> None:
+    def start_pass(self, weight: float) -> None:
         """Start a backward pass.
 
         Args:

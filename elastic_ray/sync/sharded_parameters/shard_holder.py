@@ -38,7 +38,7 @@ from elastic_ray.sync.sharded_parameters.held_shards import (
     rows_of_state,
     written_rows,
 )
-from elastic_ray.sync.sharded_parameters.process_group import forget_mesh, make_mesh
+from elastic_ray.sync.sharded_parameters.process_group import discard_mesh, make_mesh
 from elastic_ray.sync.sharded_parameters.row_layout import (
     COPIES,
     Layout,
@@ -152,7 +152,7 @@ class ShardHolder:
         initialise(self._module, self.params, seed, keep)
         self._held.keep({own: shard})
 
-    def look_around(self, group: Group, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
+    def gather_holdings(self, group: Group, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
         """Return the shards that each rank holds, and whether any rank is ``opened``; called on every rank.
 
         A model that is still on the meta device is initialised.
@@ -223,7 +223,7 @@ class ShardHolder:
         ]
         adopt(self._module, self._mesh, shards)
         if before is not None:
-            forget_mesh(before)
+            discard_mesh(before)
         self._first = None
 
     def _received(self, group: Group, everyone: Sequence[set[ShardId]], layout: Layout) -> list[tuple[Piece, Rows]]:
@@ -325,7 +325,7 @@ class ShardHolder:
         return {place: self._held.whole(place, received) for place in range(len(self.params))}
 
     @torch.no_grad()
-    def take_param(self, place: int, value: Tensor) -> None:
+    def copy_param(self, place: int, value: Tensor) -> None:
         """Copy this rank's rows from ``value``, the whole parameter at position ``place``, which was loaded."""
         self.check_memory()
         for shard, held in self._held.shards.items():
@@ -333,7 +333,7 @@ class ShardHolder:
                 start, stop = rows_of(self._held.counts[place], shard)
                 held.views[place].copy_(value[start:stop])
 
-    def take_states(self, optimizer: torch.optim.Optimizer) -> None:
+    def copy_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy this rank's rows from whole states that were loaded into an optimizer, single or joint."""
         self.check_memory()
         options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -348,8 +348,8 @@ class ShardHolder:
                     start, stop = rows_of(self._held.counts[place], shard)
                     held.put(place, held.views[place], rows_of_state(state, each.shape, start, stop))
 
-    def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
-        """Hold the whole model with these parameters; call :meth:`take_states` for the optimizer state.
+    def hold_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
+        """Hold the whole model with these parameters; call :meth:`copy_states` for the optimizer state.
 
         If some parameters are unread tensors, no rows are held until this rank knows which ones it needs and reads
         them.
@@ -378,7 +378,7 @@ class ShardHolder:
             for shard, held in self._held.shards.items()
         }
 
-    def take_kept(self, kept: Mapping[str, Any]) -> None:
+    def hold_kept(self, kept: Mapping[str, Any]) -> None:
         """Hold shards that :meth:`to_keep` returned in an earlier run."""
         shards: dict[ShardId, Shard] = {}
         for code, pieces in kept.items():

@@ -121,7 +121,7 @@ class MovedRows:
         """Return the number of values to send for ``groups`` parameter groups; equal on all ranks."""
         return 0 if self._meter.monitor.norms_every is None else 1 + groups
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the measured update, because rows have other owners in a new group."""
         self._waiting = None
 
@@ -140,7 +140,7 @@ class MovedRows:
             return result  # the others step after it
         norms = tuple(norm for each in sorted(moved) for norm in moved[each])
         moved.clear()
-        found = self._meter.take_unmoved()
+        found = self._meter.pop_unmoved()
         if found is None:
             return result
         if alone:
@@ -216,10 +216,10 @@ class ShardStatistics:
             self.rebuilt()
         self._statistics.enter_group()
         self._denominators.invalidate()
-        self._moved.forget()
-        self.forget()
+        self._moved.discard()
+        self.discard()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the measurements of the current step, which is lost."""
         self._step, self._measures = None, False
         self._collectives.watch(None)
@@ -244,7 +244,7 @@ class ShardStatistics:
 
     # -- one backward pass ---------------------------------------------------------------------------------------------
 
-    def begin_pass(self, step: LoaderStep | None) -> None:
+    def start_pass(self, step: LoaderStep | None) -> None:
         """Start a backward pass.
 
         Args:
@@ -255,24 +255,24 @@ class ShardStatistics:
         if step is not None:
             self._groups = self._optimizer.groups
             if step is not self._step:
-                self._begin_step(step)
+                self._start_step(step)
             elif step.micro != self._micro:
                 self._statistics.carry()
-                self._begin_micro(step.micro)
+                self._start_micro(step.micro)
             self._goes_on = self._passes > 0 and any(rows.is_used for rows in self._mean_rows())
             self._mixed = self._mixed or (self._goes_on and step.micro_steps > 1)
             self._passes += 1
-            self._statistics.begin_pass()
+            self._statistics.start_pass()
             self._measures = self._statistics.due and self._open and not ledger.failed and not ledger.replaying
         self._collectives.watch(self._scattered if self._measures else None)
 
-    def _begin_step(self, step: LoaderStep) -> None:
+    def _start_step(self, step: LoaderStep) -> None:
         self._step, self._mixed = step, False
         replicas = self._run.group.world_size
-        self._statistics.begin_step(step, self._run.states.progress.steps, replicas=replicas, exact=True, spacing=1)
-        self._begin_micro(step.micro)
+        self._statistics.start_step(step, self._run.states.progress.steps, replicas=replicas, exact=True, spacing=1)
+        self._start_micro(step.micro)
 
-    def _begin_micro(self, micro: int) -> None:
+    def _start_micro(self, micro: int) -> None:
         self._micro, self._passes, self._open = micro, 0, True
 
     def find_denominators(self) -> None:
@@ -358,13 +358,13 @@ class ShardStatistics:
         norms, mean = self._statistics.norms_size, self._statistics.norms_size + self._statistics.mean_size
         shared = mean + self._statistics.shared_size
         if counts:
-            self._statistics.take_shared(list(sums[mean:shared]), first=self._run.group.rank == 0)
+            self._statistics.set_shared(list(sums[mean:shared]), first=self._run.group.rank == 0)
             self._moved.take(sums[shared:], ranks=self._run.group.world_size)  # newer than what rank 0 has told
         if self._concludes and self._step is not None:
             self._conclude(self._step, sums[:norms], sums[norms:mean])
 
     def _conclude(self, step: LoaderStep, norms: Sequence[float], mean: Sequence[float]) -> None:
-        self._statistics.take_mean(mean, first=self._run.group.rank == 0)
+        self._statistics.set_mean(mean, first=self._run.group.rank == 0)
         if self._mixed and self._run.group.world_size > 1:
             return  # what arrives of a pass has nothing of the passes before it
         self._statistics.collect(step, norms, grad_scale=1.0, goes_on=self._goes_on and step.micro_steps == 1)

@@ -26,10 +26,10 @@ from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, Finiteness, refuse_own
 from elastic_ray.sync.sharded_parameters import model_checks as checks
 from elastic_ray.sync.sharded_parameters.fsdp_fields import (
+    install_hooks,
     is_backward_over,
     reduce_rest,
     reshard,
-    take_over,
     to_sharded,
     units_of,
     watch_use,
@@ -72,11 +72,11 @@ class ShardedGradients(Participant):
         self._has_gradient: set[nn.Parameter] = set()  # in the pass in progress; torch gives zeros to the others
         self.nonfinite_ranks: list[int] | None = None
         collectives.follow(self.entered)
-        module.register_forward_pre_hook(self._begin_anew, prepend=True)
+        module.register_forward_pre_hook(self._start_anew, prepend=True)
         module.register_forward_hook(self._after_forward)
         for place, unit in enumerate(units_of(module)):
             gather, scatter = GatherShards(collectives, place), ScatterGradients(collectives, place)
-            take_over(unit, gather, scatter, collectives.weigh_alone)
+            install_hooks(unit, gather, scatter, collectives.weigh_alone)
             watch_use(unit, self._reached)
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class ShardedGradients(Participant):
         self._optimizer.check_memory()
         checks.refuse_gradient_hooks(self._optimizer.params)
         if self._trainable.changed():
-            self._trainable.take_in()
+            self._trainable.include_unfrozen()
             self._statistics.rebuilt()
         if step is not None and step.whole:  # also where no rank shares rows: the group may grow
             raise RuntimeError(
@@ -104,7 +104,7 @@ class ShardedGradients(Participant):
         if not self._meets:
             return
         try:
-            self._collectives.begin(Announced(Intent.SHARDS, self._number))
+            self._collectives.start(Announced(Intent.SHARDS, self._number))
         except CommunicationFailedError as error:
             if step is None:
                 raise
@@ -116,7 +116,7 @@ class ShardedGradients(Participant):
         ledger = self._run.ledger
         return self._run.group.world_size > 1 and not ledger.failed and not ledger.replaying
 
-    def _begin_anew(self, module: nn.Module, arguments: Any) -> None:
+    def _start_anew(self, module: nn.Module, arguments: Any) -> None:
         """Reset torch's state when the model is called after a backward pass that ended with an exception.
 
         The next backward pass would otherwise wait forever for the end of the failed one.
@@ -176,20 +176,20 @@ class ShardedGradients(Participant):
             self._step = None
             if self._reduces and not self._warned:
                 self._warned = True
-                run.tell("warning", OUTSIDE_OF_LOADERS)
+                run.notify("warning", OUTSIDE_OF_LOADERS)
         else:
-            self._begin_in(step)
+            self._start_in(step)
         self._has_gradient = {each.param for each in self._optimizer.params if each.param.grad is not None}
-        self._statistics.begin_pass(step)
-        self._collectives.begin_pass(1.0 / run.group.world_size if step is None else step.weight(run.group.rank))
+        self._statistics.start_pass(step)
+        self._collectives.start_pass(1.0 / run.group.world_size if step is None else step.weight(run.group.rank))
         try:
             if self._reduces:
-                self._collectives.begin(Announced(Intent.GRADIENTS, self._number, self._layout, checks.SHARDED.name))
+                self._collectives.start(Announced(Intent.GRADIENTS, self._number, self._layout, checks.SHARDED.name))
             self._statistics.find_denominators()
         except CommunicationFailedError as error:
             self._fail(str(error))
 
-    def _begin_in(self, step: LoaderStep) -> None:
+    def _start_in(self, step: LoaderStep) -> None:
         """Start a backward pass of a loader's step.
 
         Raises RuntimeError: The loop sets weights of micro-batches, or accumulates gradients over several steps.
@@ -204,9 +204,9 @@ class ShardedGradients(Participant):
                     "(autoscale_batch_size(..., gradient_accumulation=True))"
                 )
             self._step = step
-            self._micro_steps.forget()
+            self._micro_steps.discard()
             self._run.ledger.mark_training()
-        self._micro_steps.begin_pass(step)
+        self._micro_steps.start_pass(step)
         step.backward = step.micro
         self._waits = True
 
@@ -327,8 +327,8 @@ class ShardedGradients(Participant):
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step: discard its gradients and statistics."""
         self._waits, self._step = False, None
-        self._statistics.forget()
-        self._micro_steps.forget()
+        self._statistics.discard()
+        self._micro_steps.discard()
         self._task = -1
         for each in self._optimizer.params:
             each.param.grad = None
@@ -389,7 +389,7 @@ class ShardedGradients(Participant):
         """Enter a group, and adapt shards and mesh to it."""
         self._waits, self._task = False, -1
         self._collectives.enter_group()
-        self._micro_steps.forget()
+        self._micro_steps.discard()
         self._statistics.enter_group()
         self._optimizer.enter_group()
 
@@ -410,11 +410,11 @@ class MicroSteps:
         self._so_far: list[Tensor | None] | None = None  # the same with the present one
         self._added = False  # that sum is in .grad
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Clear the sums, because another step starts or the current one is lost."""
         self._micro, self._before, self._so_far, self._added = 0, None, None, False
 
-    def begin_pass(self, step: LoaderStep) -> None:
+    def start_pass(self, step: LoaderStep) -> None:
         """Start a backward pass in the step's current micro-step, keeping the sums of earlier micro-steps."""
         if step.micro != self._micro:
             self._micro, self._before, self._added = step.micro, self._so_far, False

@@ -216,22 +216,22 @@ class ShardedOptimizer:
         group = self._run.group
         self._by_hand.end()
         self._gathered, self._compared = None, False
-        everyone, self._open = self._holder.look_around(group, opened=self._open, begun=self._begun)
+        everyone, self._open = self._holder.gather_holdings(group, opened=self._open, begun=self._begun)
         self._run.moment("rows")
         self._holder.arrange(group, everyone)
         self._pending, self._followed, self._begun = None, [], True
         self._by_hand.watch(() if self._collectives.layout.follower_of(0) is None else self.own.views.values())
-        self._tell_of_layout()
+        self._report_layout()
         if self._open and self.divided:
             self._gathered = self._holder.collect(group)
 
-    def _tell_of_layout(self) -> None:
+    def _report_layout(self) -> None:
         """Warn once if several shard groups are requested but the current group cannot be divided into them."""
         size, world = self._collectives.shard_size, self._run.group.world_size
         if size is None or world == 1 or self._collectives.layout.is_replicated or self._told:
             return
         self._told = True
-        self._run.tell("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
+        self._run.notify("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
 
     def hand_over(self, stays: Sequence[bool]) -> None:
         """Move shards so that two ranks for which ``stays`` is True hold each, before others leave; on every rank."""
@@ -298,23 +298,23 @@ class ShardedOptimizer:
 
     def loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep this rank's rows of whole states that all ranks have loaded into an optimizer."""
-        self._holder.take_states(optimizer)
+        self._holder.copy_states(optimizer)
         if self.divided:
             self._close()
 
     def load_param(self, name: str, value: Tensor) -> None:
         """Keep this rank's rows of ``value``, the whole parameter called ``name``, which all ranks load."""
-        self._holder.take_param(next(place for place, each in enumerate(self.params) if each.name == name), value)
+        self._holder.copy_param(next(place for place, each in enumerate(self.params) if each.name == name), value)
         self._by_hand.suspect()
         if self.divided:
             self._close()
 
-    def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
+    def hold_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
         """Replace held shards by the whole model with these parameters; call :meth:`restore` for the states.
 
         Raises RuntimeError: A parameter has a different shape.
         """
-        self._holder.take_whole(values)
+        self._holder.hold_whole(values)
         self._close()
 
     # -- what travels and what is kept ---------------------------------------------------------------------------------
@@ -380,9 +380,9 @@ class ShardedOptimizer:
         self._close()
         if whole:
             self._open = True
-            self._holder.take_states(self._optimizer)
+            self._holder.copy_states(self._optimizer)
         elif tree.get("kept"):
-            self._holder.take_kept(tree["kept"])
+            self._holder.hold_kept(tree["kept"])
         elif pending is not None and pending.key == self._last.key:
             pending.make(self._last.rates)
         elif before.key != self._last.key or not self._begun:

@@ -57,12 +57,12 @@ class SlicedBucket(Bucket):
             self._pieces = owners, pieces_of([p.numel() for p in self.params], spans)
         return self._pieces[1]
 
-    def begin_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
+    def start_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
         """Start a backward pass; sliced gradients that were zeroed in place become ordinary tensors."""
         for param in self.params:
             if isinstance(param.grad, SlicedGradient):
                 param.grad = plain_or_sliced(param.grad)
-        return super().begin_pass(first=first, reduces=reduces, accumulates=accumulates)
+        return super().start_pass(first=first, reduces=reduces, accumulates=accumulates)
 
     def put(self, weight: float, *, sums: bool = False) -> Tensor | None:
         """Copy the weighted gradients into the bucket, like ``Bucket.put``.

@@ -432,7 +432,7 @@ class ExampleNorms:
         fresh = step < self._changed_at + FRESH_STEPS and step % FRESH_SPACING == 0
         return step < DENSE_STEPS or fresh or step >= self._next
 
-    def begin(
+    def start(
         self, step: int, samples: int, buckets: Sequence[Bucket], preconditioner: Callable[[Bucket], Any]
     ) -> None:
         """Start to measure the next backward pass, which is over ``samples`` samples.

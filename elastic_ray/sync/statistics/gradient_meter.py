@@ -76,7 +76,7 @@ class GradientMeter:
         self._variance = self._gradients = None
         self.moved.clear()
 
-    def begin_step(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         """Start a step after ``step`` committed steps."""
         self._step = step
         self.invalidate()
@@ -98,7 +98,7 @@ class GradientMeter:
         every = self.monitor.norms_every
         return every is not None and (again or self._step % every < spacing)
 
-    def take_variance(
+    def set_variance(
         self,
         step: LoaderStep,
         mean_sq_norms: Sequence[float],
@@ -125,17 +125,17 @@ class GradientMeter:
             found = [first + second for first, second in zip(before.groups, found, strict=True)]
         self._variance = GradientVariance(step=self._step, batch_size=step.count, groups=tuple(found))
 
-    def take_norms(self, sq_norms_of_mean: Sequence[float]) -> None:
+    def set_norms(self, sq_norms_of_mean: Sequence[float]) -> None:
         """Store the norm of the step's gradient in each parameter group, given the squared norms."""
         self._gradients = tuple(max(0.0, norm) ** 0.5 for norm in sq_norms_of_mean)
 
     def part(self) -> list[float]:
-        """Return the latest measurements of this worker's part of the model, for :meth:`take_parts`."""
+        """Return the latest measurements of this worker's part of the model, for :meth:`combine_parts`."""
         none = (0.0,) * self._groups
         variance, norms = self._variance.groups if self._variance else none, self._gradients or none
         return [float(self._variance is not None), float(self._gradients is not None), *variance, *norms]
 
-    def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
+    def combine_parts(self, parts: Sequence[Sequence[float]]) -> None:
         """Combine ``parts``, the results of :meth:`part` on each worker; drop all if a part is missing."""
         groups = self._groups
         if self._variance is not None:
@@ -158,14 +158,14 @@ class GradientMeter:
             groups = tuple(max(0.0, each) for each in variance.groups)
             self._found(dataclasses.replace(self.own, variance=dataclasses.replace(variance, groups=groups)))
 
-    def take_unmoved(self) -> GradientNorms | None:
+    def pop_unmoved(self) -> GradientNorms | None:
         """Return the applied gradient's norms without the update's, and clear them; None if they were not measured."""
         gradients, self._gradients = self._gradients, None
         return None if gradients is None else GradientNorms(step=self._step, gradients=gradients, updates=())
 
     def updated(self, norms: tuple[float, ...]) -> None:
         """Store the norm of the update in each parameter group."""
-        found = self.take_unmoved()
+        found = self.pop_unmoved()
         if found is not None:
             self._found(dataclasses.replace(self.own, norms=dataclasses.replace(found, updates=norms)))
 
@@ -201,7 +201,7 @@ class GradientMeter:
             values += none if norms is None else [*_digits(norms.step), *norms.gradients, *norms.updates]
         return values
 
-    def take_shared(self, values: list[float]) -> None:
+    def set_shared(self, values: list[float]) -> None:
         """Store rank 0's measurements, given as its :meth:`shared_values`, which all ranks have received."""
         if values == self._received:
             return

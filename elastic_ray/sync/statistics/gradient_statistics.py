@@ -94,18 +94,18 @@ class GradientStatistics:
         values = self.noise.shared_values()
         return [*values, *self.meter.shared_values()] if self.meter.on else values
 
-    def take_shared(self, values: list[float], *, first: bool) -> None:
+    def set_shared(self, values: list[float], *, first: bool) -> None:
         """Store rank 0's values, which all ranks have received; ``first`` is True on rank 0."""
         noise = self.noise.shared_size
-        self.noise.take_shared(values[:noise])
+        self.noise.set_shared(values[:noise])
         if len(values) > noise:
-            self.meter.take_shared(values[noise:])
+            self.meter.set_shared(values[noise:])
             if not first:
                 self.meter.own = self.meter.known
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, step: LoaderStep, steps: int, *, replicas: int, exact: bool, spacing: int) -> None:
+    def start_step(self, step: LoaderStep, steps: int, *, replicas: int, exact: bool, spacing: int) -> None:
         """Start a step, and decide what is measured in it.
 
         Args:
@@ -119,7 +119,7 @@ class GradientStatistics:
         self.in_units = self.noise.measures(steps, gradients, halved=step.halved) and exact
         self.added_up = self._variance_due = self.wants_norms = False
         if self.meter.on:
-            self.meter.begin_step(steps)
+            self.meter.start_step(steps)
             again = self.noise.again
             self._variance_due = exact and self.meter.wants_variance(
                 gradients, spacing, halved=step.halved, again=again
@@ -134,22 +134,22 @@ class GradientStatistics:
         return self.examples is not None and self.examples.on
 
     def part(self) -> list[float]:
-        """Return the measurements of this worker's part of the model, for :meth:`take_parts`."""
+        """Return the measurements of this worker's part of the model, for :meth:`combine_parts`."""
         return [*self.noise.part(), *(self.meter.part() if self.meter.on else ())]
 
-    def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
+    def combine_parts(self, parts: Sequence[Sequence[float]]) -> None:
         """Combine ``parts``, the results of :meth:`part` on each worker, into measurements of the whole model."""
         size = self.noise.shared_size
-        self.noise.take_parts([part[:size] for part in parts])
+        self.noise.combine_parts([part[:size] for part in parts])
         if self.meter.on:
-            self.meter.take_parts([part[size:] for part in parts])
+            self.meter.combine_parts([part[size:] for part in parts])
 
     def drop_parts(self) -> None:
         """Drop the latest measurements, because the unit's workers have not all measured the same."""
         self.noise.drop()
         self.meter.invalidate()
 
-    def begin_pass(self) -> None:
+    def start_pass(self) -> None:
         """Start a backward pass."""
         self._local = [[] for _ in range(self.norms_size)]
 
@@ -180,7 +180,7 @@ class GradientStatistics:
         return [added([carried, *local]) for carried, local in zip(self._carried, self._local, strict=True)]
 
     def mean_norms(self, buckets: Sequence[MeasuredGradient], *, first: bool, everywhere: bool) -> list[Number]:
-        """Return the norms of the step's mean gradient, for :meth:`take_mean_norms`.
+        """Return the norms of the step's mean gradient, for :meth:`set_mean_norms`.
 
         Args:
             buckets: Buckets that hold the mean gradient.
@@ -195,7 +195,7 @@ class GradientStatistics:
             found += self._squared_norms(buckets, False)
         return found
 
-    def take_mean_norms(self, numbers: Sequence[Number], add_up: _AddUp | None = None) -> None:
+    def set_mean_norms(self, numbers: Sequence[Number], add_up: _AddUp | None = None) -> None:
         """Store the results of :meth:`mean_norms`.
 
         Args:
@@ -211,7 +211,7 @@ class GradientStatistics:
             self._plain_mean = self._whole(known[-size:], add_up)
 
     def own_part_of_mean(self, buckets: Sequence[MeasuredGradient]) -> list[float]:
-        """Return the norms of this rank's part of the mean gradient, to be summed for :meth:`take_mean`.
+        """Return the norms of this rank's part of the mean gradient, to be summed for :meth:`set_mean`.
 
         Returns :attr:`mean_size` numbers, which are zero where nothing is measured.
         """
@@ -225,16 +225,16 @@ class GradientStatistics:
             return found + self._norms_of_mean(buckets, preconditioned=False)
         return found + found
 
-    def take_mean(self, sums: Sequence[float], *, first: bool) -> None:
+    def set_mean(self, sums: Sequence[float], *, first: bool) -> None:
         """Store the norms of the mean gradient, summed over all ranks; ``first`` is True on rank 0."""
         self._first, groups = first, self._groups
         self._mean = list(sums[:groups]) if self.in_units else None
         self._plain_mean = list(sums[-groups:]) if self._variance_due or self.wants_norms else None
         if self.wants_norms and self._plain_mean is not None:
-            self.meter.take_norms(self._plain_mean)
+            self.meter.set_norms(self._plain_mean)
 
     def collect(self, step: LoaderStep, norms: Sequence[float], *, grad_scale: float, goes_on: bool) -> None:
-        """Record the results of a pass, after :meth:`take_mean_norms`.
+        """Record the results of a pass, after :meth:`set_mean_norms`.
 
         Args:
             norms: Results of :meth:`local_norms`, summed over all ranks.
@@ -259,15 +259,15 @@ class GradientStatistics:
         plain = [norm / squared for norm in self._plain_mean]
         if self._variance_due:
             means = [norm / squared for norm in norms[groups:]]
-            self.meter.take_variance(step, means, plain, gradients=gradients, goes_on=goes_on)
+            self.meter.set_variance(step, means, plain, gradients=gradients, goes_on=goes_on)
         if self.wants_norms:
-            self.meter.take_norms(plain)
+            self.meter.set_norms(plain)
 
     def collect_alone(self, buckets: Sequence[MeasuredGradient], grad_scale: float) -> None:
         """Record a single replica's gradient norms, measured in its buckets; ``grad_scale`` is AMP's loss scale."""
         if self.wants_norms:
             squared = grad_scale * grad_scale
-            self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
+            self.meter.set_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
 
     def measure_in(self, examples: ExampleNorms | None) -> None:
         """Set the meter for gradients of single samples; None stops these measurements."""

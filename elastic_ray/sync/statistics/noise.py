@@ -118,9 +118,9 @@ class NoiseTracker:
         self._pending = None
         dense = self.again or (self._every is None and step < _DENSE_STEPS)
         due = halved or dense or step % (self._every or _EVERY) == 0
-        return due and gradients > 1 and self.looks_at(step)
+        return due and gradients > 1 and self.measures_at(step)
 
-    def looks_at(self, step: int) -> bool:
+    def measures_at(self, step: int) -> bool:
         """True if gradients of single samples can be measured after ``step`` committed steps."""
         self._step = step
         if self.adam_like is None:
@@ -177,14 +177,14 @@ class NoiseTracker:
             self._pending = _Pending(estimates, step, replicas, preconditioned)
 
     def part(self) -> list[float]:
-        """Return the latest estimates for this worker's part of the model, for :meth:`take_parts`."""
+        """Return the latest estimates for this worker's part of the model, for :meth:`combine_parts`."""
         pending = self._pending
         if pending is None:
             return [0.0] * self.shared_size
         values = [value for each in pending.estimates for value in (each.sqr, each.var)]
         return [1.0, float(pending.preconditioned), *values]
 
-    def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
+    def combine_parts(self, parts: Sequence[Sequence[float]]) -> None:
         """Sum ``parts``, the results of :meth:`part` on each worker; drop the estimates if a part is missing."""
         if self._pending is None or any(part[:2] != parts[0][:2] or not part[0] for part in parts):
             self._pending = None
@@ -239,7 +239,7 @@ class NoiseTracker:
             self._sent = self._smoothed, values
         return self._sent[1]
 
-    def take_shared(self, values: list[float]) -> None:
+    def set_shared(self, values: list[float]) -> None:
         """Store rank 0's noise scale, given as its :meth:`shared_values`, which all ranks have received."""
         if values == self._received:
             return

@@ -80,7 +80,7 @@ class StrategyTuner:
             if choice.settled and choice.strategy.name in (measured := choice.measured)
         }
 
-    def tell(self, table: Callable[[], str]) -> None:
+    def notify(self, table: Callable[[], str]) -> None:
         """Report a chosen strategy to the job's user once it is in use, with the text that ``table`` returns."""
         choice = self.choice
         if choice is self._looked_at or not choice.settled or self._model.plan.strategy != choice.strategy:
@@ -99,7 +99,7 @@ class StrategyTuner:
             "json": choice.strategy.to_json(),
             "table": table(),
         }
-        self._context.tell("strategy", f"strategy for {workers} workers: {choice.reason}", detail)
+        self._context.notify("strategy", f"strategy for {workers} workers: {choice.reason}", detail)
 
     def reduced(self) -> None:
         """Record that a backward pass has been reduced; the first one of a step is measured."""
@@ -327,7 +327,7 @@ class StrategyInForce:
     def before_forward(self) -> None:
         """Adopt the strategy that the tuner proposes, if there is a new one."""
         if self.tuner is not None:
-            self.tuner.tell(lambda: str(self.explain()))
+            self.tuner.notify(lambda: str(self.explain()))
             wanted = self.tuner.strategy
             self.wanted = wanted if wanted is not self.plan.strategy and wanted != self.plan.strategy else None
 
@@ -350,19 +350,19 @@ class StrategyInForce:
         self.takes += 0 if entering else 1
         self.step_s.clear()
         self.bucket_s.clear()
-        self._tell_fallback()
+        self._report_fallback()
         return self.plan
 
-    def _tell_fallback(self) -> None:
+    def _report_fallback(self) -> None:
         """Notify the job's user, once per reason, that ``two_level`` falls back to ``all_reduce`` in this group."""
         topology, strategy = self.topology, self.plan.strategy
         why = topology.why_flat if strategy.asks_for("two_level") and topology.world_size > 1 else ""
         if why and why != self._told:
             text = f"strategy {strategy.label} for {topology.world_size} workers: {why}, so two_level is all_reduce"
-            self._context.tell("strategy", text, {"strategy": strategy.label, "workers": topology.world_size})
+            self._context.notify("strategy", text, {"strategy": strategy.label, "workers": topology.world_size})
         self._told = why or self._told
 
-    def follow_rows(self, tables: Mapping[int, RowBucket]) -> None:
+    def set_row_buckets(self, tables: Mapping[int, RowBucket]) -> None:
         """Set the row buckets of the current layout, keyed by position in the plan."""
         params = self.profile.params if tables else ()
         self._rows = {params[self.plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}

@@ -52,7 +52,7 @@ class RowBucket:
         self._flat: torch.Tensor | None = None
         self._preconditioner: RowPreconditioner | None = None
 
-    def begin_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
+    def start_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
         """Start a backward pass, during which the table's gradient stays in its own memory."""
         self.complete, self._additions = True, 1
         if first:
@@ -164,7 +164,7 @@ class RowBucket:
         """Free the memory until it is needed again."""
         self.held, self._carried, self._flat = no_rows(self.table.param), None, None
 
-    def note_used(self) -> None:
+    def record_used(self) -> None:
         """Record whether the table had a gradient, for later micro-steps of the same step."""
         self.used = [self._has_gradient or any(self.used)]
 

@@ -217,6 +217,7 @@ def _limits(view: JobView) -> str:
     return " and ".join(name for name, limit in limits.items() if limit is not None)
 
 
+_PATIENCE_H = 2.0  # hours of budget that may be saved, or overspent, before the value changes e-fold
 _MOST_FACTOR = 50.0  # of the value of an hour, up or down, by what has been saved or overspent
 
 
@@ -243,12 +244,10 @@ class Budget:
 
     name = "budget"
     usd_per_h: float  # B, for all nodes together, on average [USD/h]; above 0
-    patience_h: float = 2.0  # hours of budget that may be saved, or overspent, before the value changes e-fold
     hysteresis: float = 0.02  # relative gain that is worth a change
 
     def __post_init__(self) -> None:
-        for field in ("usd_per_h", "patience_h"):
-            check_number(field, getattr(self, field), above=0, finite=True)
+        check_number("usd_per_h", self.usd_per_h, above=0, finite=True)
         check_number("hysteresis", self.hysteresis, least=0)
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
@@ -268,5 +267,5 @@ class Budget:
         # The present jobs count like an hour's: a mean over the first minutes says nothing.
         mean = (account.job_hours + jobs) / (account.hours + 1.0)
         saved_h = account.hours - account.spent_usd / self.usd_per_h
-        factor = math.exp(min(max(saved_h / self.patience_h, -math.log(_MOST_FACTOR)), math.log(_MOST_FACTOR)))
+        factor = math.exp(min(max(saved_h / _PATIENCE_H, -math.log(_MOST_FACTOR)), math.log(_MOST_FACTOR)))
         return self.usd_per_h / max(mean, 1.0) * factor

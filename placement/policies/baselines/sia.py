@@ -24,6 +24,8 @@ from placement.policies.shared.stable_placement import (
 )
 
 _LEAST_FACTOR = 0.05  # a job that has just arrived must still be worth starting
+_UNALLOCATED = 1.1  # lambda: the cost of a job without GPUs
+_GAP = 1e-4  # to the optimum, relative, at which the solver stops
 _ONE: Shape = (1, 1)
 
 
@@ -52,23 +54,18 @@ class SiaPolicy:
 
     Attributes:
         power: p, below 0.
-        unallocated: lambda, the cost of a job without GPUs.
         most_nodes: Maximum number of nodes per job.
-        gap: Relative gap to the optimum at which the solver stops.
     """
 
     name = "sia"
     shares_knowledge = False  # its jobs know only their own measurements: the simulator gives them nothing else
     power: float = -0.5
-    unallocated: float = 1.1
     most_nodes: int = 16
-    gap: float = 1e-4
 
     def __post_init__(self) -> None:
         if not self.power < 0:
             raise ValueError(f"power must be below 0, but got {self.power}")
-        for field in ("unallocated", "most_nodes", "gap"):
-            check_number(field, getattr(self, field), above=0)
+        check_number("most_nodes", self.most_nodes, above=0)
 
     def load_solver(self) -> None:
         """Import SciPy ahead of the first decision, since the import costs half a second of CPU or more."""
@@ -97,7 +94,7 @@ class SiaPolicy:
             configurations = self._configurations(view, floors[view.job], slots)
             options.append(configurations)
             costs.append(self._costs(view, configurations, slots, now_s))
-        picks = _assign(options, costs, slots.capacity, self.gap)
+        picks = _assign(options, costs, slots.capacity)
         places = None
         if picks is not None:
             chosen = [each[pick] for each, pick in zip(options, picks, strict=True)]
@@ -177,7 +174,7 @@ class SiaPolicy:
         for each, value in zip(configurations, goodput, strict=True):
             stays = present is not None and (each.kind, each.workers) == (present[0], present[2])
             worth = max(value * (1.0 if stays else factor), 1e-6)
-            cost = float(worth**self.power) - self.unallocated - (1e-6 if stays else 0.0)
+            cost = float(worth**self.power) - _UNALLOCATED - (1e-6 if stays else 0.0)
             costs.append(view.weight * cost)
         return costs
 
@@ -205,7 +202,7 @@ class _SlotsByType:
 
 
 def _assign(
-    options: Sequence[Sequence[Configuration]], costs: Sequence[Sequence[float]], capacity: Sequence[int], gap: float
+    options: Sequence[Sequence[Configuration]], costs: Sequence[Sequence[float]], capacity: Sequence[int]
 ) -> list[int] | None:
     """Return the index of each job's configuration at the lowest cost; None if the jobs cannot all have one."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes longer to import than a worker takes to start
@@ -229,7 +226,7 @@ def _assign(
         integrality=np.ones(at, dtype=np.int64),
         bounds=Bounds(0, 1),
         constraints=LinearConstraint(matrix, least, most),
-        options={"mip_rel_gap": gap},
+        options={"mip_rel_gap": _GAP},
     )
     if solved.x is None:
         return None

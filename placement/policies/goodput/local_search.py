@@ -250,7 +250,7 @@ def _anew(alternatives: _Alternatives) -> list[Ints]:
     regular = dataclasses.replace(options, values=np.where(alternatives.regular, options.values, -np.inf))
     few = len(alternatives.jobs) <= _FEW
     solution = solve(regular, polished=not few)
-    instance.cache.note_prices(
+    instance.cache.record_prices(
         {pool.gpu: float(price) for pool, price in zip(instance.pools, solution.multipliers, strict=True)}
     )
     picks = [fill(options, solution.picks)]

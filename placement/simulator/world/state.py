@@ -69,7 +69,7 @@ class World:
         self._cluster = cluster
         self.send(NodesChanged(cluster=cluster), 0.0)
 
-    def hear(self, job: SimulatedJob, now_s: float) -> None:
+    def receive(self, job: SimulatedJob, now_s: float) -> None:
         """Send the job's heartbeat (its current view) to the allocator core at ``now_s`` [s]."""
         view = job.view()
         if job.rules.pace.silent_start and not job.progress:
@@ -89,7 +89,7 @@ class World:
     def tick(self, now_s: float) -> None:
         """Advance the allocator core's clock to ``now_s``, which may trigger a decision, and record idle GPUs."""
         self.send(TimePassed(), now_s)
-        self.idle.look(self.core.views(now_s), self._cluster, now_s)
+        self.idle.poll(self.core.views(now_s), self._cluster, now_s)
 
     def send(self, event: Event, now_s: float) -> None:
         """Send the core an event and carry out its instructions."""
@@ -157,7 +157,7 @@ class IdleWatch:
         self._looked_s = 0.0
         self._idle = 0
 
-    def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
+    def poll(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
         """Update the record after a decision; ``views`` are the jobs with the workers that they now have."""
         self.longest_s = max([self.longest_s, *(now_s - since_s for since_s in self._since_s.values())])
         self.gpu_s += self._idle * (now_s - self._looked_s)

@@ -45,14 +45,14 @@ class World:
         self.core.handle(NodesChanged(cluster=self.cluster), 1000.0)
         self.nodes = [n.node_id for n in self.cluster.nodes]
 
-    def hear(self, job: str, now_s: float, **fields: Any) -> None:
+    def receive(self, job: str, now_s: float, **fields: Any) -> None:
         """A job's heartbeat; it is where it is to be."""
         states = self.core.snapshot().jobs
         held = states[job].target if job in states else {}
         own = view(job, allocation=held, most_workers=8, submitted_s=1000.0, **fields)
         self.core.handle(JobHeartbeat(view=own), now_s)
 
-    def look(self, now_s: float, *jobs: JobLook, life: str = "a", **more: Any) -> PageSnapshot:
+    def poll(self, now_s: float, *jobs: JobLook, life: str = "a", **more: Any) -> PageSnapshot:
         known = self.page.known
         allocator = AllocatorLook(
             core=self.core.snapshot(known[1] if known[0] == life else 0),
@@ -93,17 +93,17 @@ def row(snapshot: PageSnapshot, job: str) -> PageJob:
 
 def test_bars_are_the_decisions_and_end_with_their_job() -> None:
     world = World(4, 4)
-    world.hear("a", 1001.0)
-    world.look(1001.5)
-    world.hear("b", 1010.0)
-    seen = world.look(1010.5)
+    world.receive("a", 1001.0)
+    world.poll(1001.5)
+    world.receive("b", 1010.0)
+    seen = world.poll(1010.5)
     now = world.core.snapshot().jobs
     placed = {(bar[1], bar[2]): bar[5] for bar in seen.bars if bar[4] is None}
     assert placed == {(n, job): w for job, state in now.items() for n, w in state.target.items()}
     reasons = {each.number: each.reason for each in seen.decisions}
     assert all(reasons[bar[6]] for bar in seen.bars)
     world.core.handle(JobEnded(job="a"), 1020.0)
-    ended = world.look(1020.5)
+    ended = world.poll(1020.5)
     assert not [bar for bar in ended.bars if bar[2] == "a" and bar[4] is None]
     assert row(ended, "a").phase == "silent" or row(ended, "a").ended_s == 1020.5
     assert to_json(tables(ended))
@@ -111,26 +111,26 @@ def test_bars_are_the_decisions_and_end_with_their_job() -> None:
 
 def test_what_one_job_answers_costs_the_others_nothing() -> None:
     world = World(4)
-    world.hear("a", 1001.0)
+    world.receive("a", 1001.0)
     huge = answer("a", 1, metrics={"loss": 2**1024 - 1})
     broken = answer("c", 1, events=(event("no kind", 1.0, 1, 2),))
-    seen = world.look(1001.5, huge, broken, answer("b", 2, metrics={"loss": 0.5}))
+    seen = world.poll(1001.5, huge, broken, answer("b", 2, metrics={"loss": 0.5}))
     assert row(seen, "a").metrics == {} and row(seen, "b").metrics == {"loss": 0.5}
     assert len(to_json(tables(seen))) < 20_000
 
 
 def test_texts_have_an_end() -> None:
     world = World(4)
-    world.hear("a", 1001.0)
+    world.receive("a", 1001.0)
     long = answer("a", 1, message="x" * 1_000_000, events=(event(EventKind.RESIZE, 1.0, 1, 2),))
-    assert len(row(world.look(1001.5, long), "a").why) <= 500
+    assert len(row(world.poll(1001.5, long), "a").why) <= 500
 
 
 def test_a_checkpoint_is_marked_once_when_it_is_stored() -> None:
     world = World(4)
-    world.hear("a", 1001.0)
+    world.receive("a", 1001.0)
     seen = [
-        world.look(1001.0 + n, answer("a", n, checkpoint=path)) for n, path in enumerate(("", "/x/1", "/x/1", "/x/2"))
+        world.poll(1001.0 + n, answer("a", n, checkpoint=path)) for n, path in enumerate(("", "/x/1", "/x/1", "/x/2"))
     ]
     marks = [(mark[1], mark[2], mark[4]) for mark in seen[-1].marks if mark[3] == "checkpoint"]
     assert marks == [(1002.0, "a", "stored as /x/1"), (1004.0, "a", "stored as /x/2")]
@@ -138,10 +138,10 @@ def test_a_checkpoint_is_marked_once_when_it_is_stored() -> None:
 
 def test_page_that_comes_late_sees_what_was_before_it() -> None:
     world = World(4)
-    world.hear("a", 1001.0)
+    world.receive("a", 1001.0)
     world.core.handle(JobEnded(job="a"), 1005.0)
-    world.hear("b", 1006.0)
-    seen = world.look(2000.0)
+    world.receive("b", 1006.0)
+    seen = world.poll(2000.0)
     assert [(bar[2], bar[3], bar[4]) for bar in seen.bars] == [("a", 1001.0, 1006.0), ("b", 1006.0, None)]
     assert [each.number for each in seen.decisions] == list(range(1, len(seen.decisions) + 1))
     assert seen.use[0][:3] == (1001.0, sum(b[5] for b in seen.bars if b[2] == "a"), None)
@@ -149,16 +149,16 @@ def test_page_that_comes_late_sees_what_was_before_it() -> None:
 
 def test_another_allocator_counts_its_decisions_anew() -> None:
     world = World(4)
-    world.hear("a", 1001.0)
-    first = world.look(1001.5)
-    assert len(world.look(1002.0).decisions) == len(first.decisions)
-    assert len(world.look(1003.0, life="b").decisions) == 2 * len(first.decisions)
+    world.receive("a", 1001.0)
+    first = world.poll(1001.5)
+    assert len(world.poll(1002.0).decisions) == len(first.decisions)
+    assert len(world.poll(1003.0, life="b").decisions) == 2 * len(first.decisions)
 
 
 def test_the_strip_counts_every_slot_once() -> None:
     world = World(4, 2)
-    world.hear("a", 1001.0)
-    seen = world.look(1001.5, answer("a", workers=1, target_workers=6))
+    world.receive("a", 1001.0)
+    seen = world.poll(1001.5, answer("a", workers=1, target_workers=6))
     (count,) = seen.strip.slots
     target = row(seen, "a").target
     assert count.type == "CPU" and count.used + count.starting + count.idle + count.draining + count.other == 6
@@ -167,18 +167,18 @@ def test_the_strip_counts_every_slot_once() -> None:
     assert seen.strip.speed is not None and seen.strip.speed_one_each == pytest.approx(1.0)
     assert seen.strip.speed >= seen.strip.speed_equal > 0  # it has the cluster for itself
     world.nodes = world.nodes[:1]
-    gone = world.look(1002.0)
+    gone = world.poll(1002.0)
     assert [(mark[2], mark[3]) for mark in gone.marks] == [("", "gone")]
     assert [each.gone_s for each in gone.nodes] == [None, 1002.0]
 
 
 def test_draining_node_is_marked_once_and_is_not_idle() -> None:
     world = World(4, 2)
-    world.hear("a", 1001.0, max_workers=1)
-    world.look(1001.5)
+    world.receive("a", 1001.0, max_workers=1)
+    world.poll(1001.5)
     world.core.handle(NodesChanged(cluster=world.cluster.draining({"n1"})), 1002.0)
-    world.look(1002.5)
-    seen = world.look(1003.0)
+    world.poll(1002.5)
+    seen = world.poll(1003.0)
     assert [(mark[1], mark[3]) for mark in seen.marks] == [(1002.5, "drain")]
     (count,) = seen.strip.slots
     assert (count.draining, count.idle + count.used + count.starting) == (2, 4)
@@ -187,9 +187,9 @@ def test_draining_node_is_marked_once_and_is_not_idle() -> None:
 def test_a_job_tells_where_it_stands_and_what_happened() -> None:
     world = World(8)
     progress = Progress(done=300.0, epoch_ends=(100.0, 200.0, 300.0), epochs=10.0)
-    world.hear("a", 1001.0, progress=progress, held_at=2, deadline_s=5000.0)
+    world.receive("a", 1001.0, progress=progress, held_at=2, deadline_s=5000.0)
     events = (event(EventKind.STARTED, 1001.0, 0, 2), event(EventKind.RESIZE, 1002.0, 1, 2, pause_s=0.5))
-    seen = world.look(1003.0, answer("a", 10, events, goodput=100.0, efficiency=0.5, metrics={"loss": 0.25}))
+    seen = world.poll(1003.0, answer("a", 10, events, goodput=100.0, efficiency=0.5, metrics={"loss": 0.25}))
     job = row(seen, "a")
     assert (job.held_at, job.metrics["loss"], job.efficiency, job.deadline_s) == (2, 0.25, 0.5, 5000.0)
     assert job.progress == pytest.approx(0.3) and job.eta_s == pytest.approx(700.0 * 64 / 100.0)
@@ -203,16 +203,16 @@ def test_a_job_tells_where_it_stands_and_what_happened() -> None:
 
 def test_metrics_and_rates_not_finite_are_left_out() -> None:
     world = World(4)
-    world.hear("a", 1001.0)
-    seen = world.look(1002.0, answer("a", 3, metrics={"loss": "<b>"}, goodput=float("inf"), throughput=1.0))
+    world.receive("a", 1001.0)
+    seen = world.poll(1002.0, answer("a", 3, metrics={"loss": "<b>"}, goodput=float("inf"), throughput=1.0))
     assert row(seen, "a").metrics == {} and row(seen, "a").goodput is None and to_json(tables(seen))
 
 
 def test_tenants_are_owed_by_weight_and_lend_the_rest() -> None:
     world = World(8, tenants=(Tenant(name="x", weight=3.0, quota={"CPU": 6.0}), Tenant(name="y")))
-    world.hear("a", 1001.0, tenant="x", max_workers=2)
-    world.hear("b", 1002.0, tenant="y", max_workers=8)
-    seen = {each.tenant: each for each in world.look(1003.0).tenants}
+    world.receive("a", 1001.0, tenant="x", max_workers=2)
+    world.receive("b", 1002.0, tenant="y", max_workers=8)
+    seen = {each.tenant: each for each in world.poll(1003.0).tenants}
     assert seen["x"].owed == 0.75 and seen["y"].owed == 0.25 and seen["x"].quota == {"CPU": 6.0}
     assert seen["x"].used == 0.25 and seen["x"].lent == pytest.approx(0.5)
     assert seen["y"].borrowed == pytest.approx(seen["y"].used - 0.25) and seen["y"].used > 0.25
@@ -220,25 +220,25 @@ def test_tenants_are_owed_by_weight_and_lend_the_rest() -> None:
 
 def test_missing_nodes_are_told_with_since_when_and_whom() -> None:
     world = World(1)
-    world.hear("a", 1001.0, min_workers=1)
+    world.receive("a", 1001.0, min_workers=1)
     want = {"a": WantedSize(job="a", workers=4, gpu="", reason=Reason(Cause.EXPLORES, ("4 workers",)))}
     fields: Mapping[str, Any] = {"release": (), "leaving": (), "notes": {}, "usd_per_h": 2.5, "wants": want}
     short = ScalingDecision(
         nodes={"big": 2}, add={"big": 1}, reasons={"big": Reason(Cause.UNUSED, (), "0 -> 2 nodes")}, **fields
     )
-    world.look(1002.0, scaling=short)
-    seen = world.look(1010.0, scaling=short)
+    world.poll(1002.0, scaling=short)
+    seen = world.poll(1010.0, scaling=short)
     (wanted,) = seen.wanted
     assert (wanted.type, wanted.wanted, wanted.missing, wanted.since_s, wanted.jobs) == ("big", 2, 1, 1002.0, ("a",))
     assert (wanted.reason, wanted.figures, seen.strip.usd_per_h) == ("no job needs them", "0 -> 2 nodes", 2.5)
     there = dataclasses.replace(short, add={})
-    assert world.look(1011.0, scaling=there).wanted[0].since_s is None
+    assert world.poll(1011.0, scaling=there).wanted[0].since_s is None
 
 
 def test_a_long_series_is_thinned_and_keeps_its_ends() -> None:
     memory = JobMemory("a", "#000000", 0.0)
     for n in range(5000):
-        memory.hear(answer("a", n), float(n))
+        memory.receive(answer("a", n), float(n))
     times = [point[0] for point in memory.series]
     assert len(times) <= MOST_POINTS and times[0] == 1.0 and times == sorted(times) and (times[-1] or 0) > 4900
     assert memory.series[-1][1] == pytest.approx(64.0 * (times[-1] or 0))
@@ -262,7 +262,7 @@ def test_time_goes_to_waiting_pausing_and_training() -> None:
 
 def test_what_if_takes_registered_policies_only() -> None:
     world = World(4)
-    world.hear("a", 1001.0)
+    world.receive("a", 1001.0)
     look = AllocatorLook(core=world.core.snapshot(), recorded=0, life="a")
     with pytest.raises(InputError, match="policy must be one of"):
         compare(look, "", "os:system", 1002.0)  # a name that make_policy would import
@@ -280,7 +280,7 @@ def test_what_if_takes_registered_policies_only() -> None:
 def test_a_node_says_which_workers_failed_there() -> None:
     failed = NodeFailure(node="n0", worker="w1", cause="OSError: no disk", age_s=0.0, starting=True)
     record = NodeRecord()
-    record.hear(view("a", node_failures=(failed,)), 0.0)
+    record.receive(view("a", node_failures=(failed,)), 0.0)
     (history,) = record.rows(1.0)
     row = node_row(NodeLook(node="n0", address="10.0.0.1", total={"CPU": 4.0}, labels={}), None, 0.0, history)
     assert row.failures == "1 worker of a failed, avoided by a for 10 min; the last: OSError: no disk"

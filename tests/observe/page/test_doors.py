@@ -27,7 +27,7 @@ def test_there_are_never_too_many_and_answered_ones_stay(steps: list[tuple[str, 
             peers.pop(number, None)
             asking.discard(number)
         elif what == "begin" and number in peers and number not in asking:
-            doors.begin(number)
+            doors.start(number)
             asking.add(number)
         elif what == "end" and number in asking:
             doors.end(number, float(now))

@@ -14,7 +14,7 @@ def test_every_browser_gets_every_message_in_order() -> None:
         feed = Feed()
         clients = [feed.join(), feed.join()]
         for n in range(3):
-            feed.tell(b"%d" % n)
+            feed.notify(b"%d" % n)
         return [[await client.next(1.0) for _ in range(3)] for client in clients]
 
     assert asyncio.run(run()) == [[b"0", b"1", b"2"]] * 2
@@ -25,7 +25,7 @@ def test_one_that_does_not_read_is_given_up() -> None:
         feed = Feed(most_waiting=4)
         slow, fast = feed.join(), feed.join()
         for n in range(10):
-            feed.tell(b"%d" % n)
+            feed.notify(b"%d" % n)
             assert await fast.next(1.0) == b"%d" % n
         assert slow.dropped and not fast.dropped and feed.clients == 1
         assert slow.waiting_bytes == 0 and await slow.next(1.0) is None
@@ -38,9 +38,9 @@ def test_bytes_that_wait_are_bounded_too() -> None:
     async def run() -> None:
         feed = Feed(most_waiting=1000, most_bytes=100)
         slow = feed.join()
-        feed.tell(b"x" * 60)
+        feed.notify(b"x" * 60)
         assert slow.waiting_bytes == 60
-        feed.tell(b"x" * 60)
+        feed.notify(b"x" * 60)
         assert slow.dropped and slow.waiting_bytes == 0
 
     asyncio.run(run())

@@ -38,7 +38,7 @@ class Facts:
         self.acted: list[tuple[str, str, int | None]] = []
         self.broken = False
 
-    def look(self, now_s: float) -> PageSnapshot:
+    def poll(self, now_s: float) -> PageSnapshot:
         if self.broken:
             raise RuntimeError("secret of the inside")
         return PageSnapshot(time_s=now_s, source=PageSource(kind="live", name="test"), strip=Strip(), jobs=self.jobs)

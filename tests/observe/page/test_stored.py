@@ -37,7 +37,7 @@ def test_runs_below_a_path_are_shown_with_sizes(tmp_path: Path) -> None:
     write(tmp_path / "sweep" / "trial-1", end="it lost all workers")
     write(tmp_path / "one" / "checkpoint_000001" / "not-a-run")
     page = RunFiles(str(tmp_path))
-    seen = page.look(0.0)
+    seen = page.poll(0.0)
     assert {(job.job, job.phase, job.sweep) for job in seen.jobs} == {
         *(("one", "finished", ""), ("sweep/trial-1", "failed", "sweep")),
     }
@@ -47,7 +47,7 @@ def test_runs_below_a_path_are_shown_with_sizes(tmp_path: Path) -> None:
     detail = page.detail("one")
     assert detail is not None and [point[7]["loss"] for point in detail.series] == [1.0, 0.5, pytest.approx(1 / 3)]
     assert detail.shares["training"] == pytest.approx(199.8) and to_json(tables(seen))
-    assert [job.job for job in RunFiles(str(tmp_path / "one")).look(0.0).jobs] == ["one"]
+    assert [job.job for job in RunFiles(str(tmp_path / "one")).poll(0.0).jobs] == ["one"]
 
 
 def test_files_tell_parameters_and_rungs(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_files_tell_parameters_and_rungs(tmp_path: Path) -> None:
         changed = JobEvent(kind=EventKind.BATCH, time_s=2.0, from_workers=1, to_workers=1, reason="", detail=batch)
         storage.append_events([started.to_json(), changed.to_json()])
         storage.append_reports([Report(index=3, metrics={"eval": {"loss": 0.5}}, workers=1).to_json()])
-    one, two = RunFiles(str(tmp_path)).look(0.0).jobs
+    one, two = RunFiles(str(tmp_path)).poll(0.0).jobs
     assert (one.sweep, one.parameters, one.metric, one.mode, one.rungs) == (
         "s",
         {"lr": 0.1},
@@ -78,7 +78,7 @@ def test_a_run_that_died_ends_with_its_last_event(tmp_path: Path) -> None:
     write(tmp_path / "run")
     events = tmp_path / "run" / "events.jsonl"
     events.write_text("".join(events.read_text().splitlines(keepends=True)[:2]))
-    page = RunFiles(str(tmp_path)).look(0.0)
+    page = RunFiles(str(tmp_path)).poll(0.0)
     (job,) = page.jobs
     assert (job.phase, job.workers, job.ended_s) == ("unfinished", 3, 200.0)
     assert [bar[4] for bar in page.bars] == [200.0] and page.strip.running == 0
@@ -102,7 +102,7 @@ def test_a_line_that_is_no_event_is_left_out(tmp_path: Path, line: str) -> None:
         with (tmp_path / "run" / file).open("a") as open_file:
             open_file.write(line + "\n")
     page = RunFiles(str(tmp_path))
-    (job,) = page.look(0.0).jobs
+    (job,) = page.poll(0.0).jobs
     assert job.phase == "finished" and page.detail("run") is not None
 
 
@@ -111,7 +111,7 @@ def test_reports_of_numbers_without_bounds_are_left_out(tmp_path: Path) -> None:
     with (tmp_path / "run" / "reports.jsonl").open("a") as file:
         file.write('{"index": 4, "metrics": {"loss": ' + "9" * 400 + '}, "workers": 1}\n')
         file.write('{"index": 5, "metrics": {}, "workers": 1e999}\n')
-    (job,) = RunFiles(str(tmp_path)).look(0.0).jobs
+    (job,) = RunFiles(str(tmp_path)).poll(0.0).jobs
     assert job.metrics == {}
 
 
@@ -122,7 +122,7 @@ def test_run_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path) -> Non
     (tmp_path / "two" / "reports.jsonl").mkdir()  # as root may read whatever belongs to others
     (tmp_path / "three" / "events.jsonl").unlink()
     (tmp_path / "three" / "events.jsonl").mkdir()
-    page = RunFiles(str(tmp_path)).look(0.0)
+    page = RunFiles(str(tmp_path)).poll(0.0)
     assert {job.job for job in page.jobs} == {"one"}
     assert page.source.problem.startswith("1 runs could not be read (")
 
@@ -132,7 +132,7 @@ def test_of_very_many_runs_the_newest_are_shown(tmp_path: Path, monkeypatch: pyt
     for age, name in enumerate(("c", "b", "a")):
         write(tmp_path / name)
         os.utime(tmp_path / name / "events.jsonl", (1e9 - age, 1e9 - age))
-    page = RunFiles(str(tmp_path)).look(0.0)
+    page = RunFiles(str(tmp_path)).poll(0.0)
     assert sorted(job.job for job in page.jobs) == ["b", "c"]
     assert page.source.problem == "1 older runs are left out: give a path further down"
 
@@ -141,7 +141,7 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     write(tmp_path / "run")
     with (tmp_path / "run" / "events.jsonl").open("a") as file:
         file.write('{"kind": "resi')
-    (job,) = RunFiles(str(tmp_path)).look(0.0).jobs
+    (job,) = RunFiles(str(tmp_path)).poll(0.0).jobs
     assert job.phase == "finished"
 
 

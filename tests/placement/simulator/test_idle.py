@@ -19,7 +19,7 @@ def gpu_view(job: str, **kwargs: object) -> JobView:
 def longest_s(*views: JobView) -> float:
     watch = IdleWatch()
     for now_s in (1e4, 1e4 + 60.0, 1e4 + 120.0):
-        watch.look(views, NODES, now_s)
+        watch.poll(views, NODES, now_s)
     return watch.longest_s
 
 
@@ -48,7 +48,7 @@ def test_a_waiting_job_could_use_what_it_fits_on() -> None:
 def test_gpu_seconds_are_those_of_the_idle_gpus() -> None:
     watch = IdleWatch()
     alone = gpu_view("a", allocation={NODES.nodes[0].node_id: 2})
-    watch.look([alone], NODES, 1e4)
-    watch.look([], NODES, 1e4 + 60.0)
-    watch.look([], NODES, 1e4 + 120.0)
+    watch.poll([alone], NODES, 1e4)
+    watch.poll([], NODES, 1e4 + 60.0)
+    watch.poll([], NODES, 1e4 + 120.0)
     assert watch.gpu_s == 6 * 60.0

@@ -20,7 +20,7 @@ from elastic_ray.checkpoints.sharded.manifest import Manifest, ManifestError, ac
 from elastic_ray.checkpoints.sharded.reading import BLOCK_BYTES, PartFile, open_checkpoint
 from elastic_ray.checkpoints.sharded.saver import write_part
 from elastic_ray.state.codec import decode, encode
-from elastic_ray.state.pieces import Pieces, shared_out, take_apart
+from elastic_ray.state.pieces import Pieces, shared_out, split_tree
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.tree import UnsafeStateError
 from tests.sync.tiles.saving import read_checkpoint
@@ -53,7 +53,7 @@ def write(storage: RunStorage, steps: int = 7, ranks: int = RANKS) -> StateFile:
     directory = f"{storage.path}/automatic/step_{steps:012d}_ab"
     parts = []
     for rank in reversed(range(ranks)):
-        skeleton, tensors = take_apart(part_of(rank))
+        skeleton, tensors = split_tree(part_of(rank))
         parts.append(write_part(storage, directory, rank=rank, steps=steps, skeleton=skeleton, tensors=tensors))
     point = dataclasses.replace(POINT, steps=steps)
     found = await_parts(storage, directory, parts[-1], ranks, timeout_s=5.0, go_on=lambda: True)
@@ -198,7 +198,7 @@ def test_a_note_of_no_parts_is_passed_over(storage: RunStorage, parts: Any) -> N
 
 def test_parts_that_are_not_there_are_named(storage: RunStorage) -> None:
     directory = f"{storage.path}/automatic/step_000000000007_ab"
-    own = [take_apart(part_of(rank)) for rank in range(2)]
+    own = [split_tree(part_of(rank)) for rank in range(2)]
     parts = [
         write_part(storage, directory, rank=rank, steps=7, skeleton=skeleton, tensors=tensors)
         for rank, (skeleton, tensors) in enumerate(own)
@@ -226,7 +226,7 @@ def test_an_account_that_is_being_written_is_waited_for(storage: RunStorage) -> 
     account = Path(directory) / account_name(1)
     content = account.read_bytes()
     account.write_bytes(content[:-5])
-    skeleton, tensors = take_apart(part_of(0))
+    skeleton, tensors = split_tree(part_of(0))
     own = write_part(storage, directory, rank=0, steps=7, skeleton=skeleton, tensors=tensors)
     asked = []
 
@@ -238,7 +238,7 @@ def test_an_account_that_is_being_written_is_waited_for(storage: RunStorage) -> 
 
 
 def test_what_only_running_code_could_load_is_refused(storage: RunStorage) -> None:
-    skeleton, tensors = take_apart({"x": {"thing": storage}})
+    skeleton, tensors = split_tree({"x": {"thing": storage}})
     with pytest.raises(UnsafeStateError, match=r"\['x'\]\['thing'\] is a .*RunStorage"):
         write_part(storage, f"{storage.path}/automatic/step_7", rank=0, steps=7, skeleton=skeleton, tensors=tensors)
     assert not list(Path(storage.path).rglob("*.distcp"))

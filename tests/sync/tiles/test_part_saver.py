@@ -64,7 +64,7 @@ def test_a_rank_knows_its_readiness_without_its_state(tmp_path: Path) -> None:
     rank.busy = True
     assert stands() is NOT_YET, "another one is being written"
     rank.busy = False
-    rank.saver.begin()
+    rank.saver.start()
     assert stands() is NOT_YET, "it may write another part in a new group"
     assert rank.ask() is READY and stands() is READY
     rank.buffers.make([])
@@ -78,7 +78,7 @@ def test_memory_made_for_another_group_does_not_count(tmp_path: Path) -> None:
     make = rank.buffers.make
 
     def make_later(kinds: Any) -> None:
-        rank.saver.begin()  # the group has changed meanwhile
+        rank.saver.start()  # the group has changed meanwhile
         make(kinds)
 
     rank.buffers.make = make_later

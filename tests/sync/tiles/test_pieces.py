@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_ray.checkpoints.sharded.rectangles import Rectangle, rectangles
 from elastic_ray.consensus.saving import Readiness, SaveAgreement, Saving
-from elastic_ray.state.pieces import Pieces, shared_out, take_apart
+from elastic_ray.state.pieces import Pieces, shared_out, split_tree
 from elastic_ray.sync.optimizer_tiles.holder import writers
 from elastic_ray.sync.optimizer_tiles.tiling import Span, Tiling
 
@@ -45,7 +45,7 @@ def test_tensor_without_elements_is_one_rectangle_from_its_beginning(shape: tupl
 @given(shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), max_size=6), world=st.integers(1, 6))
 def test_ranks_share_out_what_all_hold_each_element_once(shapes: list[list[int]], world: int) -> None:
     tree = {"a": [torch.arange(math.prod(shape)).reshape(shape) for shape in shapes], "b": 3}
-    parts = [take_apart(shared_out(tree, rank, world)) for rank in range(world)]
+    parts = [split_tree(shared_out(tree, rank, world)) for rank in range(world)]
     assert parts[0][0]["b"] == 3 and all("b" not in (skeleton or {}) for skeleton, _ in parts[1:])
     for number, whole in enumerate(tree["a"]):
         held = [
@@ -83,7 +83,7 @@ class Writer:
     def standing(self) -> Readiness:
         return self.answer
 
-    def begin(self) -> None: ...
+    def start(self) -> None: ...
 
 
 READY, NOT_YET, NEVER = Readiness.READY, Readiness.NOT_YET, Readiness.NEVER
@@ -113,8 +113,8 @@ def test_ranks_decide_the_same(
         ballots = [each.values(number, 3) for number, each in enumerate(ranks)]
         for each in ranks:
             each.conclude(torch.tensor(ballots, dtype=torch.float32).sum(0).tolist(), 3)
-        heard = [each.take_heard(3) for each in ranks]
-        assert heard[0] and all(each.take_heard(3) == () for each in ranks), "sums count at the edge of their step"
+        heard = [each.pop_sums(3) for each in ranks]
+        assert heard[0] and all(each.pop_sums(3) == () for each in ranks), "sums count at the edge of their step"
     else:
         ballots = [each.ballot(number, 3, divided=True, now=now) for number, each in enumerate(ranks)]
         heard = [tuple(sum(each) for each in zip(*ballots, strict=True))] * 3
@@ -122,14 +122,14 @@ def test_ranks_decide_the_same(
         each.decide(sums, number, 3, now=now) for number, (each, sums) in enumerate(zip(ranks, heard, strict=True))
     }
     assert decided == {outcome}
-    orders = [each.take_order() for each in ranks]
+    orders = [each.pop_order() for each in ranks]
     if outcome is Saving.TOGETHER:
         assert {order.token for order in orders if order is not None} == {"0ffffffff"}
         assert [order.rank for order in orders if order is not None] == [0, 1, 2]
     else:
         assert orders == [None] * 3
     assert ranks[0].together == (outcome is not Saving.ALONE or not ranks[0].refusals)
-    assert all(each.take_order() is None for each in ranks), "an order is for once"
+    assert all(each.pop_order() is None for each in ranks), "an order is for once"
 
 
 def test_a_groups_agreement_does_not_count_in_the_next() -> None:
@@ -137,12 +137,12 @@ def test_a_groups_agreement_does_not_count_in_the_next() -> None:
     agreement.serve(Writer(READY))
     agreement.decide([2.0, 0.0, 7.0, 0.0, 0.0], 0, 2, now=False)
     agreement.conclude([0.0, 7.0, 0.0, 0.0], 2)
-    agreement.begin()
-    assert agreement.take_order() is None and agreement.take_heard(2) == ()
+    agreement.start()
+    assert agreement.pop_order() is None and agreement.pop_sums(2) == ()
     agreement.decide([2.0, 0.0, 7.0, 0.0, 1.0], 0, 2, now=False)
     assert agreement.refusals == 1 and not agreement.together
-    agreement.begin()
+    agreement.start()
     assert agreement.together, "the rank that could not may have left"
     agreement.given_up = True
-    agreement.begin()
+    agreement.start()
     assert not agreement.together

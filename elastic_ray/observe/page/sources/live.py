@@ -14,7 +14,7 @@ from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.page.cluster_page import ClusterPage
 from elastic_ray.observe.page.model import JobDetail, PageSnapshot
 from elastic_ray.observe.page.source import ActionRefusedError, ClusterLook, JobAnswer, JobFacts, JobLook, NodeLook
-from elastic_ray.observe.process_look import LookRefusedError, look_at
+from elastic_ray.observe.process_look import LookRefusedError, inspect_process
 from placement.allocator.snapshot import AllocatorLook
 from placement.errors import InputError
 from placement.policies import POLICIES
@@ -95,7 +95,7 @@ class LiveCluster:
         """Time between two polls [s]; longer if the allocator is slow to answer, so as not to overload it."""
         return max(self._period_s, min(_REST * self._answer_s, _LONGEST_S))
 
-    def look(self, now_s: float) -> PageSnapshot:
+    def poll(self, now_s: float) -> PageSnapshot:
         """Poll allocator, controllers and control store, and return everything on the page."""
         problem, allocator = "", None
         nodes: tuple[NodeLook, ...] = ()
@@ -121,7 +121,7 @@ class LiveCluster:
             return None
         begun_s = time.monotonic()
         try:
-            look: AllocatorLook = ray.get(allocator.look.remote(*self._page.known), timeout=_ANSWER_S)
+            look: AllocatorLook = ray.get(allocator.poll.remote(*self._page.known), timeout=_ANSWER_S)
         except (RayActorError, GetTimeoutError):
             return None
         finally:
@@ -213,7 +213,7 @@ class LiveCluster:
         if worker is None:
             raise ActionRefusedError(f"job {job!r} has no worker of rank {rank} now, but {len(workers)} workers")
         try:
-            return look_at(worker, what)
+            return inspect_process(worker, what)
         except LookRefusedError as error:
             raise ActionRefusedError(str(error)) from None
 
