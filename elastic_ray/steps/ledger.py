@@ -95,7 +95,8 @@ class StepLedger:
 
     def __init__(self, state: SharedState, *, moment: Callable[[str], None] | None = None) -> None:
         self.state, self._moment = state, moment
-        self.step: LoaderStep | None = None  # the innermost step in progress, None between steps
+        # the innermost step that user code is in, None between steps; one left by `break` is still to be committed
+        self.step: LoaderStep | None = None
         self.round: StepRound | None = None  # that the outermost step is in; None where each step is voted on
         # the training step in progress, also while an evaluation pass runs inside it
         self.outermost: LoaderStep | None = None
@@ -105,6 +106,7 @@ class StepLedger:
         self.trains_in_rounds = False  # the last round in this group has trained
         # called for each own step of a round that another rank makes: what the loop's code would have moved on
         self.on_given: list[Callable[[], None]] = []
+        self._inner: LoaderStep | None = None
         self._outer: list[LoaderStep] = []
         self.next_ordinal = 0  # ordinal that the next loader pass of this epoch would get
         self._in_epoch = False
@@ -126,12 +128,6 @@ class StepLedger:
         """True if the current micro-step leaves its gradients to a later micro-step of the same step."""
         step = self.outermost
         return step is not None and not step.is_last_micro and self.abandoned < self.depth
-
-    @property
-    def unleft(self) -> LoaderStep | None:
-        """Innermost step that user code has not left by ``break``; the outermost if it has left all."""
-        steps = (*self._outer, self.step)
-        return steps[max(self.depth - self.abandoned - 1, 0)]
 
     @property
     def epochs_done(self) -> float:
@@ -173,7 +169,7 @@ class StepLedger:
         step has been there. A step that is drawn again thus gives the same numbers again, whichever accumulators
         outlived its loss, and a worker that has joined meanwhile gives them too.
         """
-        steps = (*self._outer, self.step)[: max(self.depth - self.abandoned, 0)]
+        steps = (*self._outer, self._inner)[: max(self.depth - self.abandoned, 0)]
         first, last = self.outermost, steps[-1] if steps else None
         if first is None or last is None:  # code after `break` is also run by workers that join later
             return None
@@ -220,7 +216,7 @@ class StepLedger:
 
         Raises RuntimeError: A pass over whole batches is in progress.
         """
-        if self.step is not None and self.step.whole:
+        if self._inner is not None and self._inner.whole:
             raise RuntimeError(
                 "no loader may be iterated within a pass over whole_batches=True: towards its end some ranks have no "
                 "batch there, and would miss that loop; iterate one after the other"
@@ -239,15 +235,16 @@ class StepLedger:
 
     def abandon(self, left: PassProgress) -> None:
         """Record that user code left this pass in the middle of a step, by ``break`` or an exception."""
-        if any(step.loader_pass is left for step in (*self._outer, self.step) if step is not None):
+        if any(step.loader_pass is left for step in (*self._outer, self._inner) if step is not None):
             self.abandoned += 1
+            self._follow()
 
     def pop_abandoned(self) -> LoaderStep | None:
         """Return the innermost abandoned step, which must now be committed; None if there is none left."""
-        if not self.abandoned or self.step is None:
+        if not self.abandoned or self._inner is None:
             return None
         self.abandoned -= 1
-        return self.step
+        return self._inner
 
     def start_round(self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool) -> None:
         """Start a round of ``steps`` local steps, which the ranks commit together after averaging their models.
@@ -288,23 +285,24 @@ class StepLedger:
 
     def start(self, step: LoaderStep) -> None:
         """Start a step, before its first micro-batch is handed out."""
-        if self.step is not None:
+        if self._inner is not None:
             self._around = (self._failure, self.depth) if self._failure is not None else self._around
-            self._outer.append(self.step)
+            self._outer.append(self._inner)
         else:
             self._updates_asked = 0
             self._failure, self._around = None, (None, 0)
             self.reduced = self._trains = False
             step.loader_steps = self.state.progress.loader_steps
             self.state.snapshot()
-        self.step = step
+        self._inner = step
         self._follow()
 
     def _follow(self) -> None:
         """Update cached attributes after steps have started or ended, or a failure has changed."""
-        outer, step = self._outer, self.step
+        outer, step = self._outer, self._inner
         self.outermost = outer[0] if outer else step
         self.depth = len(outer) + (step is not None)
+        self.step = (*outer, step)[max(self.depth - self.abandoned - 1, 0)] if self.abandoned else step
         cause, steps = self._around
         self.failure = self._failure if self._failure is not None or self.depth > steps else cause
         self.failed = self.failure is not None
@@ -320,26 +318,26 @@ class StepLedger:
         """
         if self.updating:
             self._check_updated()
-        if expected is not None and self.step is None:
+        if expected is not None and self._inner is None:
             raise RuntimeError(
                 "an iterator over an AdaptiveDataLoader belongs to the epoch in which it was made, and that epoch has "
                 "ended: call iter(loader) again in each epoch"
             )
-        if expected is not None and self.step is not None and self.step.loader_pass is not expected:
+        if expected is not None and self._inner is not None and self._inner.loader_pass is not expected:
             raise RuntimeError(
                 "loops over AdaptiveDataLoaders may be nested but not interleaved, as in zip(loader_a, loader_b): "
                 "use one loader over a dataset that yields both items"
             )
-        if self.step is None:
+        if self._inner is None:
             raise AssertionError("an edge without a step")
-        step, self.step = self.step, self._outer.pop() if self._outer else None
+        step, self._inner = self._inner, self._outer.pop() if self._outer else None
         self._follow()
         return step
 
     @property
     def needs_vote(self) -> bool:
         """True if the step that has just ended had no collective that could carry the ranks' vote."""
-        return self.step is not None or not self.reduced
+        return self._inner is not None or not self.reduced
 
     @property
     def trains(self) -> bool:
@@ -358,11 +356,11 @@ class StepLedger:
 
         Returns whether the step trained; always False for a step nested in another.
         """
-        within = self.round if self.step is None else None
+        within = self.round if self._inner is None else None
         if not step.taken:
             step.loader_pass.advance(step.count, hashes if within is None or hashes is None else 0)
             self.state.progress.commit(generation)
-        if self.step is not None:
+        if self._inner is not None:
             return False
         # Passes nested in the step are over with it: every step counts them from the same number again.
         self._discard_nested(step)
@@ -392,7 +390,7 @@ class StepLedger:
 
     def lost_within(self, *, gradients_wait: bool) -> LostStep:
         """Return the facts about a loss in a pass, for :meth:`resume`; ``gradients_wait`` is as in :meth:`undo`."""
-        return LostStep(self.step is not None, gradients_wait or self._around[1] > 0, self._place)
+        return LostStep(self._inner is not None, gradients_wait or self._around[1] > 0, self._place)
 
     def resume(self, lost: LostStep, cause: str) -> None:
         """Resume in the group found after :meth:`undo`; a surrounding step that no rank finished is also drawn again.
@@ -418,7 +416,7 @@ class StepLedger:
 
         Raises RuntimeError: The pass is for evaluation only.
         """
-        if (step := self.unleft) is not None and step.whole:
+        if self.step is not None and self.step.whole:
             raise RuntimeError(
                 "backward() within a pass over whole_batches=True, which is for evaluation: towards its end some ranks "
                 "have no batch. To train, leave whole_batches out; where a loss needs several samples together, make "
@@ -458,7 +456,7 @@ class StepLedger:
 
     def leave_steps(self, depth: int) -> None:
         """Leave the steps nested deeper than ``depth`` in a change of group; their code runs on without effect."""
-        step = (*self._outer, self.step)[depth]
+        step = (*self._outer, self._inner)[depth]
         assert step is not None, "this rank is in more steps than the others"
         sums = copy.deepcopy(self.state.progress.sums) if self._left is None else self._left.sums
         if not depth and self.round is not None:

@@ -212,7 +212,7 @@ class GradientReducer:
         """Decide at a backward pass's first gradient whether the pass is reduced, accumulated and measured."""
         if self._context.faults is not None:
             self._context.moment("backward")
-        step = self._ledger.unleft
+        step = self._ledger.step
         self._running = True
         self._task = torch._C._current_graph_task_id()
         self._reached = set()
@@ -409,7 +409,7 @@ class GradientReducer:
             self._complete = True
             for bucket in self._buckets:
                 self._complete = self._complete and bucket.complete
-            if not self._told:
+            if not (self._told or self._ledger.failed):  # by another model of this pass
                 self._announce()
             if self._launched < len(self._buckets):
                 self._launch()
