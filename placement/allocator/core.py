@@ -370,7 +370,7 @@ class AllocatorCore:
         return plan.noted(self._avoids) if self._avoids else plan
 
     def views(self, now_s: float) -> list[JobView]:
-        """Return all jobs that could run and are not paused, with planned nodes and their model's shared knowledge."""
+        """Return all jobs that could run and are not paused, with their planned workers and shared measurements."""
         views = [
             job.view.placed(self._surviving(job.target))
             for job in sorted(self._jobs.values(), key=lambda job: job.view.arrival)

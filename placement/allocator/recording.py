@@ -44,7 +44,7 @@ _LATE = {"Observation": Observation, "GoodputModel": GoodputModel, "BatchForecas
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """Recording of one life of an allocator: its policy, configuration, events and decisions."""
+    """Recording of one allocator from its start to its end: policy, configuration, events and decisions."""
 
     policy: str
     settings: Mapping[str, Any]  # of the policy, by name
@@ -79,7 +79,7 @@ class Life:
 
 
 def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> str:
-    """Return the first line of a life; ``policy`` must not have made a decision yet."""
+    """Return the line that starts the recording of an allocator; ``policy`` must not have made a decision yet."""
     core = config or AllocatorConfig()
     known = type(policy) in {type(make()) for make in POLICIES.values()}
     said = {
@@ -93,7 +93,7 @@ def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool
 
 
 def event_line(event: Event, now_s: float, steady_s: float | None = None) -> str:
-    """Return the line for an event; ``steady_s`` is omitted if it equals the time of day."""
+    """Return the line for an event; ``steady_s`` (a clock for intervals) is omitted if it equals the time of day."""
     kind = type(event)
     steady = {} if steady_s in (None, now_s) else {"steady_s": steady_s}
     return _line({"now_s": now_s, **steady, kind.__name__: _plain(kind, event)})
@@ -115,7 +115,7 @@ class Recorder:
         self._write = write
 
     def begun(self, policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> None:
-        """Record the start of a core with these arguments, as the first line of a life."""
+        """Record the start of an allocator core with these arguments."""
         if self._write is not None:
             self._write([start_line(policy, config, settling=settling)])
 
@@ -174,7 +174,7 @@ def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
 
 
 def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
-    """Read the lives of a recording.
+    """Return the allocators' lives (from start to end) in a recording, one per start of an allocator.
 
     An incomplete last line is ignored, since the allocator may have died while writing it.
 
@@ -304,11 +304,11 @@ def _members(arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 def replay(
     life: Life, *, policy: Policy | None = None, watch: Callable[[AllocatorCore, float], None] | None = None
 ) -> tuple[DecisionRecord, ...]:
-    """Return the decision log of a new core that handles the same events; it should equal ``life.decided``.
+    """Return the decision log of a new core that handles the recorded events; it should equal ``life.decided``.
 
     Args:
         policy: The recorded policy, required if the package does not include it; None creates it from the recording.
-        watch: Function that is called with the core after each event.
+        watch: Function that is called with the core and the time [s since the epoch] after each event.
 
     Raises InputError: the recording names a policy that the package does not include.
     """

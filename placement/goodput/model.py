@@ -148,8 +148,7 @@ class GoodputModel:
     def goodput(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Return throughput x efficiency at the batch [useful samples/s]; arguments as in `ThroughputModel.step_time`.
-        """
+        """Return throughput x efficiency [useful samples/s]; arguments as in `ThroughputModel.step_time`."""
         return plain(self._goodput(*_checked(nodes, replicas, atomic_bsz, accum_steps)))
 
     def best(

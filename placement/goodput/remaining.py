@@ -38,13 +38,10 @@ def _left(progress: Progress, epochs: float) -> float:
 
 
 def seconds_to_end(view: JobView, slots: Sequence[int]) -> Floats | None:
-    """Return the time to the job's end on 1, 2, ... n workers [s]; None if it cannot be estimated yet.
-
-    An estimate needs a goodput model, a declared number of epochs and one finished epoch. n is the most workers that
-    the job can use and that fit.
+    """Return the time to the end [s] on 1..n workers; None without a model, a declared length or a finished epoch.
 
     Args:
-        slots: Number of the job's workers that fit on each node of the empty cluster.
+        slots: Number of the job's workers that fit on each node of the empty cluster, which limits n.
     """
     missing = remaining(view.progress)
     if missing is None or view.progress is None or not view.progress.epoch_ends or view.goodput is None:
@@ -129,8 +126,7 @@ def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
     """Return the remaining time of each job at its smallest size [s]; NaN if nothing is known of its length.
 
     Args:
-        rate: Goodput of each job at its smallest size [samples/s]; 0 if it has no model yet, which makes its
-            remaining time 0.
+        rate: Goodput of each job at its smallest size [samples/s]; if it is 0 (no model yet), the time is 0.
     """
     left = np.full(len(views), np.nan)
     for j, view in enumerate(views):

@@ -147,7 +147,7 @@ def _mean_rate(
 
 
 def foreseen(view: JobView, gpu: str, seconds: float, cache: GoodputCache) -> JobView:
-    """Return the job's view with the batch or noise expected after ``seconds`` more of training on its current workers.
+    """Return the job's view with the batch or noise expected after ``seconds`` more on its current workers.
 
     ``gpu`` is the GPU type of these workers.
     """

@@ -57,7 +57,8 @@ class Problem:
     def beside(self, decided: Allocation, reserved: Allocation | None = None) -> Problem:
         """Return the problem on the resources left after subtracting the workers of two allocations.
 
-        ``decided`` has jobs already decided about; ``reserved`` (None for none), workers kept for other jobs.
+        ``decided`` holds the workers of jobs already decided about; ``reserved``, if any, holds workers kept for
+        other jobs.
         """
         bundles = {view.job: view.bundle for view in self.views}
         cluster = without(self.cluster, decided, bundles)
@@ -79,7 +80,7 @@ def secured(view: JobView) -> bool:
 
 
 def stays(view: JobView, problem: Problem) -> bool:
-    """True if the job keeps its minimum: it may not be stopped at all, or not because new nodes have arrived."""
+    """True if the job must keep its minimum: it may not be stopped at all, or not in this decision (``kept``)."""
     return secured(view) or view.job in problem.kept
 
 

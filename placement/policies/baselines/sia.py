@@ -29,7 +29,7 @@ _ONE: Shape = (1, 1)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """Shape (nodes and workers) on nodes of one kind, given by the index of a GPU type."""
+    """Size of a job (its numbers of nodes and workers) on the GPU type with index ``kind``."""
 
     kind: int
     nodes: int

@@ -70,7 +70,7 @@ class Solution:
 
 
 def solve(options: Options, near: Floats | None = None, *, polished: bool = True) -> Solution:
-    """Return options that fit together and have nearly the highest sum of values.
+    """Return one option per job, such that all fit together and the sum of their values is nearly the highest.
 
     The remaining capacity cannot be used to increase the sum. Ties go to the first option. The result is deterministic.
 
@@ -279,7 +279,10 @@ def _exchange(options: Options, picks: Ints) -> Ints:
 
 
 def solve_exactly(options: Options) -> Ints:
-    """Maximise f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), with g one count per GPU type."""
+    """Return the index of each job's option with the highest sum of values, (J,), by dynamic programming.
+
+    f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), with g one count of free slots per GPU type.
+    """
     shape = tuple((np.floor(options.capacities + _TINY).astype(np.int64) + 1).tolist())
     best = np.zeros(shape)
     sizes = np.rint(options.sizes).astype(np.int64)
