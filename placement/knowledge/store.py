@@ -131,7 +131,7 @@ class StorageRoot:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key by which equal storage roots are recognised."""
+        """Key that is the same for equal storage roots."""
         return str(self.filesystem.type_name), self.path
 
 
@@ -168,7 +168,7 @@ class KnowledgeStore:
         return merged(kept)
 
     def save(self, measurements: Measurements) -> None:
-        """Replace this writer's file, and delete old files of other writers whose contents are included in it.
+        """Replace this writer's file, and delete old files of other writers whose contents it includes.
 
         Raises OSError: the file system refuses.
         """
@@ -375,7 +375,7 @@ class _SyncedRoot:
 
 
 class KnowledgeSync:
-    """Synchronisation of knowledge with storage: a root is read when its first job arrives, and changes are written.
+    """Synchronisation of knowledge with storage: loads a storage root with its first job, and writes changes to it.
 
     Each root stores the measurements of the models whose jobs used it, and of the models found there.
 
@@ -413,7 +413,7 @@ class KnowledgeSync:
             root.hurry_up()
 
     async def save(self, *, now: bool = False) -> None:
-        """Write changes to each root that is due; with ``now``, write to all roots and wait briefly."""
+        """Write changes to each storage root that is due; with ``now``, write to all roots and wait briefly."""
         for root in self._roots.values():
             if root.is_due(now=now):
                 task = asyncio.get_running_loop().create_task(root.save())

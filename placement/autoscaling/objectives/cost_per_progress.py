@@ -29,7 +29,7 @@ class CompletionForecast:
     score: Floats  # what is minimised [USD]
 
     def cost(self, workers: int) -> str:
-        """Return the remaining cost and time at this size, as text."""
+        """Return a text with the remaining cost and time on this many workers."""
         return f"{self.usd[workers - 1]:.3g} USD in {self.time_s[workers - 1] / 3600.0:.3g} h"
 
 
@@ -263,6 +263,7 @@ class Budget:
         """Return the current value of finishing a job one hour earlier [USD/h].
 
         Args:
+            account: Recent costs and numbers of jobs.
             jobs: Current number of jobs, which counts like one more hour of the account.
         """
         # The present jobs count like an hour's: a mean over the first minutes says nothing.
