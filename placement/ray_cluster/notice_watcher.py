@@ -127,7 +127,7 @@ class Metadata:
         return None
 
     def look(self, cloud: str) -> Notice | None:
-        """Return the cloud's notice that it will reclaim this machine; None if there is none.
+        """Return the cloud's notice that it will reclaim this machine; None if the cloud has given no notice.
 
         Raises:
             OSError, http.client.HTTPException: There is no answer, or an invalid one.
@@ -171,12 +171,11 @@ def drain(node_id: str, notice: Notice) -> None:
 
 
 def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
-    """Request Ray to drain a node, as ``ray drain-node`` does; Ray has no public function for it.
+    """Request Ray to drain a node, as ``ray drain-node`` does; return "", or Ray's reason if it refuses.
 
     Args:
+        reason: Reason for draining the node, as text.
         deadline_s: Time at which the node goes away [s since the epoch].
-
-    Returns Ray's reason if it refuses, else "".
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2
