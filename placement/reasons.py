@@ -92,7 +92,7 @@ class Reason:
 
     @property
     def words(self) -> str:
-        """Full text of the cause."""
+        """Text of the cause with its facts, without figures."""
         if self.unit == 1 or self.cause is Cause.POLICY:
             return self.cause.words.format(*self.facts)
         facts = (each.replace("worker", "unit") if isinstance(each, str) else each for each in self.facts)
@@ -104,7 +104,7 @@ class Reason:
 
     @property
     def explained(self) -> str:
-        """Text of the cause with all figures."""
+        """Text of the cause with its facts and all figures."""
         whole = f"a unit is {self.unit} workers, on one node if one has room" if self.unit > 1 else ""
         return "; ".join(each for each in (self.words, self.figures, whole) if each)
 

@@ -135,7 +135,7 @@ class KnownJob:
         return again
 
     def tell_impossible(self, now_s: float, after_s: float) -> bool:
-        """Return True, once only, to notify the user if no node could have held the job for ``after_s`` seconds."""
+        """True, only once, if no node could have held the job for ``after_s`` seconds, so its user must be notified."""
         since_s = self.impossible_since_s
         if since_s is None or self.told_impossible or now_s - since_s < after_s:
             return False

@@ -550,7 +550,8 @@ class Lifetimes:
 
         lasts = (hours seen + expected) / (losses seen + 1)
 
-    This is a Gamma prior of weight one on the loss rate, so that a single unlucky or lucky hour does not dominate.
+    ``expected`` is ``NodeType.lasts_h``. This is a Gamma prior of weight one on the loss rate, so that a single unlucky
+    or lucky hour does not dominate.
     """
 
     def __init__(self, types: Sequence[NodeType]) -> None:

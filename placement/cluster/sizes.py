@@ -69,7 +69,7 @@ class AllowedSizes:
         return self.at_most(workers) == workers
 
     def at_most(self, workers: int) -> int:
-        """Return the largest allowed size up to ``workers``; 0 if there is none."""
+        """Return the largest allowed size that is at most ``workers``; 0 if there is none."""
         if self.sizes:
             place = bisect.bisect_right(self.sizes, workers)
             found = self.sizes[place - 1] if place else 0
@@ -78,7 +78,7 @@ class AllowedSizes:
         return found if found >= self.fitting else 0
 
     def at_least(self, workers: int) -> int | None:
-        """Return the smallest allowed size from ``workers`` on; None if all are smaller."""
+        """Return the smallest allowed size that is at least ``workers``; None if there is none."""
         least = max(workers, self.fitting)
         if not self.sizes:
             return -(-least // self.multiple_of) * self.multiple_of

@@ -218,7 +218,7 @@ class GoodputModel:
         atomic_bsz_range: AtomicRange = None,
         accumulation: bool = False,
     ) -> FloatOrArray:
-        """Return the goodput [useful samples/s] at ``batch_size``, or at the best batch if it is None or does not fit.
+        """Return the goodput at ``batch_size`` [useful samples/s]; if that is None or does not fit, at the best batch.
 
         `best` chooses the best batch within the limits. The goodput is 0 if no batch fits.
 

@@ -83,7 +83,7 @@ class Measurements:
 
 
 def merged(several: Iterable[Measurements]) -> Measurements:
-    """Return the measurements of several writers as one, keeping the newest one of each shape or epoch."""
+    """Return the measurements of several writers as one, with only the newest of each shape (or epoch, for noise)."""
     several = tuple(several)
     steps: dict[tuple[object, ...], KnownStep] = {}
     noises: dict[tuple[object, ...], KnownNoise] = {}

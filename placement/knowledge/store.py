@@ -131,7 +131,7 @@ class StorageRoot:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key that is the same for equal storage roots."""
+        """Key that identifies the storage root: it is the same for two objects with the same root."""
         return str(self.filesystem.type_name), self.path
 
 

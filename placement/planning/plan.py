@@ -232,7 +232,7 @@ def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
 
 
 def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
-    """Return why the job's minimum could not run even on an empty cluster; None if it could.
+    """Return the reason why the job's minimum could not run even on an empty cluster; None if it could.
 
     Returns None, too, while no nodes are known.
     """

@@ -28,7 +28,7 @@ class Plan:
     granted: Allocation = dataclasses.field(default_factory=dict)
 
     def plus(self, other: Plan) -> Plan:
-        """Return both plans merged; for a job in both, ``other`` wins."""
+        """Return this plan merged with ``other``; for a job in both, ``other`` wins."""
         return Plan(allocation={**self.allocation, **other.allocation}, reasons={**self.reasons, **other.reasons})
 
     def noted(self, notes: Mapping[str, Reason]) -> Plan:
@@ -98,7 +98,7 @@ def by_precedence(problem: Problem) -> list[JobView]:
 
 
 def serve(view: JobView, room: FreeResources) -> bool:
-    """Reserve room for the job's minimum, preferably on its current nodes; if it does not fit, only return False."""
+    """Reserve room for the job's minimum, preferably on its current nodes; return False if it does not fit."""
     taken: list[tuple[int, int]] = []
     missing = view.min_workers
     fits = room.slots(view) if view.allocation else None

@@ -53,9 +53,9 @@ def spans_nodes(view: JobView, cluster: Cluster) -> bool:
 def find_places(view: JobView, cluster: Cluster, most: int) -> list[str]:
     """Return places for up to ``most`` units: node ids, or text such as ``n1*4+n2*2`` for a unit split over nodes.
 
-    A unit is a worker of several processes. It gets a single node if possible, else as few nodes as possible of a
-    domain or GPU type, with the least room. No two places share resources. A node with room for several units is
-    returned once for each.
+    A unit is a worker of several processes. It gets a single node if possible, else as few nodes as possible of one
+    network domain or GPU type, with the least room. No two places share resources. A node with room for several units
+    is returned once for each.
     """
     each = per_process(view)
     nodes = [node for node in cluster.nodes if not node.draining and node.matches(view.selector)]

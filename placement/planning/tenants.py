@@ -171,7 +171,8 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
     a resource that it needs is exhausted; the remaining shares continue to rise.
 
     Args:
-        demands: Amount of each resource that each tenant could use.
+        demands: Amount of each resource that each tenant could use, keyed by tenant.
+        totals: Amount of each resource in the cluster.
 
     Returns each tenant's dominant share: the largest fraction that it gets of any resource.
     """

@@ -291,7 +291,7 @@ class WaitingDemand:
             self._asked = bool(bundles)
 
     async def withdraw(self) -> None:
-        """Withdraw all requests."""
+        """Withdraw all requests for nodes from Ray's autoscaler."""
         if self._look is not None:
             await asyncio.wait([self._look])
         if self._asked:

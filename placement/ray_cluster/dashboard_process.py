@@ -21,7 +21,7 @@ _SAYS = "dashboard: "
 
 
 class DashboardProcess:
-    """Process that serves the dashboard page. It ends with this process, which holds its standard input open.
+    """Process that serves the dashboard page. It ends when the process that started it ends or calls ``stop``.
 
     Args:
         cluster: HOST:PORT of the cluster's control store.

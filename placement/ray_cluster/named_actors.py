@@ -71,7 +71,7 @@ class _HostedMethod:
 
 
 def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> Any:
-    """Create a detached actor on the head node, since nothing works if the head is lost anyway.
+    """Create a detached actor of class ``kind`` on the head node, since nothing works if the head is lost anyway.
 
     Args:
         **options: Further Ray options, such as ``get_if_exists``.

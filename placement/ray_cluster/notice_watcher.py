@@ -63,7 +63,7 @@ class Watchers:
 
 
 class NoticeWatcher:
-    """Actor class that watches for the cloud's notice on one node."""
+    """Actor class that watches on one node for the cloud's notice that it will reclaim the node."""
 
     def __init__(self, config: NoticeConfig, node_id: str) -> None:
         log_plainly(logging.INFO)

@@ -29,7 +29,7 @@ class BySize:
         return self.policy.name
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the wanted sizes; see ``Objective``."""
+        """Return the wanted size of each job, keyed by the name of the job; see ``Objective.decide``."""
         views, nodes = [], {}
         prices: dict[str, float] = {}
         for view in demand.jobs:

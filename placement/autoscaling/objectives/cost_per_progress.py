@@ -65,7 +65,7 @@ class CostPerProgress:
             check_number(field, getattr(self, field), least=0)
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the wanted sizes; see ``Objective``."""
+        """Return the wanted size of each job, keyed by the name of the job; see ``Objective.decide``."""
         return {view.job: self._want(view, demand, now_s) for view in demand.jobs if demand.offers[view.job]}
 
     def _want(self, view: JobView, demand: Demand, now_s: float) -> WantedSize:
@@ -252,7 +252,7 @@ class Budget:
         check_number("hysteresis", self.hysteresis, least=0)
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the wanted sizes; see ``Objective``."""
+        """Return the wanted size of each job, keyed by the name of the job; see ``Objective.decide``."""
         value = self.value_usd_per_h(demand.account, len(demand.jobs))
         wants = CostPerProgress(value_usd_per_h=value, hysteresis=self.hysteresis).decide(demand, now_s)
         spent = demand.account.spent_usd / demand.account.hours if demand.account.hours else 0.0

@@ -120,7 +120,7 @@ class BoaPolicy:
         return dataclasses.replace(self, widths=boa_widths(classes, budget))
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target per job: workers go one by one to the job with the fewest, up to its width."""
+        """Return a target per job: workers go one by one to the job with the fewest, up to its class's width."""
 
         def worth(view: JobView, curve: Floats, workers: int) -> float | None:
             width = self.widths.get(view.fingerprint or "")

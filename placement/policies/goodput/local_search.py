@@ -297,7 +297,7 @@ class PoolCapacity:
         return int(self._rooms[pool].slots(self._case.views[job]).sum())
 
     def take(self, job: int, pool: int, workers: int) -> bool:
-        """Reserve room in the pool for all of the workers or none; True if they fit. Job and pool are indices."""
+        """Reserve room for all of the workers or none; return True if they fit. ``job`` and ``pool`` are indices."""
         if not self._rooms:
             fits = workers <= self._left[pool] + 1e-6
             self._left[pool] -= workers if fits else 0

@@ -104,7 +104,7 @@ class SimulationReport:
 
     @property
     def jct_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Job completion times [s]."""
+        """Completion time of each job, from submission to completion [s], in the order of the jobs."""
         return np.array([job.jct_s for job in self.jobs])
 
     @property

@@ -147,7 +147,8 @@ class PolluxRules(Rules):
 class SiaRules(Rules):
     """Rules of Sia's simulator (SOSP 2023): rounds of 60 s, a restart delay and a slow-down for each application.
 
-    Every start is a restart, as is a change of the counts per node or of the GPU type; moving is free.
+    A start costs a restart, and so does a change of the GPU type or of the workers per node. A move to other nodes is
+    free.
     """
 
     name: str = "sia"
