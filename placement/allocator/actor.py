@@ -461,7 +461,7 @@ class Allocator:
                 self._scaler.look(self._core.views_to_scale_for(now_s), self._present(), steady_s)
 
     def _forget(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
-        """Discard an ended job; with ``cluster``, resources that its workers still hold count as others' use."""
+        """Discard an ended job; with ``cluster``, resources that its workers still hold count as used by others."""
         self._controllers.forget(job)
         if cluster is None:
             self._ended_s[job] = time.monotonic()

@@ -427,7 +427,7 @@ class AllocatorCore:
         return Reason(Cause.DRAIN, nodes_of(drain)) if drain else None
 
     def _draining_of(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return those of ``nodes``, or places of units, that are draining."""
+        """Return those of ``nodes`` (node ids, or places of units) that are draining."""
         draining = {node.node_id for node in self._cluster.nodes if node.draining}
         return tuple(sorted(place for place in set(nodes) if draining & parts(place).keys()))
 
@@ -467,7 +467,7 @@ class AllocatorCore:
     def _record(
         self, now_s: float, trigger: Trigger, job: str, before: int, nodes: Mapping[str, int], reason: Reason
     ) -> None:
-        """Append to the decision log; ``before`` counts workers, ``nodes`` holds the new ones (empty for none)."""
+        """Append to the decision log; ``before`` is the former number of workers, ``nodes`` the new workers by node."""
         self._recorded += 1
         self._log.append(
             DecisionRecord(

@@ -167,7 +167,7 @@ def foreseen(view: JobView, gpu: str, seconds: float, cache: GoodputCache) -> Jo
 
 
 def _rows(numbers: Floats, nodes: Ints, workers: Ints, cache: GoodputCache) -> Floats:
-    """Return the goodput of jobs in shapes, computing only what is not cached."""
+    """Return the goodput of jobs in shapes, computing only the values that are not cached."""
     texts = np.ascontiguousarray(np.concatenate([numbers.view(np.int64), nodes, workers], axis=1))
     keys = texts.view(np.dtype((np.void, texts.itemsize * texts.shape[1])))[:, 0].tolist()
     fresh = {key: row for row, key in enumerate(keys) if key not in cache.rows}

@@ -366,7 +366,7 @@ def _largest_batch(observations: Iterable[Observation]) -> int:
 
 
 def _present_type(view: JobView, models: Mapping[str, GoodputModel]) -> str | None:
-    """Return the GPU type whose model is the view's current one; None if there is none."""
+    """Return the GPU type whose model is the current one of the view; None if no type's is."""
     for gpu, model in view.models.items():
         if model == view.goodput:
             return gpu

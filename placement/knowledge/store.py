@@ -316,7 +316,7 @@ _LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then
 
 
 class _SyncedRoot:
-    """Storage root of some jobs: its store, and what has been read from it and written to it."""
+    """Storage root of some jobs, with its store and the state of reading from it and writing to it."""
 
     def __init__(
         self, root: StorageRoot, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]

@@ -423,7 +423,7 @@ class _Partition:
         }
 
     def take(self, node: Node, amounts: Mapping[str, float]) -> None:
-        """Reserve these amounts of a node, limited by what is free and below the ceiling."""
+        """Reserve these amounts on a node, as far as they are free and the ceiling allows."""
         taken = self._taken[node.node_id]
         for r in taken.keys() & amounts.keys():
             more = max(min(amounts[r], node.free[r] - taken[r], self._left[r]), 0.0)

@@ -307,7 +307,7 @@ def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
 def _told(
     policy: Policy, specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, rules: Rules
 ) -> Policy:
-    """Return the policy, given the arrival rates and run times of the jobs if it has a ``told`` method."""
+    """Return the policy; if it has a ``told`` method, with the arrival rates and run times of the jobs."""
     told: Callable[[Mapping[str, JobClass], float], Policy] | None = getattr(policy, "told", None)
     if told is None or not specs:
         return policy

@@ -180,7 +180,7 @@ def _meets(forecast: CompletionForecast, left_s: float | None, left_usd: float |
 
 
 def _finite(score: Floats, forecast: CompletionForecast) -> Floats:
-    """Return scores with options that miss the target after all others, the fastest first.
+    """Return the scores, with options that miss the target ranked after all others, the fastest first.
 
     They stay finite since exploration may allow no other option.
     """

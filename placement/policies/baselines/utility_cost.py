@@ -83,7 +83,7 @@ class UtilityCostPolicy:
         return decide_by_worth(jobs, cluster, worth, _say, slow_factor=self.slow_factor)
 
     def _price(self, view: JobView, room: FreeResources, types: Mapping[str, str]) -> float:
-        """Return the price per worker and hour [USD]; types without a price count at what the job has paid so far."""
+        """Return the price per worker and hour [USD]; GPU types without a price cost what the job has paid so far."""
         price = view.bill.worker_usd_per_h if view.bill is not None and view.bill.worker_usd_per_h else self.price
         slots = dict.fromkeys(types.values(), 0)
         held = {node: workers for node, workers in view.allocation.items() if node in types}

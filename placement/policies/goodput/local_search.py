@@ -162,7 +162,7 @@ class _Alternatives:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """Jobs with their current placements, and what each may have."""
+    """Jobs with their current placements, and the placements that each may have."""
 
     instance: OptionTable
     utility: SpeedValue
