@@ -144,7 +144,7 @@ _PART = re.compile(r"(.+?)\*(\d+)(?:\+|$)")
 
 
 def parts(place: str) -> dict[str, int]:
-    """Return the number of a worker's processes on each node of its place, keyed by node id.
+    """Return the number of a worker's processes on each node of its place; a plain node id gives ``{id: 1}``.
 
     Examples:
         >>> parts("n1*4+n2*2")
