@@ -302,7 +302,7 @@ class Allocator:
         return self._scaler.decision.note(view.job) if self._scaler.decision is not None else ""
 
     async def ended(self, job: str, view: JobView | None = None) -> None:
-        """Handle the end of a job; ``view`` is the job's final state."""
+        """Handle the end of a job; ``view`` is the job's final state, None if it is not known."""
         await self._start()
         self._forget(job, view)
 

@@ -265,13 +265,16 @@ class Occupancy(Generic[_Job, _Key]):
 
 
 def best_fit(fits: NDArray[np.int64], wanted: int) -> int | None:
-    """Return the index of the tightest node on which ``wanted`` workers fit, the first on ties; None if none fits."""
+    """Return the index of the node with the least room that still holds ``wanted`` workers; None if none does.
+
+    ``fits`` is the number of workers that fit on each node. Ties go to the first node.
+    """
     enough = fits >= wanted
     return int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max))) if enough.any() else None
 
 
 def worst_fit(fits: NDArray[np.int64]) -> int | None:
-    """Return the index of the node on which most workers fit, the first on ties; None if none has room for a worker."""
+    """Return the index of the node with the most room, given the workers that fit on each; None if all are full."""
     index = int(np.argmax(fits)) if len(fits) else 0
     return index if len(fits) and fits[index] > 0 else None
 

@@ -226,7 +226,7 @@ def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, a
 
 
 def concave_value(speed: Floats, power: float) -> Floats:
-    """Return phi(s) = (s^p - 1) / p of each speed s, or log s for p = 0; a smaller p favours more even speeds."""
+    """Return phi(s) = (s^p - 1) / p of each speed s (log s for p = 0); a smaller ``power`` p favours even speeds."""
     positive = np.maximum(speed, 1e-9)
     with np.errstate(under="ignore"):
         result: Floats = np.log(positive) if power == 0 else (positive**power - 1.0) / power

@@ -32,7 +32,7 @@ class Plan:
         return Plan(allocation={**self.allocation, **other.allocation}, reasons={**self.reasons, **other.reasons})
 
     def noted(self, notes: Mapping[str, Reason]) -> Plan:
-        """Return the plan with a note as the reason of each job in ``notes``; the former reason becomes its figures."""
+        """Return the plan with each job's note in ``notes`` as its reason, which keeps the former reason as figures."""
         said = {job: reason.because(notes[job]) for job, reason in self.reasons.items() if job in notes}
         return dataclasses.replace(self, reasons={**self.reasons, **said})
 

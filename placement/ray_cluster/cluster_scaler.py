@@ -158,7 +158,7 @@ class ClusterScaler:
         return self._autoscaler.bill(job)
 
     def marked(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with the nodes that will be released marked as draining, so that jobs leave them."""
+        """Return a copy of the cluster in which nodes that will be released are draining, so that jobs leave them."""
         if self.decision is None or not self.decision.release:
             return cluster
         return cluster.draining(set(self.decision.release))

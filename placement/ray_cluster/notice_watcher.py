@@ -101,7 +101,7 @@ class NoticeWatcher:
 class Metadata:
     """Client of a machine's metadata server, which names the cloud and announces the machine's end.
 
-    Calls block.
+    Its methods block.
 
     Args:
         clock: Monotonic clock [s], used to renew the AWS token.

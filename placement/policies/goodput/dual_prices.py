@@ -31,7 +31,7 @@ _TINY = 1e-9
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of every job, with their values and sizes; J jobs, C options, K GPU types."""
+    """Options of J jobs, C for each job; every option has a value, and a size on one of K GPU types."""
 
     values: Floats  # worth of each option, (J, C); -inf where it is not possible
     sizes: Floats  # what it takes, (J, C), 0 or more
@@ -99,7 +99,7 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
 
 
 def bound(options: Options, multipliers: Floats) -> float:
-    """Return an upper bound of any feasible sum: sum of max(value - price x size) + price x capacity."""
+    """Return an upper bound of the sum of values, by duality: sum of max(value - price x size) + price x capacity."""
     net = options.values - multipliers[options.pool_of] * options.sizes
     return float(net.max(axis=1).sum() + multipliers @ options.capacities)
 

@@ -33,7 +33,7 @@ _CONFIG = AllocatorConfig(rounds=True, silence_s=math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Predicted number of workers and end of one job, see :func:`outlook`."""
+    """Predicted number of workers and end time of one job; see :func:`outlook`."""
 
     job: str
     workers: int  # that it would have at first

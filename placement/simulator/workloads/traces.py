@@ -19,7 +19,7 @@ COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJob:
-    """Job of a trace."""
+    """Job in a trace: its submission, its application, and the resources that its user requested."""
 
     name: str  # unique within the trace
     time_s: float  # submission [s from the start of the trace], 0 or more

@@ -231,7 +231,7 @@ class SimulatedJob:
         self.slowdown = max(nodes.values(), default=1.0)
 
     def see_shared_link(self, loss: float) -> None:
-        """Reduce the job's speed by the fraction ``loss``, because another job shares its nodes' links."""
+        """Reduce the job's speed by the fraction ``loss``, because another job uses the network links of its nodes."""
         self.slowdown /= 1.0 - loss
 
     def _slow_nodes(self) -> dict[str, float]:
