@@ -239,7 +239,7 @@ class SchedulingConfig(NamesArguments):
 
     @property
     def unit_size(self) -> int:
-        """Number of workers per unit."""
+        """Number of workers per unit (group of workers that start and end together); 1 without ``unit``."""
         return self.unit.size if isinstance(self.unit, Unit) else self.unit
 
     @property

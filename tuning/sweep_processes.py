@@ -51,8 +51,7 @@ class SweepProcesses:
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
         """Return a process on the node, and whether it has ever answered; None if the run is not admitted.
 
-        The process is the idle one of the run's kind that was handed back last, else one from the warm pool, else a new
-        one.
+        Prefers the idle process of the run's kind that was returned last, then one from the warm pool, then a new one.
         """
         kind = self._kinds.get(run)
         if kind is None:

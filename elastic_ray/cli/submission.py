@@ -58,12 +58,12 @@ class TakenError(Exception):
 
 
 def free_id(name: str, refused: Sequence[str] = ()) -> str:
-    """Return an unused id for a submission of this name: Ray requires unique ids, but a resumed job keeps its name."""
+    """Return an unused id for a submission of this name, also unlike those in ``refused``; Ray requires unique ids."""
     return next_id(name, [*(str(each.submission_id or "") for each in _listed()), *refused])
 
 
 def next_id(name: str, taken: Sequence[str]) -> str:
-    """Return ``name`` if it is unused, else ``name`` with a number above all used ones; gaps are not filled.
+    """Return ``name`` if it is unused, else ``name`` with a number above all numbers in ``taken``; gaps stay.
 
     >>> next_id("bert", ["bert", "bert.4", "bert.x", "albert.9"])
     'bert.5'
@@ -155,7 +155,7 @@ def follow(submission: str, show: Callable[[str], None]) -> None:
 
 
 def follow_script(submission: str) -> None:
-    """Print a script's output until it ends. Raises Exit: with code 1 if the script fails."""
+    """Print a script's output until the script ends. Raises Exit: with code 1 if the script fails."""
     follow(submission, lambda chunk: click.echo(chunk, nl=False))
     ended = wait(submission)
     if ended.status != "SUCCEEDED":
