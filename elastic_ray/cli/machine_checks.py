@@ -209,8 +209,7 @@ def check_traps() -> Check:
 
 
 def is_there(wanted: str, names: list[str]) -> bool:
-    """True if any interface name matches NCCL's setting ``wanted``: prefixes, or after ``=`` exact; ``^`` always does.
-    """
+    """True if any interface name matches NCCL's ``wanted``: prefixes, or exact names after ``=``; always for ``^``."""
     if wanted.startswith("^"):
         return True
     exact, given = wanted.startswith("="), wanted.lstrip("=").split(",")

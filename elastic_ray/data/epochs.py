@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 
 
 def tell_errors() -> None:
-    """Make a DataLoader worker process send an error in place of a batch that cannot be pickled.
+    """Make this DataLoader worker process send an error in place of a batch that cannot be pickled.
 
     Python pickles a batch in a background thread of the worker process and only prints errors there, so the training
     process would wait for the batch forever.
@@ -58,7 +58,7 @@ class EpochBatch(list[int]):
 
 
 def seed_sample(seed: int, epoch: int, position: int) -> None:
-    """Seed the global generators of torch (CPU), NumPy and Python for one sample.
+    """Seed the global generators of torch (CPU), NumPy and Python for the sample at ``position`` of an epoch.
 
     The random numbers depend on these arguments only, not on the number of workers or the process that loads the
     sample.
