@@ -254,9 +254,9 @@ class StreamSharder(Generic[Item]):
         least: int = 1,
         owed: int = 0,
     ) -> StreamStep[Item] | None:
-        """Draw the step at `position`; None at the end of the epoch. See `sharding.step_size` for its size.
+        """Draw the step at `position`, and return this rank's items of it; None at the end of the epoch.
 
-        `micro_steps` may be a function of the step's size. If `owed` is not 0, it is the size of the step.
+        The step's size is `owed` unless that is 0, else see `sharding.step_size`; `micro_steps` may depend on it.
 
         Raises ValueError: an argument is invalid, or the stream is empty.
         """
