@@ -307,9 +307,9 @@ _ELSEWHERE = {
 
 
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise TypeError if arguments were given that an elastic job does not support; the message names alternatives.
+    """Raise TypeError if an elastic job does not support an argument in ``given``; the message names an alternative.
 
-    Arguments in ``known`` are ignored if their value is None.
+    Arguments of ``TorchTrainer`` that are None are ignored. ``known`` are the names to suggest for a misspelt one.
     """
     for name, value in given.items():
         if name in _ELSEWHERE:
