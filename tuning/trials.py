@@ -234,13 +234,11 @@ class CheckpointCache:
             del mine[next(iter(mine))]
 
     def find(self, path: str | None) -> Any | None:
-        """Return the reference to the checkpoint stored at this path, whichever run it belongs to; None if not cached.
-        """
+        """Return the reference to the checkpoint at this path, whichever run it belongs to; None if not cached."""
         return next((each[path] for each in self._of_run.values() if path in each), None)
 
     def over(self, run: str, until_s: float) -> None:
-        """Keep a finished run's checkpoints until ``until_s`` [s, monotonic], in case another trial starts from them.
-        """
+        """Keep a finished run's checkpoints until ``until_s`` [s, monotonic], as another trial may start from them."""
         if run in self._of_run:
             self._until_s[run] = until_s
 

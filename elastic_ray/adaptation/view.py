@@ -168,8 +168,7 @@ class WatchedMetrics:
         return 1 + 2 * len(self._names) if self._names else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return rank 0's new watched metrics, to be summed over all ranks; zeros on other ranks or without a report.
-        """
+        """Return rank 0's new watched metrics, to be summed over ranks; zeros on other ranks or without a report."""
         if not self._names:
             return ()
         if rank != 0 or self._own_reports <= self.reports:

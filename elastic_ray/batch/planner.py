@@ -75,8 +75,7 @@ class BatchPlanner:
 
     @property
     def model(self) -> GoodputModel | None:
-        """Goodput model for the current GPU type: the job's own, else another job's; None if no job has measured one.
-        """
+        """Goodput model for the current GPU type: the job's own, else another job's; None if there is neither."""
         return self.tuner.model if self.tuner is not None else None
 
     @property

@@ -143,8 +143,7 @@ class ArrowDataset:
         return len(self._groups)
 
     def told_of_files(self) -> list[tuple[str, int]]:
-        """Return the path and first row number of each row group; ranks compare these to check that datasets are equal.
-        """
+        """Return the path and first row number of each row group; ranks compare them to check that datasets agree."""
         firsts = self._starts[:-1].tolist()
         return [(self._files[file][0], first) for (file, _), first in zip(self._groups, firsts, strict=True)]
 

@@ -90,8 +90,7 @@ class StepSplit:
         self._slices: dict[tuple[int, int], list[slice]] = {}
 
     def begin(self, position: int, steps: int) -> None:
-        """Record that the pass has committed ``steps`` steps when it is at ``position`` [samples], to count from there.
-        """
+        """Record that the pass has committed ``steps`` steps at ``position`` [samples], to count steps from there."""
         if self._first[0] >= 0:  # of another pass, or after a nested one
             self.owed = 0
         self._first = position, steps
@@ -297,8 +296,7 @@ class MapBatches:
         return self._epoch[1]
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """Start or restart fetching at ``position``; batches that were prefetched for an earlier ``cut`` are dropped.
-        """
+        """Start or restart fetching at ``position``; batches that were prefetched for an earlier ``cut`` are lost."""
         if new_pass:
             self.end()
             if len(self._dataset) != self._length:
@@ -386,8 +384,7 @@ class MapBatches:
             self._hashes.pop(first, None)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return values that ranks compare: the dataset's length, digests of the epoch's order, and facts about items.
-        """
+        """Return values that ranks compare: the dataset's length, the epoch's order, and facts about items."""
         order = self.indices(epoch)
         if self._digest is None or self._digest[0] is not order:  # a nested loop asks in each of the steps around it
             self._digest = order, digest(order)

@@ -311,8 +311,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def shape(self) -> BatchChoice:
-        """Division of a full step: samples per worker and micro-step, and number of micro-steps that only accumulate.
-        """
+        """Division of a full step: samples per worker and micro-step, and how many micro-steps only accumulate."""
         session, limits = self._session, self._limits
         if self._given.whole_batches:
             return BatchChoice(atomic_bsz=limits.init_batch_size)

@@ -229,8 +229,7 @@ class StreamSharder(Generic[Item]):
         self._skip(position)
 
     def seek(self, position: int) -> None:
-        """Move to `position` and discard a drawn step: forwards by skipping items, backwards by reopening the stream.
-        """
+        """Move to `position` and discard a drawn step: forwards by skipping items, backwards by reopening."""
         if position < self.position:
             self.start_epoch(self._epoch, position=position)
         else:

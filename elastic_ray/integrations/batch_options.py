@@ -95,8 +95,7 @@ class LoggedValues:
         self._last: dict[str, float] = {}
 
     def report(self, values: Mapping[str, Any]) -> None:
-        """Report the numbers in ``values``, and the last value of each name logged before; every rank must call this.
-        """
+        """Report the numbers in ``values``, and the last value of each name logged before; call on every rank."""
         session = current_session()
         for name, value in values.items():
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # text, or a tensor of several

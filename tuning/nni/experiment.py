@@ -153,8 +153,7 @@ class Experiment:
 
     @property
     def nni(self) -> Any:
-        """NNI's own ``Experiment``, for methods that this class lacks: ``update_trial_concurrency``, ``export_data``...
-        """
+        """NNI's own ``Experiment``, for methods that this class lacks, such as ``update_trial_concurrency``."""
         return self._manager.nni
 
     @property

@@ -390,8 +390,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         super()._maybe_log_save_evaluate(self._tr_loss, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Return metrics over all of the evaluation data, which every worker processes; in training, those of rank 0.
-        """
+        """Return metrics over all evaluation data, which every worker processes; in training, those of rank 0."""
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         return er.broadcast(metrics) if self.is_in_train else metrics
 

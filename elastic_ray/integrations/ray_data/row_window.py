@@ -135,8 +135,7 @@ class Readers:
         self._heard: dict[str, int] = {}
 
     def note(self, reader: Reader, stream: object) -> object | None:
-        """Record that a client requests rows of a stream; return the stream it read before, None if that is the same.
-        """
+        """Record that a client requests rows of a stream; return the other stream that it read before, or None."""
         _, before = self._reads.get(reader.client, (None, None))
         self._reads[reader.client] = reader, stream
         self._heard[reader.run] = max(reader.generation, self._heard.get(reader.run, reader.generation))

@@ -29,8 +29,7 @@ class RowStream:
             the same epoch is executed again.
         seed: Seed for shuffles that have none.
         left: Amounts of resources reserved for the job's workers.
-        floor: Position of the first row that is needed.
-        changed: Called in the reading thread whenever there are new rows or the execution ends.
+        floor: Position of the first row needed; ``changed`` is called in the thread for new rows or the end.
     """
 
     def __init__(
@@ -97,8 +96,7 @@ class RowStream:
             return self._window.ended or self._window.end >= end
 
     def spans(self, first: int, end: int) -> tuple[RowSpan, ...]:
-        """Return the spans (runs of rows in one block) with any row in the half-open range from ``first`` to ``end``.
-        """
+        """Return the spans (runs of rows in one block) that contain any row from ``first`` to ``end`` (exclusive)."""
         with self._lock:
             return self._window.spans(first, end)
 

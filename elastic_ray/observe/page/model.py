@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageSource:
-    """Source of the data on the page."""
+    """Source of the data on the page: a cluster, stored runs or a simulation."""
 
     kind: str  # ``live``, ``files`` or ``simulation``
     name: str  # the cluster's address, the path, or the trace

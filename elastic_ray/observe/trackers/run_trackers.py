@@ -71,7 +71,7 @@ class RunTrackers:
             self._threads.append(TrackerThread(f"callback {name}", tracker))
 
     def recall(self, notes: Mapping[str, str], events: tuple[JobEvent, ...]) -> None:
-        """Restore the notes and events of an earlier controller; must be called before :meth:`begin`."""
+        """Restore the trackers' notes and the events of an earlier controller; must be called before :meth:`begin`."""
         for event in events:
             self._count(event)
         if _BEGUN not in notes:
@@ -114,7 +114,7 @@ class RunTrackers:
                 thread.report(report, time_s)
 
     def event(self, event: JobEvent, group: GenerationSpec | None) -> None:
-        """Pass an event of the job to all trackers; ``group`` is the job's current generation."""
+        """Pass an event for the job to all trackers; ``group`` is the job's current generation (group of workers)."""
         self._count(event)
         if not self._begun:
             return
