@@ -133,7 +133,7 @@ class ElasticConfig(NamesArguments):
 
     @property
     def straggler_config(self) -> StragglerConfig:
-        """The workers' configuration for handling stragglers."""
+        """Configuration by which the workers handle stragglers (slow workers)."""
         return StragglerConfig(response=self.stragglers, patience_s=self.straggler_patience_s)
 
     def _check(self, name: str, value: object) -> None:

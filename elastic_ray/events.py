@@ -89,7 +89,8 @@ TIME_PARTS = ("training_s", "catching_up_s", "pausing_s", "starting_s", "waiting
 
 
 def named_parts(spent: Any) -> dict[str, float]:
-    """Return the parts of an object's time since submission [s], keyed by names in words such as ``catching up``."""
+    """Return the seconds that a job spent training, catching up, pausing, starting and waiting, keyed by these words.
+    """
     return {part.removesuffix("_s").replace("_", " "): getattr(spent, part) for part in TIME_PARTS}
 
 
@@ -144,7 +145,7 @@ class Pause:
 
     @property
     def detail(self) -> dict[str, float]:
-        """Parts of the pause for an event's ``detail``."""
+        """Phases of the pause [s], keyed by field name, for the ``detail`` of an event."""
         return {"vote_s": self.vote_s, "group_s": self.group_s, "state_s": self.state_s}
 
 

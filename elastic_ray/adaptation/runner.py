@@ -540,7 +540,7 @@ class PolicyBallot:
 
 
 def flag_and_digest(said: Any) -> list[float]:
-    """Return one rank's values for a policy: 1, then each digit of a digest and its square; only 0 for None."""
+    """Return a rank's values for a policy: 1, then each digit of a digest and its square; zeros if it said None."""
     if said is None:
         return [0.0] * _SIZE
     number = int.from_bytes(

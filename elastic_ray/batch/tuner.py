@@ -120,7 +120,7 @@ class BatchTuner:
         self._watch = GrowthWatch(limits.init_batch_size)
 
     def set_limits(self, limits: BatchLimits) -> None:
-        """Replace the limits of the batch, because samples turned out to have another length than assumed."""
+        """Replace the limits within which the batch is chosen, because what is known about the samples has changed."""
         self.limits = limits
 
     @property

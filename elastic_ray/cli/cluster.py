@@ -90,7 +90,7 @@ def session() -> str:
 
 
 def known_jobs() -> tuple[JobAnswers, ...]:
-    """Return the status and spec that each living controller answers with: those of jobs and of sweeps' trials."""
+    """Return the status and specification of each running job or trial, as answered by its controller."""
     found = actors_named(_PREFIX)
     calls = {name: (controller.status.remote(), controller.spec.remote()) for name, controller in found}
     refs = [ref for pair in calls.values() for ref in pair]
@@ -239,7 +239,7 @@ def ended_jobs() -> tuple[EndedJobNote, ...]:
 
 
 def ended_job(name: str) -> EndedJobNote | None:
-    """Return the note about the job with this name or submission, the last one to end; None if none is recorded."""
+    """Return the note about the last job to end with this name or submission; None if there is none."""
     same = [each for each in ended_jobs() if name in (each.status.job, each.submission)]
     return max(same, key=lambda each: each.ended_s, default=None)
 
@@ -304,7 +304,7 @@ def set_policy(policy: str) -> None:
 
 
 def operator_settings(file: str) -> OperatorSettings:
-    """Read the operator's settings from a file.
+    """Return the operator's settings for the allocator, read from a file.
 
     Raises:
         click.UsageError: The file is invalid.

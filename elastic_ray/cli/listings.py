@@ -126,7 +126,7 @@ class JobRow(JobStatus):
 
 
 def ended_row(ended: EndedJobNote) -> JobRow:
-    """Return the row of a job that has ended."""
+    """Return the table row of a job that has ended."""
     row = with_status(JobRow(job=ended.status.job, phase=ended.status.phase.value), ended.status)
     return dataclasses.replace(
         row,

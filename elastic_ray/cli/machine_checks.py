@@ -209,7 +209,10 @@ def check_traps() -> Check:
 
 
 def is_there(wanted: str, names: list[str]) -> bool:
-    """True if any interface name matches NCCL's ``wanted``: prefixes, or exact names after ``=``; always for ``^``."""
+    """True if NCCL's interface setting ``wanted`` matches any of the names, or excludes names (``^``).
+
+    The setting lists prefixes of names, or exact names after ``=``.
+    """
     if wanted.startswith("^"):
         return True
     exact, given = wanted.startswith("="), wanted.lstrip("=").split(",")

@@ -58,7 +58,7 @@ class TakenError(Exception):
 
 
 def free_id(name: str, refused: Sequence[str] = ()) -> str:
-    """Return an unused id for a submission of this name, also unlike those in ``refused``; Ray requires unique ids."""
+    """Return an id for a submission of this name that Ray does not have yet, and that is not in ``refused``."""
     return next_id(name, [*(str(each.submission_id or "") for each in _listed()), *refused])
 
 

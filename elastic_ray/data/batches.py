@@ -313,7 +313,7 @@ class MapBatches:
         self._batches = self._loader = None
 
     def end(self) -> None:
-        """End the pass; worker processes also end unless they persist between passes."""
+        """End the pass over the data; DataLoader worker processes end too, unless they persist between passes."""
         self._batches = None
         if not self._keeps_workers:
             self._loader = None

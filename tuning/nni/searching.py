@@ -187,7 +187,7 @@ class AssessorScheduler(FIFOScheduler):
         return self._metric
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        """Set the metric and mode that Ray Tune passes. Returns False if one that it passes is already set."""
+        """Set the metric and mode; return False if Ray Tune passes one of them that is already set."""
         if (metric and self._metric) or (mode and self._mode):
             return False
         self._metric, self._mode = self._metric or metric, self._mode or mode

@@ -25,11 +25,11 @@ class RowStream:
     """Rows of one epoch of a dataset, in order, read by a thread only as far as readers need them.
 
     Args:
-        epoch: Index of the epoch. Seeded shuffles that Ray Data reorders in each execution get the same order whenever
-            the same epoch is executed again.
+        epoch: Index of the epoch, on which the order of seeded shuffles depends.
         seed: Seed for shuffles that have none.
         left: Amounts of resources reserved for the job's workers.
-        floor: Position of the first row needed; ``changed`` is called in the thread for new rows or the end.
+        floor: Position of the first row that is needed.
+        changed: Called in the reading thread whenever there are new rows or the execution ends.
     """
 
     def __init__(
