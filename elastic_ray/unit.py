@@ -128,8 +128,7 @@ class UnitPlace:
 
 
 def place_in(unit: Unit | int, position: int, store: str) -> UnitPlace:
-    """Return the place of the worker at `position` in the unit; its workers find each other through the file ``store``.
-    """
+    """Return the place of the worker at `position` in the unit, whose workers meet through the file ``store``."""
     if isinstance(unit, int):
         return UnitPlace(position=position, names=(UNNAMED,), sizes=(unit,), shard=0, shards=1, store=store)
     return UnitPlace(

@@ -104,7 +104,7 @@ class BatchPlanner:
 
     @property
     def own_model(self) -> GoodputModel | None:
-        """Goodput model measured by this job on the current GPU type (of several, the fastest); None without one."""
+        """Goodput model measured by this job on the current GPU type (the fastest of several); None without one."""
         own = self.tuner.own_model if self.tuner is not None else None
         if own is not None or self._gpu is not None or not self._shares_by_type:
             return own
@@ -257,7 +257,7 @@ class BatchPlanner:
         return None if self._unbound is None else self._unbound.limits
 
     def set_critical_batch(self, batch_size: int) -> None:
-        """Limit the global batch to this size [samples] or M0, the larger; replaces the previous critical batch."""
+        """Limit the global batch to ``batch_size`` [samples], at least the initial M0; replaces an earlier limit."""
         self.critical_batch = batch_size
         self._bound()
 

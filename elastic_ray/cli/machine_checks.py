@@ -209,10 +209,7 @@ def check_traps() -> Check:
 
 
 def is_there(wanted: str, names: list[str]) -> bool:
-    """True if NCCL's interface setting ``wanted`` matches any of the names, or excludes names (``^``).
-
-    The setting lists prefixes of names, or exact names after ``=``.
-    """
+    """True if NCCL's interface setting ``wanted`` (prefixes; exact after ``=``) fits any name, or excludes (``^``)."""
     if wanted.startswith("^"):
         return True
     exact, given = wanted.startswith("="), wanted.lstrip("=").split(",")

@@ -156,7 +156,7 @@ def order_for(dataset: Any, *, shuffle: bool = True, sampler: Iterable[Any] | No
 
 
 def drops_last(sampler: Iterable[Any] | None, *, drop_last: bool) -> bool:
-    """True if the loader or a DistributedSampler drops the last samples of an epoch if they do not fill a batch."""
+    """True if the loader or a DistributedSampler drops an epoch's last samples when they are fewer than a batch."""
     return drop_last or (_is_plain_distributed(sampler) and bool(cast("Any", sampler).drop_last))
 
 

@@ -118,9 +118,9 @@ class DatasetCoordinator:
         return None if rows is None else int(rows)
 
     async def rows(self, wanted: RowsWanted) -> RowsFound:
-        """Wait for rows and return their locations; empty if the reader has left or sent a newer request meanwhile.
+        """Wait until the wanted rows are available and return their locations.
 
-        Raises Exception if the dataset could not be read.
+        Empty if the reader has left or sent a newer request meanwhile. Raises Exception if the dataset is unreadable.
         """
         stream = self._stream_for(wanted)
         while not await self._has(stream, wanted):

@@ -170,7 +170,7 @@ class RayDataBatches:
         """Do nothing at the end of the run, because the coordinator ends with the job."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the batches of the step at ``position``; ``total`` is an estimate until the epoch's end is known."""
+        """Return the step at ``position``; its ``total`` is an estimate until the end of the epoch is known."""
         within = current_session().ledger.round
         self._advance(position if within is None else within.position)  # a round may be drawn again as a whole
         batch_size = max(cut.batch_size, cut.world_size)

@@ -180,7 +180,7 @@ def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> 
     """Return the samples that these events add to the job's counters and histograms.
 
     Args:
-        steps: Steps committed before the first restart, used if the restart's event does not say.
+        steps: Steps committed before the first restart, used if the restart's event lacks this number.
     """
     whose, found = labels.values, list[Sample]()
     for event in events:

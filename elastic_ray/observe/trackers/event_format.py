@@ -107,7 +107,7 @@ def records(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def version_event(time_s: float) -> bytes:
-    """Return the first record of an event file, with a format version for which readers respect restarts."""
+    """Return the first record of an event file, whose format version makes readers apply :func:`restart_event`."""
     return _packed(wall_time=time_s, file_version=b"brain.Event:2")
 
 

@@ -143,10 +143,7 @@ class RunTrackers:
             thread.call("after_exception", functools.partial(tell, tracker))
 
     def tick(self, now_s: float, planner: BatchPlanner, group: GenerationSpec | None) -> None:
-        """Pass new numbers of the job to all trackers, and report trackers' problems to the job's user.
-
-        Called about ten times a second (``now_s`` in [s, monotonic]); ``group`` is the current group of workers.
-        """
+        """Pass new numbers of the job to all trackers, and trackers' problems to the user; ``now_s`` is monotonic."""
         if group is not None and (not self._groups or self._groups[-1].generation != group.generation):
             self._groups.append(group)
         if planner.latest is not None and planner.latest is not self._seen:
