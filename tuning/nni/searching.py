@@ -84,7 +84,7 @@ class NNISearch(Searcher):
         return True
 
     def suggest(self, trial_id: str) -> Any:
-        """Return the next trial's parameters, None if the tuner waits for results, ``FINISHED`` at its end."""
+        """Return the next trial's parameters, None while the tuner waits for results, ``FINISHED`` if none are left."""
         if self._tuner is None:
             raise RuntimeError("NNISearch has no search space yet: it is to be used by a ray.tune.Tuner")
         if not self._ready and not self._refused:
