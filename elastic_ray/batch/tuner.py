@@ -223,7 +223,7 @@ class BatchTuner:
         )
 
     def fit(self) -> GoodputModel | None:
-        """Fit the goodput model and return the model then in use, which may be other jobs'; None if there is none."""
+        """Fit the goodput model; return the model then in use, possibly from other jobs, or None if there is none."""
         self.set_model(fit_snapshot(self.snapshot()))
         return self.model
 

@@ -361,7 +361,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         transformers.utils.logging.set_verbosity(self.args.get_process_log_level())
 
     def is_world_process_zero(self) -> bool:
-        """True if this worker saves and logs, as one worker of the job does."""
+        """True if this worker is the one of the job that saves and logs."""
         return get_context().get_world_rank() == 0
 
     def is_local_process_zero(self) -> bool:

@@ -154,7 +154,7 @@ class Readers:
                 self._reads[client] = reader, None
 
     def is_latest(self, reader: Reader) -> bool:
-        """True if the client still waits for this request: it has not left or sent a newer one."""
+        """True if ``reader`` is its client's latest request and the client has not left."""
         return self._reads.get(reader.client, (None, None))[0] is reader
 
     def has_others(self, stream: object, reader: Reader) -> bool:

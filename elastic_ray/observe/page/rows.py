@@ -119,7 +119,7 @@ def slots_of(total: Mapping[str, float]) -> int:
 
 
 def slots_per_worker(bundle: Mapping[str, float], total: Mapping[str, float]) -> float:
-    """Return how many slots (GPUs, or CPUs without GPUs) of a node one worker occupies, from both their resources."""
+    """Return how many slots (GPUs, or CPUs without GPUs) of a node a worker occupies, given the resources of both."""
     return bundle.get("GPU", 0.0) if total.get("GPU") else bundle.get("CPU", 0.0)
 
 
