@@ -21,7 +21,7 @@ class BranchError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BranchPlan:
-    """Settings for a job's branches: short runs from one checkpoint that compare larger batches with the current one.
+    """Settings of a job's branches: short runs from a checkpoint that compare larger batches with the current one.
 
     Raises TypeError, ValueError: A field has the wrong type or is out of range.
     """
