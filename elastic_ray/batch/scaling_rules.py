@@ -31,7 +31,7 @@ class ScalingRule(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdaScale:
-    """Rule for SGD (with momentum): the gain, the number of small steps that one step at the larger batch replaces.
+    """Learning-rate rule for SGD (with momentum): the gain, the number of small steps that one large step replaces.
 
         factor = (var + sqr) / (var / scale + sqr)        between 1 (no noise) and scale (nothing but noise)
 
@@ -45,7 +45,7 @@ class AdaScale:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdamScale:
-    """Rule for Adam and similar optimizers: the square root of the gain, on preconditioned statistics.
+    """Learning-rate rule for Adam and similar optimizers: square root of the gain, on preconditioned statistics.
 
         factor = ((var + sqr) / (var / scale + sqr))^power,  power = 1/2
 
@@ -122,14 +122,14 @@ def bias_correction(beta: float, steps: float, initial_steps: float, scale: floa
 
 
 def remembered(held: float, beta2: float, initial_steps: float, scale: float, factor: float) -> float:
-    """Return the mean of 1 / factor^2 over the steps in the second moment v, weighted as in v.
+    """Return the mean of 1 / factor^2 over the steps in Adam's second moment v, weighted as in v.
 
     A rule's factor is sqrt(v(1) / v) for the v that gradients of its batch converge to. Right after a growth, v is
-    still that of smaller batches, v(1) x held, so that a rate of factor x sqrt(held) times its value makes the step
-    that the rule intends. Once v has caught up, factor x sqrt(held) is 1.
+    still that of smaller batches, v(1) x held, so that the rule's rate times factor x sqrt(held) makes the step that
+    the rule intends. Once v has caught up, factor x sqrt(held) is 1.
 
     Args:
-        held: The value before this step; 1 at first.
+        held: The value returned for the previous step; 1 at first.
         initial_steps: As in :func:`bias_correction`, including this step.
     """
     kept = math.exp(scale * math.log(beta2))
@@ -139,7 +139,7 @@ def remembered(held: float, beta2: float, initial_steps: float, scale: float, fa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """Linear rule: factor = scale. Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD"."""
+    """Linear learning-rate rule: factor = scale. Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD"."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         return (_checked(scale),) * len(noise)
@@ -147,7 +147,7 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sqrt:
-    """Square-root rule: factor = sqrt(scale). Keeps a step's variance (Krizhevsky 2014; Hoffer et al. 2017)."""
+    """Learning-rate rule factor = sqrt(scale), which keeps a step's variance (Krizhevsky 2014; Hoffer et al. 2017)."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         return (math.sqrt(_checked(scale)),) * len(noise)
@@ -177,7 +177,7 @@ class Legw:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Unscaled:
-    """Constant rule: factor = 1. The user sets the rate."""
+    """Learning-rate rule factor = 1: the user sets the rate for every batch size."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         return (1.0,) * len(noise)
@@ -218,7 +218,7 @@ def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, .
 
 
 def by_name(name: str) -> ScalingRule:
-    """Return the rule of that name, with its default options.
+    """Return the learning-rate scaling rule of that name, with its default options.
 
     Raises ValueError: No such rule exists; the message lists the known ones.
     """
@@ -233,7 +233,7 @@ def default_rule(*, adam_like: bool) -> ScalingRule:
 
 
 def resolve(rule: ScalingRule | str | None, *, adam_like: bool) -> ScalingRule:
-    """Return the rule given by name or as an object; for None, :func:`default_rule` for ``adam_like`` or not."""
+    """Return the rule given as an object or by name; if ``rule`` is None, return :func:`default_rule`."""
     if rule is None:
         return default_rule(adam_like=adam_like)
     if isinstance(rule, str):
