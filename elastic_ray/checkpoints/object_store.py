@@ -23,12 +23,14 @@ _FETCH_S = 30.0
 
 
 def put_checkpoint(checkpoint: Any) -> Any | None:
-    """Put a checkpoint's files into Ray's object store, where they last as long as this process and a reference.
+    """Put a checkpoint's files into Ray's object store, and return a reference to them.
+
+    The files exist as long as this process lives and a reference to them exists.
 
     Args:
         checkpoint: a ``ray.train.Checkpoint``, or the path of a local directory.
 
-    Returns a reference to the files; None if they are larger than 256 MiB or cannot be read.
+    Returns None instead if the files are larger than 256 MiB or cannot be read.
     """
     from ray.train import Checkpoint
 

@@ -37,7 +37,7 @@ class BootstrapCall:
 
 
 def call_mac(secret: str, generation: int, worker: str) -> bytes:
-    """Return the message authentication code for a worker's calls in a generation."""
+    """Return the message authentication code of a worker's calls in a generation; ``secret`` is the job's secret."""
     return sign(secret, "bootstrap", generation, worker)
 
 

@@ -165,6 +165,8 @@ class RoundShares:
     def enter(self, communicator: Communicator, *, wanted: bool, called_off: Callable[[], bool]) -> None:
         """Enter a group, whose ranks share their steps if ``wanted``; all ranks call this with the same ``wanted``.
 
+        ``called_off`` returns True once the group is no longer wanted, which ends all waits.
+
         Raises CommunicationFailedError: the group broke, or rank 0 cannot be reached.
         """
         self.close()
@@ -237,7 +239,7 @@ class RoundShares:
         return step == self._own
 
     def of_another(self) -> tuple[int, int] | None:
-        """Return the (rank, step number) of a late rank's step that this rank must make now; None if none remains.
+        """Return a late rank's step that this rank must make next, as (rank, step number); None if no step remains.
 
         Raises CommunicationFailedError: rank 0 is gone.
         """

@@ -53,9 +53,9 @@ class CopyBuffers:
         self.made = 0
 
     def fit(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return a buffer of the same shape and dtype for each tensor; None if any buffer is missing.
+        """Return a buffer of the same shape and dtype for each tensor; None if any tensor has no buffer.
 
-        Buffers may be left over, because gradients exist at some steps only.
+        Some buffers may remain unused, because gradients exist at some steps only.
         """
         free = collections.defaultdict(list)
         for buffer in reversed(self._buffers):
@@ -153,7 +153,7 @@ class PartSaver:
         self._groups, self._fits = self._groups + 1, -1
 
     def standing(self) -> Readiness:
-        """Return this rank's readiness as last determined by :meth:`readiness`, without starting anything."""
+        """Return this rank's readiness as last determined by :meth:`readiness`, without starting any preparation."""
         if self._looking is None:
             return Readiness.NOT_YET
         self._look(wait=False)
@@ -167,7 +167,10 @@ class PartSaver:
         self._never = why
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Return this rank's readiness to write its part, and start what it lacks; with ``now``, it needs no copy."""
+        """Return this rank's readiness to write its part, and start missing preparations, such as allocating a copy.
+
+        With ``now``, training does not continue during the save, so that no memory for a copy is needed.
+        """
         if self._looking is None:
             self._looking = self._calls.start("looking for the run's directory", self._storage.check_reachable)
         self._look(wait=now)
@@ -269,8 +272,8 @@ class PartSaver:
         Returns the checkpoint on rank 0, None on other ranks.
 
         Raises:
-            InterruptedError: ``go_on`` returned False. UnsafeStateError: the state holds more than tensors and plain
-                values.
+            InterruptedError: ``go_on``, which is polled, returned False. UnsafeStateError: the state holds more than
+                tensors and plain values.
             PartsMissingError: other ranks have not written their parts. ManifestError: the parts do not fit together.
         """
         order, steps = part.order, part.resume_point.steps
@@ -359,11 +362,12 @@ def write_part(
     tensors: Sequence[NamedPieces],
     go_on: Callable[[], bool] = lambda: True,
 ) -> Part:
-    """Write a rank's part and then, for ranks other than 0, its account of the part.
+    """Write a rank's part and then, for ranks other than 0, the file that describes the part.
 
     Args:
         steps: optimizer steps that the state includes.
-        tensors: tensors that the indices refer to, in CPU memory; they must not change meanwhile.
+        skeleton: tree of the state, with indices in place of tensors.
+        tensors: tensors to which these indices refer, in CPU memory; they must not change meanwhile.
         go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
 
     Raises UnsafeStateError: the tree holds more than tensors and plain values.
@@ -407,7 +411,7 @@ def write_part(
 
 
 def plain_values(skeleton: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves of a skeleton that are not tensors, with their paths; a list without tensors is one leaf."""
+    """Yield path and value of each leaf of a state tree that is not a tensor; a list without tensors is one leaf."""
     if isinstance(skeleton, Mapping) and skeleton:
         for key, value in skeleton.items():
             yield from plain_values(value, (*path, key))
