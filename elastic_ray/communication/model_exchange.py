@@ -208,10 +208,7 @@ class ModelExchange:
         return self._into is into and pulled.result()
 
     def ask(self, layout: int, into: Sequence[torch.Tensor]) -> bool:
-        """Start pulling another rank's newest model into the CPU tensors ``into``; see :meth:`arrived`.
-
-        Returns False if nothing was started, because a pull is in progress or no rank can be reached.
-        """
+        """Start pulling another rank's newest model into these CPU tensors; False if busy, or no rank is left."""
         if self._pulled is not None or self._pulls is None:
             return False
         self._into, self._pulled = into, self._pulls.start(layout, into)

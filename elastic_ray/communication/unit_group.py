@@ -107,10 +107,7 @@ class UnitGroup:
         return self._mesh
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of all workers of the unit, in order of position; each worker must pass equally many.
-
-        Raises UnitLostError: a worker of the unit is gone.
-        """
+        """Return the values of all workers of the unit, in order of position; raises UnitLostError if one is gone."""
         rows = torch.zeros(self.place.size, len(values), dtype=torch.float64)
         rows[self.place.position] = torch.tensor(list(values), dtype=torch.float64)
         try:
@@ -149,8 +146,7 @@ class UnitGroup:
         return all(bool(row[0]) for row in self.gather([float(well)]))
 
     def of_leader(self, content: bytes) -> bytes:
-        """Return the leading worker's ``content`` on every worker of the unit. Raises UnitLostError: a worker is gone.
-        """
+        """Return the leading worker's ``content`` on every worker of the unit; raises UnitLostError if one is gone."""
         size = round(self.gather([float(len(content))])[0][0])
         data = (
             torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -167,7 +167,7 @@ class PartSaver:
         self._never = why
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Return this rank's readiness to write its part, and start missing preparations, such as allocating a copy.
+        """Return this rank's readiness to write its part, and start to prepare what is missing, unless ``now``.
 
         With ``now``, training does not continue during the save, so that no memory for a copy is needed.
         """
@@ -366,11 +366,10 @@ def write_part(
 
     Args:
         steps: optimizer steps that the state includes.
-        skeleton: tree of the state, with indices in place of tensors.
-        tensors: tensors to which these indices refer, in CPU memory; they must not change meanwhile.
+        tensors: tensors to which indices in ``skeleton`` refer, in CPU memory; they must not change meanwhile.
         go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
 
-    Raises UnsafeStateError: the tree holds more than tensors and plain values.
+    Raises UnsafeStateError: ``skeleton`` holds more than indices of tensors and plain values.
     """
     try:
         encode(skeleton)  # what cannot be told is found before anything is written
