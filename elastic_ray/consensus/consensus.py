@@ -102,7 +102,7 @@ class AgreedChanges:
         return batch
 
     def is_unrecorded(self) -> bool:
-        """Count a report by a rank other than 0; True at the third one if rank 0 has never reported."""
+        """Count a report by a rank other than 0; return True for the third one if rank 0 has never reported."""
         self._others += 1
         return self._others == _UNRECORDED and not self._heard
 
@@ -181,7 +181,7 @@ class AgreedChanges:
 
 
 def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
-    """Return this rank's sums, with 0 for each name that only rank 0 has used.
+    """Return this rank's sums, with an added 0 for each name that rank 0 has used and this rank has not.
 
     A rank without a batch cannot know these names. Raises CommunicationFailedError: the collective failed.
     """
@@ -217,7 +217,7 @@ class ControlPart(Protocol):
 
     @property
     def resting(self) -> Sequence[float] | None:
-        """Constant contribution of a part that is not in use on this rank and concludes nothing; None if in use."""
+        """Constant values of a part that is not in use on this rank and draws no conclusions; None if it is in use."""
 
     def begin(self) -> None:
         """Enter a new group and discard conclusions of the previous one."""
@@ -266,7 +266,7 @@ class RankConsensus:
         self._plan: DataPlan | None = None
 
     def add(self, *parts: ControlPart) -> None:
-        """Add parts to the control sums, before the first group; all ranks must add the same parts."""
+        """Add parts, whose values are sent with the control sums; all ranks add the same before the first group."""
         self._parts.extend(parts)
 
     def follow_group(self) -> None:

@@ -121,13 +121,13 @@ class Announced:
 
     @property
     def transfer(self) -> tuple[bool, int, int, bool]:
-        """Arguments of :func:`transfer`: True for a receiver, the other rank, the tag, and ``in_vain``."""
+        """Arguments with which :func:`transfer` built this: (``received``, ``peer``, ``tag``, ``in_vain``)."""
         rest, in_vain = divmod(self.detail, 2)
         return bool(self.index), rest >> _TAG_BITS, rest % (1 << _TAG_BITS), bool(in_vain)
 
 
 def transfer(peer: int, tag: int, *, received: bool, in_vain: bool = False) -> Announced:
-    """Return the announcement of a rank that waits for a message from or to another rank.
+    """Return the announcement of a rank that waits for a message to or (if ``received``) from rank ``peer``.
 
     Args:
         in_vain: True if the other rank has returned, or waits for a message of this rank that it has not started.
@@ -137,10 +137,11 @@ def transfer(peer: int, tag: int, *, received: bool, in_vain: bool = False) -> A
 
 
 def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: Sequence[str] = ()) -> str:
-    """Return an error message that lists what each rank does, and how many steps it has committed.
+    """Return an error message that lists each rank's announced action and its number of committed steps.
 
     Args:
         codes: Announced code of each rank; 0 if a rank has announced nothing.
+        loader_steps: Number of steps that each rank has committed.
         strategies: Name of each rank's gradient strategy or collective; empty if unknown.
     """
     doing: dict[str, list[int]] = {}
@@ -182,7 +183,7 @@ def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
 
 
 def notes_differ(notes: Sequence[int], step: int) -> str:
-    """Return the error message for ranks of which only some added to the gradients of the last update.
+    """Return the error message for a step before which only some ranks cleared the gradients of the last update.
 
     Args:
         notes: Flag of each rank: 1 if it added to the last update's gradients, else 0.
@@ -200,7 +201,7 @@ def notes_differ(notes: Sequence[int], step: int) -> str:
 
 
 def joined_by_idle(codes: Sequence[int]) -> Announced | None:
-    """Return the announcement of ranks with samples in which ranks without samples can participate; None if none.
+    """Return the action announced by ranks with samples that ranks without samples can join; None if there is none.
 
     Args:
         codes: Announced code of each rank; a rank without samples announces the end of step or pass at which it waits.

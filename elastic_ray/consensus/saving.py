@@ -36,7 +36,7 @@ class Saving(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOrder:
-    """Order to write this rank's part of a checkpoint now; all ranks get it at the same step."""
+    """Order to write this rank's part of a checkpoint now; all ranks receive the order at the same step."""
 
     token: str  # tells it apart from others of as many steps
     rank: int  # of this worker
@@ -74,7 +74,7 @@ class SaveAgreement:
 
     @property
     def together(self) -> bool:
-        """True if all ranks write their parts, as far as this rank knows; otherwise rank 0 saves alone."""
+        """True if, as far as this rank knows, each rank writes its part of a checkpoint; else rank 0 saves alone."""
         return self._writer is not None and not self.given_up and not self.refusals
 
     def ballot(self, rank: int, world_size: int, *, divided: bool, now: bool) -> list[float]:

@@ -37,7 +37,7 @@ class ReportIntake:
         self.queue = ReportQueue(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
 
     async def hear(self, message: WorkerReport, workers: int) -> None:
-        """Handle a report of a job with ``workers`` workers; return when the reporter may continue."""
+        """Handle a report of a job with ``workers`` workers; return once the worker that reported may continue."""
         if message.again:
             # Of an earlier controller; any checkpoint of it has been found in storage.
             if (report := self._record.report_again(message, workers)) is not None:
@@ -61,7 +61,7 @@ class ReportIntake:
         self._trackers.report(report)
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after`` (None: the last delivered one); None if none comes in ``wait_s``."""
+        """Return the report after number ``after`` (None: the last read), or None if none comes in ``wait_s`` [s]."""
         wanted = self.queue.wanted(after)
         if self.queue.gone(wanted):
             report = await self._writer.report(wanted, self.queue.oldest - 1)

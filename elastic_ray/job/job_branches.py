@@ -30,7 +30,7 @@ class JobBranches:
         self._last_step, self._looked_s = 0, 0.0
 
     def begin(self, plan: BranchPlan, start: Callable[[JobSpec], Any]) -> None:
-        """Start a comparison in the background, of jobs that ``start`` submits. Raises BranchError: impossible."""
+        """Start a comparison of branches, as jobs that ``start`` submits. Raises BranchError: it is impossible."""
         if self._is_running:
             raise BranchError(f"job {self._parts.spec.job!r} cannot be branched: a comparison is already in progress")
         run = self._run_of(plan, idle=False)

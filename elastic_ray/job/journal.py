@@ -38,7 +38,7 @@ def hosted_before(actor: str) -> list[str]:
 
 
 class Journal:
-    """Journal of a controller, written by a thread so that an unreachable control store delays nothing.
+    """Journal of a controller, from which a replacement continues; a thread writes it, so that no caller waits.
 
     Args:
         controller: Id of the controller's actor, which stays the same when Ray restarts it.
@@ -84,7 +84,7 @@ class Journal:
             return self._lock.wait_for(lambda: not self._pending, timeout_s)
 
     def begin(self, spec: JobSpec) -> None:
-        """Record the job that a warm or hosted controller now runs. Blocks.
+        """Record the job that this controller, warm (pre-started) or hosted by a shared actor, now runs. Blocks.
 
         Raises Exception: the control store does not accept it.
         """

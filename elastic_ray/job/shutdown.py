@@ -37,7 +37,7 @@ class Notifier:
         self._told = False
 
     def tick(self, phase: JobPhase, message: str, now_s: float) -> None:
-        """Report each wait for resources that becomes too long, once."""
+        """Report, once per wait, that the job has waited too long for resources, as of ``now_s`` [s, monotonic]."""
         if phase is not JobPhase.WAITING:
             self._waiting_since, self._told = None, False
             return

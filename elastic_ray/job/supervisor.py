@@ -310,7 +310,7 @@ class JobSupervisor:
         return self._saved or self.group.history.saves_soon(time.monotonic())
 
     def suspend(self, why_not_saved: str) -> None:
-        """End, restart or suspend the job, whose ranks all stopped; ``why_not_saved`` is empty if rank 0 saved it."""
+        """End, restart or suspend a job whose ranks all stopped; ``why_not_saved`` is empty if it was saved."""
         if self._starter.looking or self.record.phase.ended:
             return
         if not self._preemption.active:  # a worker took this controller for gone
@@ -403,7 +403,7 @@ class JobSupervisor:
         self._journal.note(dataclasses.replace(state, revivals=self._revivals))
 
     def take_over(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
-        """Continue with the previous controller's surviving workers; fail a job whose controller dies too often."""
+        """Continue with the surviving workers, which reported ``told``; fail a job whose controller dies too often."""
         if self.record.phase.ended:
             return
         if len(self._revivals) > _MOST_REVIVALS:
@@ -492,14 +492,14 @@ class JobSupervisor:
 
 
 class BatchChanges:
-    """Component that fits the batch planner's model and sends the batches that it chooses to rank 0."""
+    """Component that fits the batch planner's model of step times, and sends the planner's batches to rank 0."""
 
     def __init__(self, parts: JobContext) -> None:
         self._planner, self._group = parts.planner, parts.group
         self._record, self._background, self._events = parts.record, parts.background, parts.events
 
     def tick(self, now_s: float) -> None:
-        """Start a fit of the model if one is due at ``now_s`` [s, monotonic]; called about ten times a second."""
+        """Start a fit of the step-time model if due at ``now_s`` [s, monotonic]; called about ten times a second."""
         snapshot = self._planner.due(now_s)
         if snapshot is not None:
             self._background.start(self._fit(snapshot))
@@ -510,7 +510,7 @@ class BatchChanges:
             self._events.note(EventKind.BATCH_KEPT, notice)
 
     def advise(self, priors: Mapping[str, Prior]) -> None:
-        """Pass measurements of other jobs, keyed by GPU type, to the planner."""
+        """Pass measurements of other jobs that train the same model, keyed by GPU type, to the batch planner."""
         self._carry_out(self._planner.advise(priors))
 
     def _carry_out(self, change: tuple[BatchChoice, str] | None) -> None:

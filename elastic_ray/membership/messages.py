@@ -133,7 +133,7 @@ class StopJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategiesKnown:
-    """Message with the fastest strategies that jobs of the same model have found, keyed by the form of the group."""
+    """Message with the fastest strategies found by jobs of the same model, keyed by description of the group."""
 
     strategies: Mapping[str, FoundStrategy]
 

@@ -61,7 +61,7 @@ class WorkerRecord:
         self.loaded, self.has_state = loaded, has_state or self.has_state
 
     def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
-        """Record that the worker restarts in its process, keeping the state of ``state_generation`` if it has any."""
+        """Record that the worker reruns its train function in its process, keeping a trained state if ``has_state``."""
         self.enter(WorkerPhase.READY if self.rebuilt else WorkerPhase.STARTING, now_s)
         self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 
@@ -94,7 +94,7 @@ class InFlight:
 
     @property
     def pause(self) -> Pause:
-        """Longest pause of any worker; zero for the first generation, which interrupts no training."""
+        """Longest pause in training of any worker that entered the generation; zero for the first generation."""
         longest = max(self.pauses.values(), key=lambda pause: pause.pause_s, default=Pause())
         return longest if self.from_workers else Pause()
 

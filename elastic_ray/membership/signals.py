@@ -21,7 +21,7 @@ class Reserved(Signal):
 
 
 class Left(Signal):
-    """Signal that the worker has left its generation and its train function has unwound."""
+    """Signal that the worker has left its generation, and that its train function has ended."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Finished(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun(Signal):
-    """Signal that the worker ran out of memory and restarts in its process; ``has_state`` if it kept its full state."""
+    """Signal that the worker ran out of memory and reruns its train function; ``has_state`` if it kept its state."""
 
     has_state: bool = True
 

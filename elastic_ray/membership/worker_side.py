@@ -56,8 +56,8 @@ class WorkerMembership:
         voided: Whether the current generation was cancelled.
         prepared_ahead: Number of the prepared generation minus that of the current one; 0 if none is prepared.
         wanted_batch: Batch shape that the controller requests in the current generation; None for no change.
-        known_strategies: Fastest strategies for this model from other jobs, keyed by the form of the group; None
-            until they arrive.
+        known_strategies: Fastest strategies for this model from other jobs, keyed by a description of the group;
+            None until they arrive.
         critical_batch: Critical batch measured by the job's branches [samples]; 0 if unknown.
         stop_requested, preempting: Whether the job must stop for good, or must stop to continue later.
     """
