@@ -26,10 +26,10 @@ class DividedOptimizer(Protocol):
     """Protocol of an optimizer whose state is divided among the ranks."""
 
     def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
-        """Return all states on rank 0, keyed by parameter; None if this rank has them. Call this on every rank."""
+        """Return all states, keyed by parameter, on rank 0; None if they are not divided. Call this on every rank."""
 
     def loaded(self) -> None:
-        """Divide among the ranks the complete states that were just loaded into the optimizer."""
+        """Keep only this rank's part of the complete states that all ranks have just loaded into the optimizer."""
 
 
 _installed = False  # the watch of backward passes
@@ -157,7 +157,7 @@ def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> 
 
 
 def scale_rollback(scaler: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Return two functions, to capture an AMP scaler's scale and to restore it; neither waits for the GPU."""
+    """Return a function that captures an AMP scaler's scale, and one that restores it; neither waits for the GPU."""
     return functools.partial(_unread_scale, scaler), functools.partial(_take_back_scale, scaler)
 
 
@@ -309,7 +309,7 @@ def refuse_several_evaluations(optimizer: torch.optim.Optimizer) -> None:
 def evaluated(
     optimizer: torch.optim.Optimizer, closure: Callable[[], Any], arguments: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Call a closure once before the update; return its value, and the arguments for the optimizer's own step.
+    """Call the closure of an optimizer step before the update; return its value, and new arguments for the step.
 
     The closure in these arguments only returns the known value. Ranks thus see the gradients of the whole group when
     they decide whether to apply them, and at what rate.

@@ -375,7 +375,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return self._sync.no_sync()
 
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Return a context that does nothing; unlike DDP, no join is needed, as all ranks get equally many batches."""
+        """Return a context that does nothing; unlike DDP, no join is needed, as all ranks have equally many batches."""
         return nullcontext()
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:

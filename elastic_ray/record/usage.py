@@ -83,9 +83,9 @@ def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]
 
 
 def total(rows: Iterable[UsageRow], by: Sequence[str]) -> list[UsageRow]:
-    """Return the sums of rows that agree in the given ``DIMENSIONS``, sorted by these dimensions.
+    """Return the sums of rows that agree in the dimensions ``by`` (of ``DIMENSIONS``), sorted by these dimensions.
 
-    A sum of rows without any known cost has no cost; otherwise, rows without a cost count as 0.
+    The cost of a sum is None if no row has a known cost; otherwise, rows without a cost count as 0.
     """
     sums: dict[tuple[str, ...], UsageRow] = {}
     for row in rows:
