@@ -197,7 +197,7 @@ class Registry:
 
     @property
     def peak_s(self) -> float | None:
-        """Time that all models together need per sample at the GPU's peak [s]; None if unknown."""
+        """Time that all models together would need per sample at the GPU's peak performance [s]; None if unknown."""
         found = [effort() for effort in self.efforts]
         return sum(each for each in found if each) if found and None not in found else None
 
@@ -228,7 +228,7 @@ class Registry:
 
     @property
     def found_strategies(self) -> dict[str, FoundStrategy]:
-        """Strategies that have won races (timed comparisons) for the models, keyed by the form of the group."""
+        """Strategies that have won races (timed comparisons), keyed by model number and kind of group."""
         return {form: found for each in self.gradients for form, found in each.found_strategies.items()}
 
     @property
@@ -329,7 +329,7 @@ class Registry:
         return digest(found) if found else 0
 
     def enter_exchanges(self, communicator: Communicator) -> None:
-        """Exchange models with the ranks of a group; raises CommunicationFailedError if the group breaks."""
+        """Start exchanging models with the ranks of a group; raises CommunicationFailedError if the group breaks."""
         for each in self.gradients:
             if each.pulls:
                 each.enter_exchange(communicator)
@@ -366,7 +366,7 @@ class Registry:
 
     @property
     def marker(self) -> int:
-        """Marker of the last average completed on this rank: a larger one is later, 0 before the first."""
+        """Number of the last average of models completed on this rank; higher for later ones, 0 before the first."""
         return max((each.marker for each in self.gradients), default=0)
 
     def drift_layout(self, *, trained: int) -> int:
@@ -394,7 +394,7 @@ class Registry:
             each.after_step(agree_on_scale=shared)
 
     def join(self, what: Announced) -> None:
-        """Join a model's collectives that other ranks have announced, because this rank has no samples in the step."""
+        """Join the action ``what`` that other ranks have announced, because this rank has no samples in the step."""
         self.gradients[what.index].join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
@@ -407,7 +407,7 @@ class Registry:
             each.collapse(gather=gather)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
-        """Make diverged replicas identical in a new group, before its ranks exchange state."""
+        """Make diverged replicas identical in a new group before it exchanges state (:meth:`Participant.reconcile`)."""
         counts = holds and self.marker == marker
         for each in self.gradients:
             each.reconcile(communicator, marker, holds=holds, counts=counts)
@@ -421,7 +421,7 @@ class Registry:
         """Prepare all models for a change of group on which the ranks have agreed.
 
         Args:
-            stays: For each rank, whether it is in the next group.
+            stays: ``stays[r]`` is True if rank r is also in the next group.
 
         Raises CommunicationFailedError: The current group broke meanwhile.
         """

@@ -149,7 +149,7 @@ class GroupChanges:
         return 0 < self._steps_waited <= _LONGEST_WAIT
 
     def regroup(self, cause: str) -> int:
-        """Find a group to continue with after a failure; return the number of passes that its furthest rank ended.
+        """Enter a new group after a failure; return how many loader passes its most advanced rank has ended.
 
         Raises CommunicationFailedError: The group cannot change.
         """
@@ -375,14 +375,14 @@ _NUMBERS = 255  # that a rank tells the others, beside 0 for one within a step
 
 @dataclasses.dataclass(slots=True)
 class CollectiveResults:
-    """Recorded results of user collectives, in order, since all ranks were last known to be at the same point."""
+    """Recorded results of user code's collectives, in order, since all ranks were last known to be at one place."""
 
     first: int = 0
     contents: list[bytes] = dataclasses.field(default_factory=list)
     place: tuple[int, int] = (0, 0)  # committed steps and ended passes then
 
     def begin(self, number: int, place: tuple[int, int]) -> None:
-        """Drop the recorded results if ``place`` is new: all ranks have reached it, after ``number`` collectives."""
+        """Drop the recorded results if all ranks have reached a new ``place``, after ``number`` collectives."""
         if place != self.place:
             self.first, self.contents, self.place = number, [], place
 

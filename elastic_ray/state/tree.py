@@ -451,7 +451,7 @@ def from_bytes(content: bytes) -> Any:
 
 
 def on_device_of(tree: Any, own: Any) -> Any:
-    """Return the tree with its tensors moved to the device of the tensors of ``own``."""
+    """Return the tree ``tree`` with its tensors moved to the device of the tensors of ``own``."""
     device = next((tensor.device for tensor in pack(own)[1]), torch.device("cpu"))
     if device.type == "cpu":
         return tree
