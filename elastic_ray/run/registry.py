@@ -247,8 +247,8 @@ class Registry:
     def halving(self, steps: int) -> Halving | None:
         """Return the rule for splitting steps of a single rank in two, after ``steps`` committed steps.
 
-        Return None for no steps. Splitting measures the gradient noise, unless the models' layers can measure it
-        themselves.
+        The gradients of two halves show the gradient noise. Return None to split no steps, for example if the models'
+        layers can measure the noise themselves.
         """
         wanted = self._wanted_halving(steps)
         by_layers = wanted is not None and not self._needs_halves and self.monitoring.request.variance_every is None

@@ -55,7 +55,7 @@ class WorkerProcess:
         self._ownership.leave(holder)
 
     def prepare(self, setup: WorkerSetup) -> ProcessInfo:
-        """Create the job's worker in this process on the first call; later calls only prove that it is alive."""
+        """Create the job's worker in this process if there is none yet, and return facts about the process."""
         from elastic_ray.worker.worker import Worker
 
         with self._lock:

@@ -84,7 +84,7 @@ class StateSaver:
         self._asked = True
 
     def between_steps(self) -> None:
-        """Start a checkpoint if one is due. Otherwise the call is almost free."""
+        """Start a checkpoint if one is due; otherwise the call costs almost no time."""
         order = self._saving.take_order() if self._session.run.wishes is None else self._unit_order()
         if order is not None:
             self._session.moment("save")
@@ -161,7 +161,7 @@ class StateSaver:
     def save(self, until: Callable[[], bool] = lambda: False) -> str:
         """Save this rank's state and wait until it is written, after all ranks have stopped training.
 
-        Ranks other than 0 save their part, or nothing if rank 0 writes everything.
+        Ranks other than 0 save only their part, if any. Once ``until`` returns True, waits for storage end.
 
         Returns the reason if the state could not be saved; empty if it was saved.
         """

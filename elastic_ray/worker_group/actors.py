@@ -127,7 +127,7 @@ class WorkerActors:
         return nodes_of(place, self._unit)[int(process.partition(".")[2] or 0)]
 
     def gpu_type(self, spec: GenerationSpec) -> str | None:
-        """Return the common GPU type of a generation's nodes, empty if unknown; None if the types differ."""
+        """Return the GPU type that all nodes of a generation share, empty if unknown; None if the types differ."""
         types = {self.process_infos[m.worker].gpu_type for m in spec.members if m.worker in self.process_infos}
         return next(iter(types), "") if len(types) <= 1 else None
 
@@ -149,7 +149,7 @@ class WorkerActors:
         return dataclasses.replace(spec, members=tuple(members))
 
     def launch(self, assignment: Assignment) -> None:
-        """Run the train function in a warm process on the assigned node, or in a new process."""
+        """Run the train function as ``assignment`` describes, in a warm process on its node or in a new process."""
         self._background.start(self._run(dataclasses.replace(assignment, token=self._token)))
 
     async def _run(self, assignment: Assignment) -> None:
@@ -340,7 +340,7 @@ class WorkerActors:
                     actor.post.remote(self._tokens.get(worker, self._token), worker, message)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
-        """Keep warm processes on these nodes only, given the number of the job's workers on each node."""
+        """Keep warm processes on these nodes only; ``nodes`` is the number of the job's workers on each node."""
         self._processes.keep_warm(nodes)
 
     def disband(self) -> None:
@@ -365,7 +365,7 @@ class WorkerActors:
         await self.withdrawn()
 
     async def withdrawn(self) -> None:
-        """Wait until pending reservations are withdrawn; otherwise they would count for the next job with this name."""
+        """Wait until pending reservations are withdrawn; they would otherwise count for the next job of this name."""
         await self._withdrawals.finish(_WITHDRAWN_S)
 
     async def refilled(self) -> None:

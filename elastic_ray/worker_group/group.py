@@ -110,7 +110,7 @@ class WorkerGroup:
         return any(spec.generation == generation and spec.rank_of(worker) is not None for spec in specs if spec)
 
     def training(self) -> set[str]:
-        """Return the workers whose train function still runs, among current members and joiners about to enter."""
+        """Return the current members, and the joiners about to enter, whose train function has not returned."""
         members = [*self.machine.members(), *self.machine.entering()]
         return {member.worker for member in members} - self.returned
 
@@ -135,7 +135,7 @@ class WorkerGroup:
         self.actors.post([member.worker for member in self.machine.members()], message)
 
     def begin_again(self, *, waits: bool) -> None:
-        """Release all workers and request new ones; with ``waits``, end warm processes too, as the job has no nodes."""
+        """Release all workers and request new ones; with ``waits``, the job has no nodes, and warm processes end."""
         for instruction in self.machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
         if waits:
