@@ -146,7 +146,7 @@ class RunStorage:
         call_storage(self.where, "making the run's directory", self.create, timeout_s=timeout_s)
 
     def check_reachable(self) -> None:
-        """Raise ``FileNotFoundError`` if this node does not see the controller's directory."""
+        """Raise ``FileNotFoundError`` if this node does not see the run's directory that the controller has created."""
         if not self._exists(posixpath.join(self.path, MARKER_FILE)):
             raise FileNotFoundError(
                 f"this node does not see the run's directory {self.path!r} ({self.filesystem.type_name}) "
@@ -155,7 +155,7 @@ class RunStorage:
             )
 
     def write_submission(self, text: str) -> None:
-        """Store the description with which the job can be submitted again, replacing that of an earlier run."""
+        """Store the JSON text from which the job can be submitted again, replacing the text of an earlier run."""
         path = posixpath.join(self.path, SUBMISSION_FILE)
         replace_file(self.filesystem, path, text.encode(), private=self.private)
 

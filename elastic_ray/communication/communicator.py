@@ -161,7 +161,7 @@ class Communicator:
                 raise CommunicationFailedError(f"{prefix}: rank {peer} cannot prove that it is a worker of this job")
 
     def void(self) -> None:
-        """Cancel the generation: all current and future waits fail. May be called from any thread."""
+        """Cancel the generation (this group of ranks): all current and future waits fail. Call it from any thread."""
         self._voided.set()
         self._wake.set()
         if self._nccl is not None:
@@ -232,7 +232,7 @@ class Communicator:
         return bool(work.is_completed())
 
     def keep_for(self, work: Any) -> None:
-        """Keep the group's connections open until a started operation has ended, even if nothing else refers to it.
+        """Keep the group's connections open until ``work``, a started operation, has ended, even if otherwise unused.
 
         Dropping a gloo group waits for its operations, but the result of this operation may no longer matter. It ends
         when a peer drops its side.
@@ -350,7 +350,7 @@ class Communicator:
         return True
 
     def mark_broken(self) -> None:
-        """Mark the communicator as broken, because a peer violated the protocol and operations may never end."""
+        """Mark the communicator as broken, because a peer violated the protocol and its operations may never end."""
         self.broken = True
 
     def wait_all(

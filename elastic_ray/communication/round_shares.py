@@ -205,7 +205,7 @@ class RoundShares:
 
     @property
     def active(self) -> bool:
-        """True in a round whose steps are shared."""
+        """True in a round (local steps between two averages of models) whose steps are shared among ranks."""
         return self._round is not None
 
     def begin_round(self, number: int, steps: int) -> None:
@@ -226,7 +226,7 @@ class RoundShares:
                 wait(asking, self._member.timeout_s)
 
     def is_own(self, step: int) -> bool:
-        """True if this rank makes its own step with this number; False if another rank has started it or will.
+        """True if this rank makes its own step number ``step``; False if another rank has started it or will.
 
         Raises CommunicationFailedError: rank 0 is gone.
         """

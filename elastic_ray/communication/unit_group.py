@@ -93,7 +93,7 @@ class UnitGroup:
 
     @property
     def leads(self) -> bool:
-        """True if this worker represents its unit to the job."""
+        """True if this worker represents its unit (workers that act as one rank) to the job."""
         return self.place.position == 0
 
     @property

@@ -100,7 +100,7 @@ class Announcer:
         return self._open is not None
 
     def interject(self, what: Announced) -> None:
-        """Announce a collective in the middle of a phase, and wait for the other ranks; the phase then continues.
+        """Announce a collective while others of the phase have not started, and wait for the other ranks.
 
         Raises:
             CommunicationFailedError: the group broke.

@@ -92,7 +92,7 @@ class AgreedChanges:
         return asked
 
     def take_generation(self) -> int:
-        """Return the generation to enter (0 for none) and clear it; if not entered, ranks must agree on it again."""
+        """Return the generation (group) to enter, 0 for none, and clear it; if not entered, ranks must agree again."""
         generation, self.generation = self.generation, 0
         return generation
 
@@ -107,7 +107,7 @@ class AgreedChanges:
         return self._others == _UNRECORDED and not self._heard
 
     def values(self, rank: int) -> list[float]:
-        """Return this rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
+        """Return this rank's control values, which are summed over the ranks (``CONTROL_SIZE``; exact in float32)."""
         wishes = self._wishes
         ahead = float(wishes.prepared_ahead)
         wish = wishes.wanted_batch if rank == 0 else None
@@ -125,7 +125,7 @@ class AgreedChanges:
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Apply the control values summed over all ranks, from which every rank draws the same conclusions."""
+        """Update the agreed decisions from the control values' sums over all ranks, in the same way on every rank."""
         if sums[0] > 0 and (ahead := agreed_generations_ahead(sums[0], sums[1], world_size)):
             self.generation = self._wishes.generation + ahead
         self.stop = self.stop or sums[2] > 0
@@ -229,7 +229,7 @@ class ControlPart(Protocol):
         """Return this rank's contribution, of :meth:`size` values; sums that must be exact have to be so in float32."""
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Apply the sums of :meth:`values` over all ranks, which are equal on every rank that receives them."""
+        """Draw conclusions from the sums of :meth:`values` over all ranks, which are equal on every rank."""
 
 
 class RankConsensus:
@@ -270,7 +270,7 @@ class RankConsensus:
         self._parts.extend(parts)
 
     def follow_group(self) -> None:
-        """Set up announcements and control sums for the current group."""
+        """Prepare announcements and control values (summed with gradients) for the current group."""
         sizes = [(part, part.size(self._group.world_size)) for part in self._parts]
         self._riding = [(part, size) for part, size in sizes if size]
         if self._group.members:
@@ -371,7 +371,7 @@ class RankConsensus:
         return CONTROL_SIZE + sum(part.size(self._group.world_size) for part in self._parts)
 
     def control_values(self, rank: int) -> list[float]:
-        """Return this rank's contribution to the control sums (``control_size`` values, exact in float32)."""
+        """Return this rank's control values, which are summed over the ranks (``control_size``; exact in float32)."""
         return self._changes.values(rank) + self._part_values(rank)
 
     def _part_values(self, rank: int) -> list[float]:
@@ -381,7 +381,7 @@ class RankConsensus:
         return values
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Apply the sums of all ranks' control values, from which every rank draws the same conclusions."""
+        """Draw conclusions from the control values' sums over all ranks, in the same way on every rank."""
         self._changes.conclude(sums[:CONTROL_SIZE], world_size)
         if self._changes.ran_out:
             self._position.fail(RAN_OUT)

@@ -63,7 +63,7 @@ class SaveAgreement:
         self.refusals = 0
 
     def serve(self, writer: PartSaver) -> None:
-        """Set the object that writes this rank's part."""
+        """Set ``writer``, the object that writes this rank's part of checkpoints."""
         self._writer, self.resting = writer, None
 
     def begin(self) -> None:
@@ -78,7 +78,7 @@ class SaveAgreement:
         return self._writer is not None and not self.given_up and not self.refusals
 
     def ballot(self, rank: int, world_size: int, *, divided: bool, now: bool) -> list[float]:
-        """Return this rank's ballot, whose sum over all ranks :meth:`decide` needs; exact in float64.
+        """Return this rank's ballot (its readiness to save, as numbers exact in float64), for :meth:`decide`.
 
         Args:
             divided: Whether the state is divided among ranks; equal on all ranks.
@@ -129,11 +129,11 @@ class SaveAgreement:
         return _NEVER if self._writer is None or self.given_up else _said(rank, self._writer.standing())
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Store the ballots summed over all ranks, for :meth:`take_heard`."""
+        """Store the ranks' summed ballots (readiness to save), for :meth:`take_heard`."""
         self._heard = tuple(sums)
 
     def take_heard(self, world_size: int) -> tuple[float, ...]:
-        """Return the latest sums for :meth:`decide`, and clear them; empty if none have arrived since the last call."""
+        """Return the latest summed ballots for :meth:`decide`, and clear them; empty if there are no new ones."""
         heard, self._heard = self._heard, None
         return (float(world_size), *heard) if heard is not None else ()
 

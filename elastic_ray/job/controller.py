@@ -118,7 +118,7 @@ def _warm(spec: JobSpec) -> Any | None:
 
 
 def prepare_next() -> None:
-    """Start an idle (warm) controller for this runtime environment's next job, unless one exists. Blocks briefly."""
+    """Start an idle (warm) controller for the next job with this runtime environment, unless one exists. Blocks."""
     kind = f"{CONTROLLERS}{environment_key({})}/"
     if set(names_of_actors(kind)) <= {own for own, _ in aliases(_PREFIX)}:
         create_on_head(JobController, f"{kind}{secrets.token_hex(4)}", None, spoken(), max_restarts=-1)
@@ -176,7 +176,7 @@ class JobController:
             return True
 
     async def leave(self) -> None:
-        """End this warm controller if no job has been assigned to it."""
+        """End this warm (pre-started) controller if no job has been assigned to it."""
         async with self._takes:
             if not self._own_name:
                 self._end()
@@ -376,7 +376,7 @@ class JobController:
         return await self._bootstrap.meet(call)
 
     async def claim_fault(self, index: int) -> bool:
-        """Claim fault number ``index`` of the test's fault script; True for the first claim only."""
+        """Claim fault ``index`` of the test's fault script; True for the first claim of that fault only."""
         await self._recovered.wait()
         return self._job.claim_fault(index)
 

@@ -73,7 +73,7 @@ class ControllerHost:
         return True
 
     async def call(self, name: str, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of a hosted controller. Raises HostedGoneError: the controller has ended."""
+        """Call ``method`` of the hosted controller ``name``. Raises HostedGoneError: the controller has ended."""
         controller = self._controllers.get(name.partition(":")[2])
         if controller is None:
             raise HostedGoneError(name)

@@ -56,7 +56,7 @@ class Journal:
         self._thread: threading.Thread | None = None
 
     def read(self) -> tuple[ControllerState, tuple[JobEvent, ...]] | None:
-        """Return the state and events of the previous controller; None if there was none. Blocks for milliseconds."""
+        """Return the state and events of the previous controller; None if there are none. Blocks for milliseconds."""
         text: bytes | None = internal_kv._internal_kv_get(self._key("job"), namespace=NAMESPACE)
         if text is None:
             return None

@@ -28,12 +28,12 @@ class Preemption:
         return self._then is not None
 
     def begin(self, then: Allocated, now_s: float) -> None:
-        """Start to preempt the job; ``then`` is the allocation to apply once it is saved."""
+        """Start to preempt (save and stop) the job; ``then`` is the allocation to apply once the job is saved."""
         self._then, self.reason = then, then.reason
         self._since_s, self._reminded_s = now_s, float("-inf")
 
     def follow(self, then: Allocated) -> None:
-        """Replace the allocation to apply after the save, which still happens, as ranks may already have stopped."""
+        """Replace the allocation to apply after the save; the save still happens, as ranks may already have stopped."""
         self._then = then
 
     def remind(self, now_s: float) -> bool:

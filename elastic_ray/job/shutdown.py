@@ -96,7 +96,7 @@ class JobShutdown:
         self.vacated: asyncio.Task[None] | None = None
 
     def record(self, phase: JobPhase, error: BaseException | Raised | None, reason: str, *, complete: bool) -> None:
-        """Record the job's end, or with ``complete=False`` only its phase and reason, until :meth:`record_again`."""
+        """Record the job's end; with ``complete=False``, only its phase and reason, until :meth:`record_again`."""
         self._error = error
         if complete:
             self._record.end(phase, error=error, return_value=self.return_value, message=reason)

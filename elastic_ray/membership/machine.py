@@ -54,7 +54,7 @@ class JobMembership(GenerationChanges):
         self._first_wish_s: float | None = None
 
     def handle(self, stimulus: Stimulus, now_s: float) -> list[Instruction]:
-        """Handle an event and return the resulting instructions in order; none between the job's end and a reset."""
+        """Handle an event and return the resulting instructions in order; none from the job's end until a reset."""
         self._out = []
         if self._ended:
             return self._out

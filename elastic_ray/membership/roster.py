@@ -14,7 +14,7 @@ from elastic_ray.membership.signals import Switched
 
 
 class WorkerPhase(enum.Enum):
-    """Phase of a worker's life."""
+    """Phase of a worker, from the request for its resources until it leaves."""
 
     RESERVING = "reserving"
     STARTING = "starting"
@@ -43,7 +43,7 @@ class WorkerRecord:
 
     @property
     def stays(self) -> bool:
-        """True if the worker is neither leaving nor marked for replacement."""
+        """True if the worker is neither leaving its group nor marked for replacement."""
         return self.phase is not WorkerPhase.LEAVING and not self.replaced
 
     @property
@@ -165,11 +165,11 @@ class Roster:
 
     @property
     def expects_joiners(self) -> bool:
-        """True if any worker is starting or ready, but not a member yet."""
+        """True if any worker is starting, or is ready, without being a member of a group yet."""
         return bool(self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY))
 
     def entering(self) -> list[WorkerRecord]:
-        """Return the joiners of the announced generation, once it is certain that its members enter it."""
+        """Return the joiners of the announced generation (group), once it is certain that its members enter it."""
         return self.planned() if self.in_flight is not None and self.in_flight.begun else []
 
     def silent(self, flight: InFlight) -> list[WorkerRecord]:

@@ -122,7 +122,7 @@ class WorkerMembership:
         self.voided = self.communicator is not None and self.communicator.voided
 
     def give_up(self, why: str) -> None:
-        """Stop expecting further generations; calls that wait for one raise an error with this reason at once."""
+        """Stop expecting further generations (groups); calls that wait for one raise an error with ``why`` at once."""
         with self._news:
             self._hopeless = why
             self._news.notify_all()
@@ -146,7 +146,7 @@ class WorkerMembership:
         self._forming.start()
 
     def is_void(self, generation: int) -> bool:
-        """True if the generation was cancelled, or is older than the oldest valid one."""
+        """True if the generation (group) was cancelled, or is older than the oldest valid one."""
         return generation < self._void_below or generation in self._cancelled
 
     def _void_groups(self) -> None:

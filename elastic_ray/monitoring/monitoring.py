@@ -142,7 +142,7 @@ class StepMeter:
         self._data_s += seconds
 
     def end_step(self) -> None:
-        """Stop timing the step, which has been committed."""
+        """Stop timing the current step, which has been committed (counted as done by all ranks)."""
         if not self.on:
             return
         if self._gather is not None:

@@ -76,7 +76,7 @@ def patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
 
 
 def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:
-    """Call ``then`` each time the optimizer has cleared the gradients of its parameters."""
+    """Call ``then`` each time after the optimizer has cleared the gradients of its parameters."""
     original = optimizer.zero_grad
 
     @functools.wraps(original)

@@ -18,7 +18,7 @@ _HOUR_S = 3600.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
-    """Row of usage; its fields are those of ``--json``."""
+    """Row of a usage report; its fields are those of ``elastic-ray usage --json``."""
 
     user: str | None = None  # owner of the jobs; None where the row stands for several, as in the next three
     tenant: str | None = None
@@ -54,7 +54,7 @@ def week_of(time_s: float) -> str:
 
 
 def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]:
-    """Return the usage of one job, with a row for each user, tenant and week.
+    """Return the usage of one job, with a row for each user, tenant (such as a team) and week.
 
     Args:
         seen_s: Time at which the last run was last known to be active [s since the epoch]; used if it has not ended.

@@ -88,7 +88,7 @@ class Participant:
 
     @property
     def drifts(self) -> bool:
-        """True while replicas intentionally diverge, until they are averaged."""
+        """True while replicas intentionally diverge (drift), until their models are averaged."""
         return False
 
     @property

@@ -84,7 +84,7 @@ class ModelRegistry:
         return len(self.infos) - 1
 
     def noise(self) -> NoiseScale | None:
-        """Return the noise scale of the first model; None before it is estimated."""
+        """Return the gradient noise scale of the first model; None before it is estimated."""
         return self.first.noise() if self.first is not None else None
 
     def gain(self, scale: float) -> float:

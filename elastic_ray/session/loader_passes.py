@@ -49,7 +49,7 @@ class LoaderPasses:
         self._stepped_in = 0  # latest generation in which a step that is within no other was committed
 
     def check_group(self, loader_pass: PassProgress) -> None:
-        """Switch to the next group before a step is divided among ranks, if the current group was called off."""
+        """Enter the next group if the current one was called off, before a step is divided among ranks."""
         run = self._run
         known = run.membership if run.wishes is None else run.wishes  # what all workers of a unit know
         if known.voided and run.ledger.depth == 0:
@@ -453,7 +453,7 @@ class LoaderPasses:
                 self._catch_up()
 
     def settle(self) -> None:
-        """Commit each step whose loop was left by ``break``, and end its pass."""
+        """Commit each step whose loop was left by ``break``, and end the loader pass of each such loop."""
         while (step := self._run.ledger.take_abandoned()) is not None:
             loader_pass, total, ended = step.loader_pass, step.total, self._run.states.progress.ended_passes
             self.edge(ends_pass=True, abandoned=True)

@@ -64,7 +64,7 @@ class Replicas:
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
     def begin(self) -> None:
-        """Enter a group: discard the previous group's checks, and recorded training modes, which a joiner lacks."""
+        """Enter a group: discard the earlier group's comparisons, and recorded training modes, which a joiner lacks."""
         self._checked, self.next_check = -1, 0
         self.trained.clear()
 

@@ -109,7 +109,7 @@ class StartingPoint:
         self._taken = False
 
     def take_checkpoint(self) -> Any:
-        """Return the checkpoint to user code, which then continues after it; None at the start of a run."""
+        """Return the checkpoint to user code, which continues training from it; None at the start of a run."""
         self._taken = True
         return self._checkpoint
 

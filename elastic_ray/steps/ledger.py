@@ -202,7 +202,7 @@ class StepLedger:
 
     @property
     def replaying(self) -> bool:
-        """True while the loop's code runs only to catch up with the other ranks."""
+        """True while the loop's code runs only to catch up with the other ranks, without effect on shared state."""
         return self._replay is not None
 
     @property
@@ -338,7 +338,7 @@ class StepLedger:
 
     @property
     def needs_vote(self) -> bool:
-        """True if the step that has just ended had no collective that could carry the ranks' vote."""
+        """True if the step that has just ended had no collective that could carry the ranks' control values."""
         return self.step is not None or not self.reduced
 
     @property
@@ -469,7 +469,7 @@ class StepLedger:
         self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
 
     def end_left(self, step: LoaderStep) -> bool:
-        """End a step that was left, and adopt the group's progress; True if the other ranks have committed the step."""
+        """End a step that this rank had left, and adopt the group's progress; True if other ranks have committed it."""
         left, self._left = self._left, None
         assert left is not None and left.progress is not None, "a group was entered"
         if not left.depth:
@@ -559,7 +559,7 @@ class StepSums:
 
 
 class SampleTally:
-    """Tally of the samples that a step has used, summed over the ranks in the step's vote: a ``ControlPart``.
+    """Tally of the samples that a step has used, summed over the ranks with the step's control values.
 
     Each rank contributes the hashes of the samples that its loader has handed out for the step.
 

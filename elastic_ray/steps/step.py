@@ -244,7 +244,7 @@ class StepClock:
         self._last_micro_s = now_s
 
     def change_begins(self) -> None:
-        """Record the start of a change of group, whether the ranks agreed on it or a failure caused it."""
+        """Record the start of a change of group, which either the ranks agreed on or a failure caused."""
         self._change_s = time.monotonic() if self._change_s is None else self._change_s
 
     def group_stands(self) -> None:

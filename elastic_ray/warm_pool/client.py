@@ -44,7 +44,7 @@ class PoolClient:
         self._witnesses: dict[str, Any] = {}
 
     async def take(self, node: str, *, starting: bool = True) -> tuple[Any, str] | None:
-        """Claim a process on a node, and return it with its name; None if no process is available.
+        """Claim a warm (pre-started) process on a node, and return it with its name; None if none is available.
 
         Args:
             starting: Whether to accept a process that is still starting, and wait for it.

@@ -38,7 +38,7 @@ _COLD_S = 30.0  # no other warm process on a node for so long after one could no
 def end_strays(job: str, keep: Collection[str]) -> None:
     """Kill processes of the job that no controller knows any more, except those named in ``keep``. Blocks.
 
-    Some of them may still be starting for a controller that has died.
+    Some of these processes may still be starting for a controller that has died.
     """
     for name, actor in actors_named(_prefix(job)):
         if name not in keep:
@@ -319,7 +319,7 @@ class Processes:
         await self._farewell.finish(_FAREWELL_S)
 
     def close(self, *, fit: bool) -> None:
-        """End the job's warm processes and return borrowed ones, as reusable if ``fit`` and they do not hang."""
+        """End the job's warm processes and return borrowed ones to the sweep, as reusable if ``fit`` and responsive."""
         self.keep_warm({})
         self._background.cancel()
         if self._used and self._spec.elastic.warm_workers_per_node and not self._closed:

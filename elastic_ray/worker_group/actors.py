@@ -271,7 +271,7 @@ class WorkerActors:
             self._background.start(self._watch(worker, first.actor, first.token))
 
     def knows(self, worker: str, token: str) -> bool:
-        """True if the worker has a process with this token, started by this controller or an earlier one."""
+        """True if the worker has a process with this token, whichever controller of the job started it."""
         return token in (self._token, self._tokens.get(worker))
 
     async def _with_gpus(self, assignment: Assignment) -> Assignment:

@@ -120,7 +120,7 @@ class CapturedPart:
 
 
 class PartSaver:
-    """Saver of this rank's part of a checkpoint; a ``PartWriter``.
+    """Saver of this rank's part of a checkpoint.
 
     Args:
         workers: returns the workers of the current group in rank order; empty while the group changes.
@@ -163,7 +163,7 @@ class PartSaver:
         return Readiness.NOT_YET if waits or not self._looking.answer.done() else Readiness.READY
 
     def refuse(self, why: str) -> None:
-        """Refuse to write parts from now on; `why` is the reason."""
+        """Make this rank refuse to write parts of checkpoints from now on; `why` is the reason."""
         self._never = why
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
