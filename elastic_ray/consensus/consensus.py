@@ -226,7 +226,7 @@ class ControlPart(Protocol):
         """Return the number of values; equal on all ranks of a group."""
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this rank's contribution, of :meth:`size` values; sums that must be exact have to be so in float32."""
+        """Return this rank's :meth:`size` values; sums that must be exact have to be representable in float32."""
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """Draw conclusions from the sums of :meth:`values` over all ranks, which are equal on every rank."""

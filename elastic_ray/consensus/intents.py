@@ -165,7 +165,7 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
 
 
 def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
-    """Return the error message for a rank that is about to start a step after another rank has ended training."""
+    """Return the error message for rank ``rank``, about to start a step although rank ``other`` has ended training."""
     return (
         f"the ranks do different things in step {others_steps} (steps of all loaders counted): rank {rank} has "
         f"returned from the train function after {steps} steps; rank {other} begins another step. {_SAME_CALLS}"
@@ -248,11 +248,11 @@ def agreed_generations_ahead(sum_of_distances: float, sum_of_squares: float, wor
 
 
 def names_ballot(names: Sequence[tuple[tuple[int, int], str]]) -> list[float]:
-    """Return a digest of the accumulators' names and their number, each with its square; exact in float64."""
+    """Return a digest of the accumulators' names, its square, their number, and its square; exact in float64."""
     digest, count = zlib.crc32(repr(list(names)).encode()) & 0xFFFFF, len(names)
     return [float(digest), float(digest * digest), float(count), float(count * count)]
 
 
 def names_agree(sums: Sequence[float], world_size: int) -> bool:
-    """True if all ranks have contributed the same :func:`names_ballot`, judging by the sums of the ballots."""
+    """True if all ranks have the same names, judging by the sums of their :func:`names_ballot`."""
     return all(world_size * round(b) == round(a) ** 2 for a, b in zip(sums[::2], sums[1::2], strict=True))

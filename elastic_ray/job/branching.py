@@ -138,7 +138,7 @@ class BranchRun:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One branch: a job at its own batch size."""
+    """Branch of a job: a copy that trains at batch size ``size``, to be compared with other branches."""
 
     size: int  # its batch
     spec: JobSpec

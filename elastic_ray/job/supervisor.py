@@ -233,19 +233,19 @@ class JobSupervisor:
         return self._losses.mean_time_s(time.monotonic() - self._begin_s)
 
     def claim_fault(self, index: int) -> bool:
-        """Claim fault ``index`` of the fault script; True if it has not been claimed before."""
+        """Claim fault ``index`` of the test's fault script; True if it has not been claimed before."""
         fresh = index not in self._claimed
         self._claimed.add(index)
         return fresh
 
     def returned(self, worker: str, value: Sealed | None) -> None:
-        """Store a train function's return value; another rank's value counts only until rank 0 returns."""
+        """Store the value returned by the train function of ``worker``; rank 0's value replaces that of other ranks."""
         current = self.group.machine.current
         if current is None or current.rank_of(worker) == 0 or self.shutdown.return_value is None:
             self.shutdown.return_value = value
 
     def happened(self, note: Note) -> None:
-        """Handle a group's note that it started to train, changed or failed; adds an event and updates the phase."""
+        """Handle the report ``note`` that a group started to train, changed or failed; adds an event for the user."""
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
         started = {**history.told_of_start(time.monotonic()), "owner": self._spec.owner, "metric": self._spec.metric}

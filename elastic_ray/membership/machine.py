@@ -150,7 +150,7 @@ class JobMembership(GenerationChanges):
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:
-        """True if the worker has joined, or is about to join, training workers, and holds no state that they lack."""
+        """True if the worker has joined workers that train, or is about to, and holds no state that they lack."""
         record = self.workers.get(worker)
         if record is None or self.current is None:
             return False

@@ -26,7 +26,7 @@ class GradientVariance:
 
     @property
     def total(self) -> float:
-        """tr(Sigma) of the whole model."""
+        """Variance tr(Sigma) of one sample's gradient, over the whole model."""
         return math.fsum(self.groups)
 
     @property

@@ -265,7 +265,7 @@ def major_faults() -> int:
 
 
 def memory_used() -> float:
-    """Return the largest used fraction (0 to 1) of the host's, control group's and device's memory."""
+    """Return the largest used fraction (0 to 1) among the memory of the host, the container (cgroup) and the GPU."""
     return max(_host_used(_PROC), _group_used(_PROC, _CGROUPS), _device_used())
 
 

@@ -113,7 +113,7 @@ def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer
 
 
 def check_schedule(schedule: Any) -> None:
-    """Raise ValueError unless ``schedule`` is a known unit in which schedulers count."""
+    """Raise ValueError unless ``schedule`` is one of ``SCHEDULES``, the units in which schedulers count."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, but got {schedule!r}")
 
@@ -179,7 +179,7 @@ def _take_back_scale(scaler: Any, kept: Any) -> None:
 
 
 def patch_scaler(scaler: Any, run: Run) -> None:
-    """Make an AMP scaler keep its scale during gradient accumulation and agree with the other workers of its unit."""
+    """Make an AMP scaler keep its scale while gradients accumulate, and agree on overflows within a unit of workers."""
     _keep_scale_while_accumulating(scaler, run.ledger)
     if run.unit is not None and scaler.is_enabled():
         _agree_on_overflow(scaler, run.unit)
@@ -275,7 +275,7 @@ def complete(optimizer: torch.optim.Optimizer) -> None:
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers with separate state that ``optimizer`` wraps, keyed by its attribute's name."""
+    """Return the optimizers with separate state that ``optimizer`` wraps, keyed by the attribute that holds them."""
     return {
         name: each
         for name, each in vars(optimizer).items()

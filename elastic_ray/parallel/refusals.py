@@ -55,7 +55,7 @@ def refuse_options(options: Mapping[str, Any]) -> None:
 
 
 def refuse_in_unit(module: torch.nn.Module) -> None:
-    """Raise ValueError for models that ``AdaptiveDataParallel`` does not support in a job of units."""
+    """Raise ValueError for models that ``AdaptiveDataParallel`` does not support if workers form units."""
     for name, param in module.named_parameters():
         mesh = getattr(param, "device_mesh", None)
         if mesh is not None and mesh.mesh_dim_names == ALONE:

@@ -84,7 +84,7 @@ _ADDED_UP = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSteps:
-    """Optimizer of a model, with the helpers of its steps."""
+    """One optimizer of a wrapped model, with the objects that check, scale and apply its updates."""
 
     optimizer: torch.optim.Optimizer
     groups: slice  # places of its parameter groups among those of all

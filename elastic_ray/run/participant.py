@@ -131,7 +131,7 @@ class Participant:
 
     @property
     def tabled(self) -> bool:
-        """True if the model has sharded tables, which only rank 0 saves."""
+        """True if the model has sharded tables (embeddings divided by rows), which only rank 0 saves."""
         return False
 
     @property

@@ -109,7 +109,7 @@ class LoaderRegistry:
         self._made: list[weakref.WeakMethod[Any]] = []
 
     def lead(self, loader: object, info: LoaderInfo, *, in_processes: bool = False) -> None:
-        """Make this loader the leading one; with ``in_processes``, worker processes load its samples."""
+        """Make this loader the one that sets the job's limits; with ``in_processes``, worker processes load samples."""
         if self._fixed_batch:
             if info.limits.per_worker:
                 raise ValueError(

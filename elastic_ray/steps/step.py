@@ -237,7 +237,7 @@ class StepClock:
         self._last_edge_s, self._last_micro_s = now_s, now_s
 
     def micro(self) -> None:
-        """Record the end of a micro-step that does not synchronise."""
+        """Record the end of a micro-step that does not synchronise gradients."""
         now_s = time.monotonic()
         if self._last_micro_s is not None and not self._skip:
             self._micros.append(now_s - self._last_micro_s)

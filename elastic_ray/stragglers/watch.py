@@ -341,7 +341,7 @@ def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecentSteps(Trace):
-    """Sums over the latest steps, which are merged while they are short."""
+    """Sums of the ranks' measures over the latest steps, until these have lasted long enough to be evaluated."""
 
     work: tuple[float, ...] = ()  # samples of each rank
     # time of each rank until its gradients were complete [s]
