@@ -154,7 +154,7 @@ class StepLedger:
 
     @contextmanager
     def counting_one(self) -> Iterator[None]:
-        """Make ``initial_steps`` 1 within the block, for schedulers stepped once per epoch, in the epoch's last step."""
+        """Make ``initial_steps`` 1 within the block, for schedulers stepped once per epoch in the epoch's last step."""
         self._counts_one = True
         try:
             yield
