@@ -100,7 +100,7 @@ class Announcer:
         return self._open is not None
 
     def interject(self, what: Announced) -> None:
-        """Announce a collective while others of the phase have not started, and wait for the other ranks.
+        """Announce a collective while other announced collectives have not started, and wait for the other ranks.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -155,7 +155,7 @@ class Announcer:
             raise
 
     def begin_transfer(self, peer: int, tag: int, *, received: bool) -> tuple[Announced, int]:
-        """Count a message to or from rank ``peer``; return what to announce if its wait is long, and its number."""
+        """Count a message to or from rank ``peer``; return the announcement for a long wait, and the message's number."""
         self._transfers[received, peer, tag] += 1
         return transfer(peer, tag, received=received), self._transfers[received, peer, tag]
 
@@ -234,7 +234,7 @@ class Announcer:
 
     @property
     def fingerprints(self) -> list[int]:
-        """Latest announced fingerprint of each rank; a rank waiting for a message announces its number instead."""
+        """Latest announced fingerprint of each rank, or the message's number if the rank waits for a message."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
     def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:

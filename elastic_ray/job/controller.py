@@ -295,7 +295,7 @@ class JobController:
         return self._job.branches.outcome()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after`` (None: the last read), or None if none comes in ``wait_s`` [s]."""
+        """Return the report after number ``after`` (None: the last delivered); None if none comes in ``wait_s`` [s]."""
         await self._recovered.wait()
         return await self._job.reports.next(after, wait_s)
 
@@ -353,7 +353,7 @@ class JobController:
         return not job.record.phase.ended
 
     async def saved(self, message: StateSaved) -> float:
-        """Record rank 0's automatic checkpoint; return the mean time between losses of the whole job's workers [s]."""
+        """Record rank 0's automatic checkpoint; return the job's mean time between losses of all workers [s]."""
         await self._recovered.wait()
         return self._job.saved(message)
 

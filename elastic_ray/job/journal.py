@@ -38,7 +38,7 @@ def hosted_before(actor: str) -> list[str]:
 
 
 class Journal:
-    """Journal of a controller, from which a replacement continues; a thread writes it, so that no caller waits.
+    """Journal of a controller in Ray's control store, from which a replacement continues; written by a thread.
 
     Args:
         controller: Id of the controller's actor, which stays the same when Ray restarts it.

@@ -225,7 +225,7 @@ class JobSupervisor:
             self.record.phase, self.record.message = JobPhase.PAUSED, self._paused
 
     def saved(self, message: StateSaved) -> float:
-        """Record rank 0's automatic checkpoint and return the job's mean time between losses of workers [s]."""
+        """Record rank 0's automatic checkpoint; return the job's mean time between losses of all workers [s]."""
         self.record.saved(message.state)
         if not self._saved:
             self._saved = True

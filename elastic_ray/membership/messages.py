@@ -133,7 +133,7 @@ class StopJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategiesKnown:
-    """Message with the fastest strategies found by jobs of the same model, keyed by description of the group."""
+    """Message with the fastest strategies that earlier jobs have found, keyed by model number and kind of group."""
 
     strategies: Mapping[str, FoundStrategy]
 

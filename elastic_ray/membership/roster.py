@@ -14,7 +14,7 @@ from elastic_ray.membership.signals import Switched
 
 
 class WorkerPhase(enum.Enum):
-    """Phase of a worker, from the request for its resources until it leaves."""
+    """Phase of a worker, from the request for its resources until it leaves or finishes."""
 
     RESERVING = "reserving"
     STARTING = "starting"

@@ -26,7 +26,7 @@ class DividedOptimizer(Protocol):
     """Protocol of an optimizer whose state is divided among the ranks."""
 
     def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
-        """Return all states, keyed by parameter, on rank 0; None if they are not divided. Call this on every rank."""
+        """Return all states on rank 0, keyed by parameter ({} elsewhere); None if undivided. Call it on every rank."""
 
     def loaded(self) -> None:
         """Keep only this rank's part of the complete states that all ranks have just loaded into the optimizer."""

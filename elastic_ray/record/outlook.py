@@ -44,13 +44,13 @@ class TimeSpent:
         return min(1.0, self.training_s / self.total_s) if self.total_s > 0 else None
 
     def without_group(self, lasted_s: float, started_for_s: float) -> TimeSpent:
-        """Return a copy with ``lasted_s`` more: ``started_for_s`` of them starting processes, the rest waiting."""
+        """Return a copy with ``lasted_s`` added: ``started_for_s`` to starting processes, the rest to waiting [s]."""
         starting_s = min(max(0.0, started_for_s), lasted_s)
         waiting_s = self.waiting_s + (lasted_s - starting_s)
         return dataclasses.replace(self, waiting_s=waiting_s, starting_s=self.starting_s + starting_s)
 
     def with_group(self, lasted_s: float, paused_s: float, *, catching_up: bool) -> TimeSpent:
-        """Return a copy with ``lasted_s`` more: ``paused_s`` of them in pauses, the rest training or catching up."""
+        """Return a copy with ``lasted_s`` added: ``paused_s`` to pauses, the rest to training or catching up [s]."""
         pause_s = min(max(0.0, paused_s), lasted_s)
         name = "catching_up_s" if catching_up else "training_s"
         trained_s = getattr(self, name) + (lasted_s - pause_s)
@@ -110,8 +110,8 @@ def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float 
     """Return the latest pause of training among a job's events; None if there was none.
 
     Args:
-        generation: Generation to which ``first_step_s`` belongs; a pause before another generation is without it.
-        first_step_s: Duration of that generation's first step [s]; None if unknown.
+        generation: Number of the current generation (group).
+        first_step_s: Duration of this group's first step [s], used if the pause led to this group; None if unknown.
     """
     for event in reversed(events):
         if event.kind in (EventKind.RESIZE, EventKind.FAILURE) and event.pause_s > 0:

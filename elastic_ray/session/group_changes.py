@@ -375,7 +375,7 @@ _NUMBERS = 255  # that a rank tells the others, beside 0 for one within a step
 
 @dataclasses.dataclass(slots=True)
 class CollectiveResults:
-    """Recorded results of user code's collectives, in order, since all ranks were last known to be at one place."""
+    """Recorded results of user code's collectives since all ranks were last known to be at the same point."""
 
     first: int = 0
     contents: list[bytes] = dataclasses.field(default_factory=list)

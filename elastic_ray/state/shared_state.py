@@ -293,7 +293,7 @@ class SharedState:
 
     @property
     def unique(self) -> bool:
-        """True if this worker holds more state than a checkpoint it loaded, which would be lost with the worker."""
+        """True if this worker's state is more than a checkpoint that it loaded, and would be lost with the worker."""
         return self.complete and not self.loaded
 
     def _take_progress(self, progress: RunProgress) -> None:

@@ -99,7 +99,7 @@ class ActorControllerClient:
         self._resumed = resumed
 
     def saved(self, message: StateSaved) -> float:
-        """Report an automatic checkpoint, and return the job's mean time between worker losses [s]."""
+        """Report an automatic checkpoint, and return the job's mean time between losses of all workers [s]."""
         if not self.gone:
             try:
                 return float(insist(lambda: self._controller.saved.remote(message), timeout_s=_ANSWER_S))

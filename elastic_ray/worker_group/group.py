@@ -142,7 +142,7 @@ class WorkerGroup:
             self.actors.keep_warm({})
 
     def take_over(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
-        """Continue with the surviving workers of an earlier controller, given the registrations ``told`` of all."""
+        """Continue with the surviving workers of an earlier controller; ``told`` holds all their registrations."""
         speakers = [each for each in told if not each.position]
         for each in speakers:
             unit = sorted((other for other in told if other.worker == each.worker), key=lambda other: other.position)
