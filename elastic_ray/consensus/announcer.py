@@ -155,7 +155,7 @@ class Announcer:
             raise
 
     def begin_transfer(self, peer: int, tag: int, *, received: bool) -> tuple[Announced, int]:
-        """Count a message to or from rank ``peer``; return the announcement for a long wait, and the message's number."""
+        """Count a message to or from rank ``peer``; return the announcement of a long wait and the message's number."""
         self._transfers[received, peer, tag] += 1
         return transfer(peer, tag, received=received), self._transfers[received, peer, tag]
 
