@@ -46,7 +46,7 @@ class Schedulers:
     """Schedulers of one model's optimizer.
 
     Args:
-        name: Name that distinguishes the optimizer from others of the run.
+        name: Name that distinguishes the optimizer from other optimizers of the run.
         schedule: Unit in which schedulers that step with every batch count; see ``AdaptiveDataParallel``.
     """
 
@@ -176,7 +176,7 @@ class LearningRates:
         return f"scaling_rule {type(self._rule).__name__}" if asked else ""
 
     def scale(self, scale: float, *, has_statistics: bool) -> list[dict[str, Any]] | None:
-        """Set the learning rates for a batch of ``scale`` x the initial batch.
+        """Set the learning rates for a batch of ``scale`` times the initial batch size.
 
         Args:
             has_statistics: True if the strategy provides gradient statistics; the default rule is off without them.
@@ -248,7 +248,7 @@ def policies_of(schedule: str) -> list[Policy]:
 def rules_of(
     rule: ScalingRule | str | None, schedule: str, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[ScalingRule | str | None]:
-    """Return the scaling rule of each optimizer, which for ``"seesaw"`` is chosen by the schedule.
+    """Return the learning-rate scaling rule of each optimizer, which the schedule ``"seesaw"`` chooses itself.
 
     Raises ValueError: ``"seesaw"`` is combined with a rule, or the rule ``"adam"`` applies to no optimizer.
     """

@@ -27,7 +27,7 @@ class Replay:
     """Rerun of user code until this worker catches up with the other ranks; effects on received state are undone.
 
     Args:
-        between_epochs: True if the code first passes through loader passes of earlier epochs.
+        between_epochs: True if the code must first run through loader passes of earlier epochs.
     """
 
     def __init__(self, state: SharedState, *, between_epochs: bool = False) -> None:
@@ -41,11 +41,11 @@ class Replay:
 
     @staticmethod
     def needed(progress: RunProgress) -> bool:
-        """True if the other ranks have begun a loader pass or collective of the epoch, which this rank must replay."""
+        """True if other ranks have started a loader pass or collective of the epoch, which this rank must replay."""
         return bool(progress.passes) or progress.joined_at is not None
 
     def reach_pass(self, ordinal: int) -> bool:
-        """Record that the code has reached the epoch's pass `ordinal`; True if it has caught up with the others."""
+        """Record that the code has reached the epoch's pass `ordinal`; True if this rank has caught up with others."""
         if ordinal < self._ordinal:
             return False
         self.before_pass = False
@@ -53,7 +53,7 @@ class Replay:
         return self._collective is None
 
     def reach_collective(self, number: int) -> bool:
-        """Record that the code has reached its collective number `number`; True if it has caught up with the others."""
+        """Record that the code has reached collective `number`; True if this rank has caught up with the others."""
         if self.before_pass or self._collective is None or number < self._collective:
             return False
         self._take_back()
@@ -138,9 +138,9 @@ class StepLedger:
 
     @property
     def initial_steps(self) -> int:
-        """Number of initial-batch steps to which the current step's samples correspond; 1 outside steps.
+        """Number of steps at the initial batch size that use as many samples as the current step; 1 outside steps.
 
-        Over a pass, they sum to the number of steps at the initial batch, however the batch changes meanwhile.
+        Over a pass, these numbers sum to the pass's steps at the initial batch, however the batch changes meanwhile.
         """
         step = self.outermost
         if step is None or self._counts_one or self.abandoned >= self.depth:
@@ -150,7 +150,7 @@ class StepLedger:
 
     @contextmanager
     def counting_one(self) -> Iterator[None]:
-        """Make ``initial_steps`` 1 within the block, for counters of epochs, which move in an epoch's last step."""
+        """Make ``initial_steps`` 1 within the block, for schedulers stepped once per epoch in the epoch's last step."""
         self._counts_one = True
         try:
             yield
@@ -165,9 +165,9 @@ class StepLedger:
     def number_in_step(self, place: str) -> int | None:
         """Return an unused number for an accumulator that code at ``place`` makes within a step; None between steps.
 
-        It follows from the steps committed before, where nested passes are, the place in the code, and how often the
-        step has been there. A step that is drawn again thus gives the same numbers again, whichever accumulators
-        outlived its loss, and a worker that has joined meanwhile gives them too.
+        The number depends on the steps committed before, the positions of nested passes, the place in the code, and how
+        often the step has been there. A step that is drawn again thus gives the same numbers again, whichever
+        accumulators outlived its loss, and a worker that has joined meanwhile gives them too.
         """
         steps = (*self._outer, self._inner)[: max(self.depth - self.abandoned, 0)]
         first, last = self.outermost, steps[-1] if steps else None
@@ -189,7 +189,7 @@ class StepLedger:
         """Start to replay user code up to the others' position; the received state already contains its effects.
 
         Args:
-            between_epochs: True to replay up to the next pass that starts, False up to the others' place in the epoch.
+            between_epochs: True to replay up to the start of the next pass, False up to their place in the epoch.
         """
         if between_epochs and self.replays_passes:
             return
@@ -198,12 +198,12 @@ class StepLedger:
 
     @property
     def replaying(self) -> bool:
-        """True while the loop's code runs only to catch up with the other ranks."""
+        """True while the loop's code runs only to catch up with the other ranks, without effect on shared state."""
         return self._replay is not None
 
     @property
     def replays_passes(self) -> bool:
-        """True during a replay that has not reached the others' latest pass."""
+        """True during a replay (rerun of user code to catch up) that has not reached the other ranks' latest pass."""
         return self._replay is not None and self._replay.before_pass
 
     def reach_collective(self, number: int) -> None:
@@ -351,10 +351,10 @@ class StepLedger:
 
         Args:
             generation: Current generation, recorded as that of the last step.
-            gain: Returns the statistical progress of a step at a given scale.
+            gain: Returns the statistical progress of a step at a given scale (global / initial batch size).
             hashes: Sum of the hashes of the step's sample indices (in a round, of this rank's); None if unknown.
 
-        Returns whether the step trained; always False for a step nested in another.
+        Returns True if the step trained; always False for a step nested in another.
         """
         within = self.round if self._inner is None else None
         if not step.taken:
@@ -380,7 +380,7 @@ class StepLedger:
         """Undo a lost step: restore state that user code changed in it. Call :meth:`resume` with the result afterwards.
 
         Args:
-            gradients_wait: Whether gradients of the surrounding step wait for an update.
+            gradients_wait: True if accumulated gradients of the surrounding step have not been applied yet.
         """
         lost = self.lost_within(gradients_wait=gradients_wait)
         if not lost.nested:
@@ -446,7 +446,7 @@ class StepLedger:
 
     @property
     def depth_in_group(self) -> int:
-        """Number of nested passes whose current step this rank shares with the others; -1 during a replay."""
+        """Number of nested passes whose current step this rank shares with the other ranks; -1 during a replay."""
         return -1 if self.replaying else self.depth if self._left is None else self._left.depth
 
     @property
@@ -467,7 +467,7 @@ class StepLedger:
         self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
 
     def end_left(self, step: LoaderStep) -> bool:
-        """End a step that was left, and adopt the group's progress; True if the other ranks have committed the step."""
+        """End a step that this rank had left, and adopt the group's progress; True if other ranks have committed it."""
         left, self._left = self._left, None
         assert left is not None and left.progress is not None, "a group was entered"
         if not left.depth:
@@ -517,7 +517,7 @@ class StepLedger:
         """Return the resume point of a checkpoint saved now; a step counts as done if the model contains its update.
 
         Args:
-            gain: Returns the statistical progress of a step at a given scale.
+            gain: Returns the statistical progress of a step at a given scale (global / initial batch size).
         """
         step = self.outermost
         if step is None or self.state.progress.optimizers_stepped == 0:
@@ -539,7 +539,7 @@ class StepSums:
         return scope, number
 
     def expected(self, progress: RunProgress) -> bool:
-        """True if the current epoch or code outside epochs has accumulators, to which any rank may have added."""
+        """True if accumulators exist in the current epoch or outside epochs; any rank may have added to them."""
         return bool(progress.sums) or -1 in self._made or progress.epoch in self._made
 
     def add(self, depth: int, key: tuple[int, int], name: str, value: float) -> None:
@@ -548,7 +548,7 @@ class StepSums:
         sums[name] = sums.get(name, 0.0) + value
 
     def of(self, depth: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
-        """Return the sums of the step at nesting depth ``depth``, by accumulator key and name."""
+        """Return the sums of the step at nesting depth ``depth``, keyed by accumulator and then by name."""
         return self._pending.get(depth, {})
 
     def undo_beyond(self, depth: int) -> None:
@@ -557,7 +557,7 @@ class StepSums:
 
 
 class SampleTally:
-    """Tally of the samples that a step has used, summed over the ranks in the step's vote: a ``ControlPart``.
+    """Tally of the samples that a step has used, summed over the ranks with the step's control values.
 
     Each rank contributes the hashes of the samples that its loader has handed out for the step.
 
@@ -592,6 +592,6 @@ class SampleTally:
         self._heard = (round(low) + (round(middle) << _WIDTH) + (round(high) << 2 * _WIDTH)) & BITS
 
     def take(self, step: LoaderStep | StepRound) -> int | None:
-        """Return the sum of the hashes of all ranks' samples, modulo 2^32, and clear it; None if unknown."""
+        """Return the sum of the hashes of all ranks' samples in a step, modulo 2^32, and clear it; None if unknown."""
         heard, self._heard, self.ended = self._heard, None, None
         return heard if step.hashed is not None else None
