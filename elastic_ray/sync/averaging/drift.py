@@ -117,7 +117,7 @@ class Drift:
             self._averager.begin(self._replica)
 
     def note_update(self) -> None:
-        """Record an optimizer step; outside of a loader's loop, where models are not averaged, warn once."""
+        """Record an optimizer step; if it is outside of a loader's loop, where models are not averaged, warn once."""
         if self.average is None or not self.on:
             return
         self._changed = True
@@ -129,13 +129,20 @@ class Drift:
             self._context.tell("warning", _OUTSIDE)
 
     def prepare(self) -> None:
-        """Start the next average while the ranks still vote on its round; raises like :meth:`after_step`."""
+        """Start the collectives of an average that is due, while the ranks still vote on the steps before it.
+
+        Raises CommunicationFailedError: the group broke.
+        """
         average, steps = self.average, self._context.states.progress.steps
         if average is not None and self._averager is not None and steps != average.until and not steps % average.period:
             self._averager.prepare(self._replica)
 
     def after_step(self, *, ends: bool) -> None:
-        """Average the replicas if the committed step ends a period; if averaging ``ends``, make them identical."""
+        """Average the replicas if the committed step ends a period.
+
+        Args:
+            ends: Whether averaging ends with this step; if so, all replicas become identical.
+        """
         average, steps = self.average, self._context.states.progress.steps
         if average is None or self._averager is None or (average.until is not None and steps > average.until):
             return
@@ -256,14 +263,16 @@ def _beside(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> tuple[float, int] | None:
-    """Return the smallest loss scale of the contributing ranks, which overflows on no rank; a collective.
+    """Return the smallest of the contributing ranks' AMP loss scales, as the one least likely to overflow.
+
+    All ranks must call it, because it is a collective.
 
     Args:
         scaler: This rank's ``GradScaler``, enabled; None on all ranks without AMP.
         counts: Whether this rank contributes its scale.
 
-    Returns the scale with its growth counter: the fewest steps since the last change on any rank with that scale.
-    None without AMP.
+    Returns the scale and its growth counter: the fewest steps since the last change on any rank with that scale. None
+    without AMP, or if no rank contributes.
     """
     if scaler is None:
         return None
@@ -279,7 +288,7 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
 
 
 def take_scale(scaler: Any, agreed: tuple[float, int] | None) -> None:
-    """Set the scaler to the agreed scale; do nothing if it is None."""
+    """Set the scaler's loss scale and growth counter to the agreed ones; do nothing if ``agreed`` is None."""
     if agreed is not None:
         scaler.load_state_dict({**scaler.state_dict(), _SCALE: agreed[0], _TRACKER: agreed[1]})
 
@@ -378,14 +387,17 @@ class Replica:
                 self._asked = [each.flat.to("cpu", copy=True) for each in self._flats]
 
     def pulled(self) -> list[torch.Tensor] | None:
-        """Return another rank's parameters less this rank's when it asked; None if none of these have come since."""
+        """Return the pulled model minus this rank's model at the time of the request, one tensor per parameter.
+
+        None if no model has arrived since the request, or if this rank's parameters were replaced in the meantime.
+        """
         if not self.exchange.arrived(self._into) or not self._asked or self._outdated(list(self.named.values())):
             return None
         torch._foreach_sub_(self._into, self._asked)
         return _in_order(self._incoming)
 
     def drop_pull(self) -> None:
-        """Ignore the model that is being pulled, after this rank's own was replaced."""
+        """Ignore the model that is being pulled, because this rank's own model was replaced after the request."""
         self._asked = []
 
     def _outdated(self, params: Sequence[torch.Tensor]) -> bool:

@@ -132,7 +132,7 @@ class GradientEngine(Participant):
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
-        """Winners of races between strategies, keyed by model number, backend, and distribution over nodes."""
+        """Winners of races between strategies, keyed by model number, backend, and distribution of ranks over nodes."""
         return self._in_force.tuner.found if self._in_force.tuner is not None else {}
 
     @property
@@ -191,7 +191,10 @@ class GradientEngine(Participant):
         return self._in_force.explain()
 
     def require_statistics(self, user: str) -> None:
-        """Refuse strategies without gradient statistics from this call on, naming the setting ``user`` in errors.
+        """Require gradient statistics: from now on, strategies that do not provide them are refused.
+
+        Args:
+            user: Name of the setting that needs the statistics, for error messages.
 
         Raises StrategyError: the current strategy does not provide statistics.
         """
@@ -241,7 +244,7 @@ class GradientEngine(Participant):
             )
 
     def before_forward(self) -> None:
-        """Adapt buckets before a forward pass to unfrozen parameters and to a pending change of the strategy."""
+        """Rebuild the buckets before a forward pass if parameters were unfrozen or a change of strategy is pending."""
         force = self._in_force
         if force.tuner is not None:
             force.before_forward()
@@ -256,7 +259,12 @@ class GradientEngine(Participant):
             self._expect_examples(self._statistics.examples)
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
-        """Start (``wanted``) or stop measuring noise from single samples' gradients; return True if it is measured."""
+        """Start or stop measuring noise from single samples' gradients; return True if it is measured from now on.
+
+        Args:
+            every: Number of steps between measurements; None lets the meter choose.
+            wanted: Whether to measure. Even then, False is returned for models that do not support it.
+        """
         known = self._statistics.examples
         if wanted and known is not None and known.every == every:
             return True
@@ -330,14 +338,17 @@ class GradientEngine(Participant):
                 statistics.add_up(wishes.measured, self._statistics_for)
 
     def applied(self) -> None:
-        """Record that the update was applied, so that a step lost later has no gradients to restore."""
+        """Record, just before the update, that it will be applied: a step lost later has no gradients to restore."""
         self._carried.applied = True
         self._reducer.reduction.applied()
         if self._drift.average is not None:
             self._drift.note_update()
 
     def scale_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set second moments to those of the step's whole batch, after an update with this rank's gradient."""
+        """Correct Adam's second moments to those of the step's whole batch, after an update with local gradients.
+
+        Nothing changes unless the strategy averages models and has ``batch_moments`` set.
+        """
         average, step = self._drift.average, self._context.ledger.outermost
         if average is not None and average.batch_moments and self._drift.on and step is not None:
             own = sum(step.sizes[self._context.group.rank])
@@ -392,7 +403,7 @@ class GradientEngine(Participant):
         return self._drift.settled and self._sharded.settled and self._divided.settled
 
     def fix_drift(self) -> int:
-        """Fix the strategy that applies after this step; return a digest of it and the current plan.
+        """Fix the strategy for the next step; return a digest of this strategy and the current plan.
 
         Ranks compare the digest before they commit a step. Later requests wait for the next step, because some ranks
         might not receive them before this step ends.
@@ -402,7 +413,7 @@ class GradientEngine(Participant):
 
     @property
     def marker(self) -> int:
-        """Marker of the last model average that this rank completed, which increases with each average."""
+        """Marker of the last model average that this rank completed; it increases with each average, from 0."""
         return self._drift.marker
 
     @property
@@ -411,12 +422,16 @@ class GradientEngine(Participant):
         return self._drift.scaler
 
     def prepare_average(self) -> None:
-        """Start to average the models of a round that has ended, while the ranks still vote on it."""
+        """Start to average the models after the last step of a period, while the ranks still vote on its steps."""
         if not self._in_force.pending:
             self._drift.prepare()
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """Average the replicas, if due, after a committed training step; ``agree_on_scale`` equalises AMP's scales."""
+        """Average the replicas, if due, after a committed training step.
+
+        Args:
+            agree_on_scale: Whether to set AMP's loss scale to the smallest one of all ranks.
+        """
         self._reducer.drop_halves()
         if self._drift.average is not None:
             self._drift.after_step(ends=self._ends)
@@ -439,7 +454,11 @@ class GradientEngine(Participant):
         return self.tabled
 
     def join(self, what: Announced) -> None:
-        """Participate in a table's row exchange without fetching rows, because this rank has no samples."""
+        """Participate in a row exchange of sharded tables without fetching rows, because this rank has no samples.
+
+        Args:
+            what: Announcement in which another rank named the exchange.
+        """
         self._sharded.join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
@@ -463,9 +482,12 @@ class GradientEngine(Participant):
         self._divided.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Prepare a change of group; ``stays`` holds, for each rank, True if it stays. Called on every rank.
+        """Prepare a change of group; called on every rank.
 
         Residuals are summed, replicas are made identical, and state that only leaving ranks hold is sent to others.
+
+        Args:
+            stays: ``stays[r]`` is True if rank r stays.
         """
         for table in self._sharded.tables:
             table.hand_over(stays)

@@ -124,7 +124,7 @@ class JointDenominators:
 
 
 class JointTiles:
-    """Tiled states of several optimizers of one model, as seen by gradient synchronisation; see ``TiledOptimizer``."""
+    """Optimizer states of one model's optimizers, divided among ranks in tiles (parts); see ``TiledOptimizer``."""
 
     def __init__(self, parts: Sequence[TiledOptimizer]) -> None:
         self._parts = parts
@@ -168,7 +168,7 @@ class JointTiles:
         return any(each.unsettled for each in self._parts)
 
     def settle_between_steps(self) -> None:
-        """Divide the states as a new strategy requires; called on every rank."""
+        """Divide the optimizer states among the ranks as a new strategy requires; called on every rank."""
         for each in self._parts:
             if each.unsettled:
                 each.settle_between_steps()
@@ -184,7 +184,7 @@ class JointTiles:
             each.gather()
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send states that only leaving ranks own to ranks for which ``stays`` is True; called on every rank."""
+        """Send optimizer states that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
         for each in self._parts:
             each.hand_over(stays)
 

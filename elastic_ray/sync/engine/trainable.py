@@ -40,7 +40,7 @@ class Trainable:
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """Trainable parameters by name, in the model's order; for divided parameters, this worker's part."""
+        """Trainable parameters keyed by name, in the model's order; for divided parameters, this worker's part."""
         left = {id(p): p for p in self.params}
         found = {name: left.pop(key) for name, key in self._places.items() if key in left}
         return {name: local(p) for name, p in found.items()}
@@ -115,7 +115,7 @@ class Trainable:
         self._sizes = [len(group["params"]) for group in self._optimizer.param_groups]
 
     def capture(self) -> dict[str, Any]:
-        """Return the names of parameters that are trainable, that are synchronised, and that are in each group."""
+        """Return three lists of parameter names: trainable, synchronised, and by the optimizer's parameter group."""
         names = {id(p): name for name, p in self._module.named_parameters()}
         return {
             "requires_grad": [name for name, p in self._module.named_parameters() if p.requires_grad],
@@ -282,7 +282,7 @@ class LocalParameter:
 
 
 def local_groups(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
-    """Return the parameters by group, with stand-ins for parameters that are divided within the unit."""
+    """Return the parameters by group, replacing each parameter that is divided within the unit by its local part."""
     return [[LocalParameter(p) if hasattr(p, "_local_tensor") else p for p in group] for group in groups]
 
 
