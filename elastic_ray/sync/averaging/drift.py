@@ -129,19 +129,15 @@ class Drift:
             self._context.tell("warning", _OUTSIDE)
 
     def prepare(self) -> None:
-        """Start the collectives of an average that is due, while the ranks still vote on the steps before it.
-
-        Raises CommunicationFailedError: the group broke.
-        """
+        """Start a due average while the ranks still vote on the steps before it; raises like :meth:`after_step`."""
         average, steps = self.average, self._context.states.progress.steps
         if average is not None and self._averager is not None and steps != average.until and not steps % average.period:
             self._averager.prepare(self._replica)
 
     def after_step(self, *, ends: bool) -> None:
-        """Average the replicas if the committed step ends a period.
+        """Average the replicas if the committed step ends a period; if averaging ``ends``, make them identical.
 
-        Args:
-            ends: Whether averaging ends with this step; if so, all replicas become identical.
+        Raises CommunicationFailedError: the group broke.
         """
         average, steps = self.average, self._context.states.progress.steps
         if average is None or self._averager is None or (average.until is not None and steps > average.until):
@@ -263,9 +259,7 @@ def _beside(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> tuple[float, int] | None:
-    """Return the smallest of the contributing ranks' AMP loss scales, as the one least likely to overflow.
-
-    All ranks must call it, because it is a collective.
+    """Return the smallest AMP loss scale of the contributing ranks; a collective that all ranks call.
 
     Args:
         scaler: This rank's ``GradScaler``, enabled; None on all ranks without AMP.
@@ -387,10 +381,7 @@ class Replica:
                 self._asked = [each.flat.to("cpu", copy=True) for each in self._flats]
 
     def pulled(self) -> list[torch.Tensor] | None:
-        """Return the pulled model minus this rank's model at the time of the request, one tensor per parameter.
-
-        None if no model has arrived since the request, or if this rank's parameters were replaced in the meantime.
-        """
+        """Return the pulled model minus this rank's model at the time of the request; None if no valid one has come."""
         if not self.exchange.arrived(self._into) or not self._asked or self._outdated(list(self.named.values())):
             return None
         torch._foreach_sub_(self._into, self._asked)

@@ -82,10 +82,7 @@ class CarriedGradients:
         return int(self._beneath)
 
     def look(self, param: torch.Tensor) -> None:
-        """Check after a backward pass whether it added to old gradients or replaced them.
-
-        Args:
-            param: Parameter whose ``.grad`` is inspected as a sample for all others.
+        """Check after a pass, on ``param`` as a sample, whether ``.grad`` was zeroed or added to since the last update.
         """
         if self._updated is None:
             self.watched = None

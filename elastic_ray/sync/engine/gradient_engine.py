@@ -191,10 +191,7 @@ class GradientEngine(Participant):
         return self._in_force.explain()
 
     def require_statistics(self, user: str) -> None:
-        """Require gradient statistics: from now on, strategies that do not provide them are refused.
-
-        Args:
-            user: Name of the setting that needs the statistics, for error messages.
+        """Require gradient statistics for the setting ``user``: from now on, strategies without them are refused.
 
         Raises StrategyError: the current strategy does not provide statistics.
         """
@@ -259,11 +256,10 @@ class GradientEngine(Participant):
             self._expect_examples(self._statistics.examples)
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
-        """Start or stop measuring noise from single samples' gradients; return True if it is measured from now on.
+        """Measure noise from single samples' gradients if ``wanted`` and possible; return True if it is measured.
 
         Args:
             every: Number of steps between measurements; None lets the meter choose.
-            wanted: Whether to measure. Even then, False is returned for models that do not support it.
         """
         known = self._statistics.examples
         if wanted and known is not None and known.every == every:
@@ -345,10 +341,7 @@ class GradientEngine(Participant):
             self._drift.note_update()
 
     def scale_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Correct Adam's second moments to those of the step's whole batch, after an update with local gradients.
-
-        Nothing changes unless the strategy averages models and has ``batch_moments`` set.
-        """
+        """Correct Adam's second moments to those of the whole batch, after an update with local gradients."""
         average, step = self._drift.average, self._context.ledger.outermost
         if average is not None and average.batch_moments and self._drift.on and step is not None:
             own = sum(step.sizes[self._context.group.rank])
@@ -427,11 +420,7 @@ class GradientEngine(Participant):
             self._drift.prepare()
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """Average the replicas, if due, after a committed training step.
-
-        Args:
-            agree_on_scale: Whether to set AMP's loss scale to the smallest one of all ranks.
-        """
+        """Average the replicas, if due, after a committed step; with ``agree_on_scale``, equalise AMP's loss scales."""
         self._reducer.drop_halves()
         if self._drift.average is not None:
             self._drift.after_step(ends=self._ends)
@@ -454,11 +443,7 @@ class GradientEngine(Participant):
         return self.tabled
 
     def join(self, what: Announced) -> None:
-        """Participate in a row exchange of sharded tables without fetching rows, because this rank has no samples.
-
-        Args:
-            what: Announcement in which another rank named the exchange.
-        """
+        """Participate in the announced row exchange ``what`` without fetching rows, as this rank has no samples."""
         self._sharded.join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
@@ -482,12 +467,9 @@ class GradientEngine(Participant):
         self._divided.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Prepare a change of group; called on every rank.
+        """Prepare a change of group, in which ``stays[r]`` is True if rank r stays; called on every rank.
 
         Residuals are summed, replicas are made identical, and state that only leaving ranks hold is sent to others.
-
-        Args:
-            stays: ``stays[r]`` is True if rank r stays.
         """
         for table in self._sharded.tables:
             table.hand_over(stays)

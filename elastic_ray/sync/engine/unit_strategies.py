@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 def why_not_in_units(plan: SyncPlan, params: Sequence[ParamInfo], held: Set[str]) -> str:
     """Return why a model divided within a unit cannot use a plan, and what to do instead; empty if it can.
 
-    A unit is a set of workers that share one replica, e.g. by tensor parallelism.
-
     Args:
         params: Parameters of the model, to which the plan refers.
         held: Names of parameters that several workers of the unit hold and that must stay equal on them.
