@@ -174,7 +174,7 @@ def units_of(module: nn.Module) -> list[FSDPModule]:
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """Return torch's groups of parameters, each of which is gathered together."""
+    """Return torch's parameter groups of all sharded modules; the parameters of each are gathered together."""
     return [group for state in states_of(module) for group in _param_groups(state)]
 
 
@@ -220,7 +220,7 @@ def check_places(module: nn.Module) -> None:
 
 
 def take_over(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce_hook: Any) -> None:
-    """Set the communication hooks of a sharded module, and prevent user code from changing them.
+    """Set the communication hooks of a sharded module, and prevent user code from replacing them.
 
     Raises StrategyError: User code has already set a hook.
     """

@@ -112,7 +112,8 @@ class ShardHolder:
 
     @property
     def mine(self) -> tuple[Shard, ...]:
-        """Shards that this rank holds in the current layout: its own first, then those for which it is the follower."""
+        """Shards that this rank holds in the current layout: its own first, then the second copies of others' shards.
+        """
         return tuple(self._held.shards[each] for each in self._layout.held_by(self._rank))
 
     def written(self) -> Written:
@@ -153,9 +154,9 @@ class ShardHolder:
         self._held.keep({own: shard})
 
     def look_around(self, group: Group, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
-        """Return the shards that each rank holds, and whether any rank is ``opened``; called on every rank.
+        """Return the shards that each rank holds, and whether rank 0 has gathered the whole model.
 
-        A model that is still on the meta device is initialised.
+        All ranks must call it. A model that is still on the meta device is initialised.
 
         Args:
             opened: Whether rank 0 has gathered the whole model, as far as this rank knows.
@@ -264,7 +265,8 @@ class ShardHolder:
         )
 
     def hand_over(self, group: Group, stays: Sequence[bool]) -> None:
-        """Move shards so that two ranks for which ``stays`` is True hold each, before others leave; on every rank."""
+        """Copy shards until two staying ranks hold each (``stays[r]`` is True if rank r stays); called on every rank.
+        """
         layout = self._layout
         given = hand_over([layout.holders(index) for index in range(layout.parts)], stays, COPIES)
         sent = [

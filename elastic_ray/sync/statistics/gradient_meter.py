@@ -88,7 +88,7 @@ class GradientMeter:
             gradients: Number of gradients in the step; a single one has no variance.
             spacing: Number of steps between two steps that can be measured.
             halved: Whether the step was split in half for the measurement.
-            again: Whether the measurement of the previous step was invalid.
+            again: Whether this step must be measured because the measurement of the previous step was invalid.
         """
         every = self.monitor.variance_every
         return every is not None and gradients > 1 and (halved or again or self._step % every < spacing)
@@ -107,7 +107,7 @@ class GradientMeter:
         gradients: int,
         goes_on: bool = False,
     ) -> None:
-        """Store the variance of several gradients.
+        """Store the variance estimated from several gradients of the step.
 
         The arguments are those of ``NoiseTracker.collect``, without a preconditioner. The noises of two losses are
         assumed to be independent, so the variances are added.
@@ -126,7 +126,7 @@ class GradientMeter:
         self._variance = GradientVariance(step=self._step, batch_size=step.count, groups=tuple(found))
 
     def take_norms(self, sq_norms_of_mean: Sequence[float]) -> None:
-        """Store the norm of the step's gradient in each parameter group, given the squared norms."""
+        """Store the gradient norm of each parameter group, given the squared norms of the step's mean gradient."""
         self._gradients = tuple(max(0.0, norm) ** 0.5 for norm in sq_norms_of_mean)
 
     def part(self) -> list[float]:
@@ -136,7 +136,7 @@ class GradientMeter:
         return [float(self._variance is not None), float(self._gradients is not None), *variance, *norms]
 
     def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Combine ``parts``, the results of :meth:`part` on each worker; drop all if a part is missing."""
+        """Combine ``parts``, the results of :meth:`part` on each worker; drop a measurement that any worker lacks."""
         groups = self._groups
         if self._variance is not None:
             sums = tuple(math.fsum(part[2 + group] for part in parts) for group in range(groups))
@@ -159,12 +159,12 @@ class GradientMeter:
             self._found(dataclasses.replace(self.own, variance=dataclasses.replace(variance, groups=groups)))
 
     def take_unmoved(self) -> GradientNorms | None:
-        """Return the applied gradient's norms without the update's, and clear them; None if they were not measured."""
+        """Return the gradient norms of the step, with empty update norms, and clear them; None if not measured."""
         gradients, self._gradients = self._gradients, None
         return None if gradients is None else GradientNorms(step=self._step, gradients=gradients, updates=())
 
     def updated(self, norms: tuple[float, ...]) -> None:
-        """Store the norm of the update in each parameter group."""
+        """Store the norms of the update, one per parameter group, together with those of its gradient."""
         found = self.take_unmoved()
         if found is not None:
             self._found(dataclasses.replace(self.own, norms=dataclasses.replace(found, updates=norms)))

@@ -95,7 +95,7 @@ class GradientStatistics:
         return [*values, *self.meter.shared_values()] if self.meter.on else values
 
     def take_shared(self, values: list[float], *, first: bool) -> None:
-        """Store rank 0's values, which all ranks have received; ``first`` is True on rank 0."""
+        """Store rank 0's values, which all ranks have received; ``first`` is True if this is rank 0."""
         noise = self.noise.shared_size
         self.noise.take_shared(values[:noise])
         if len(values) > noise:
@@ -130,7 +130,7 @@ class GradientStatistics:
 
     @property
     def in_layers(self) -> bool:
-        """True if the layers measure single samples' gradients in this step."""
+        """True if single samples' gradients are being measured in the model's layers in this step."""
         return self.examples is not None and self.examples.on
 
     def part(self) -> list[float]:
@@ -145,7 +145,7 @@ class GradientStatistics:
             self.meter.take_parts([part[size:] for part in parts])
 
     def drop_parts(self) -> None:
-        """Drop the latest measurements, because the unit's workers have not all measured the same."""
+        """Drop the latest measurements, because the workers that share a replica have not all measured the same."""
         self.noise.drop()
         self.meter.invalidate()
 
@@ -226,7 +226,7 @@ class GradientStatistics:
         return found + found
 
     def take_mean(self, sums: Sequence[float], *, first: bool) -> None:
-        """Store the norms of the mean gradient, summed over all ranks; ``first`` is True on rank 0."""
+        """Store the norms of the mean gradient, summed over all ranks; ``first`` is True if this is rank 0."""
         self._first, groups = first, self._groups
         self._mean = list(sums[:groups]) if self.in_units else None
         self._plain_mean = list(sums[-groups:]) if self._variance_due or self.wants_norms else None
