@@ -37,7 +37,7 @@ class Averager(Protocol):
         """Initialise the algorithm's state for parameters that have none, from values that are equal on all ranks."""
 
     def capture(self) -> Any:
-        """Return the averager's state for joiners and checkpoints, which is equal on all ranks."""
+        """Return the averager's state, which is equal on all ranks, for joiners and checkpoints."""
 
     def restore(self, tree: Any) -> None:
         """Restore a state that was captured by the same algorithm."""

@@ -96,7 +96,7 @@ class Drift:
 
     @property
     def marker(self) -> int:
-        """Marker of the last average that this rank completed, which increases with each average; 0 before the first.
+        """Number that identifies the last average that this rank completed: larger for later ones, 0 before the first.
 
         If the group broke during an average, some ranks may have completed it and others not. Only the ranks that
         completed it contribute to the next mean, because their models already include the contributions of the other

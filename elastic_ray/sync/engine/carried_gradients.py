@@ -82,8 +82,7 @@ class CarriedGradients:
         return int(self._beneath)
 
     def look(self, param: torch.Tensor) -> None:
-        """Check after a pass, on ``param`` as a sample, whether ``.grad`` was zeroed or added to since the last update.
-        """
+        """Check after a pass, with ``param`` as a sample, whether ``.grad`` was zeroed since the last update."""
         if self._updated is None:
             self.watched = None
         grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)

@@ -126,7 +126,7 @@ class GradientEngine(Participant):
 
     @property
     def strategy_key(self) -> str | None:
-        """Key under which step times are recorded; equal keys are comparable. None while a strategy is being chosen."""
+        """Key under which step times are recorded, comparable if keys are equal; None while a strategy is chosen."""
         force = self._in_force
         return force.own_key if force.tuner is None else force.key
 
@@ -406,7 +406,7 @@ class GradientEngine(Participant):
 
     @property
     def marker(self) -> int:
-        """Marker of the last model average that this rank completed; it increases with each average, from 0."""
+        """Number that identifies the last model average that this rank completed; larger for later averages."""
         return self._drift.marker
 
     @property

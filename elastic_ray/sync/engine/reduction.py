@@ -389,8 +389,7 @@ class Reduction:
         return self._finite is True
 
     def take_totals(self, values: Sequence[float]) -> None:
-        """Determine whether the pass was finite from the values of :attr:`totals`; if they overflow, from all buckets.
-        """
+        """Determine from the values of :attr:`totals` (or all buckets, on overflow) whether the pass was finite."""
         if values and self._finite is None:
             # A sum may overflow where no gradient has.
             self._finite = math.isfinite(sum(values)) or all(bucket.is_finite() for bucket in self._layout.buckets)
@@ -453,7 +452,7 @@ class StepWeights:
         self.factor = 1.0  # what shares of the step's earlier micro-batches are still to be multiplied with
 
     def begin_pass(self, step: LoaderStep) -> None:
-        """Start a backward pass of a step whose micro-batches the loop weighs.
+        """Start a backward pass of a step whose micro-batches the loop weighs with ``loader.weigh()``.
 
         Raises RuntimeError: the loop weighed earlier micro-batches of the step, but not this one.
         """
@@ -559,6 +558,5 @@ class SummingGroup:
         return self.group.world_size if self.model.average is None or not self.model.on else 1
 
     def share(self, step: LoaderStep) -> float:
-        """Return the current micro-batch's weight in the step's mean, or in this rank's own mean if replicas diverge.
-        """
+        """Return the current micro-batch's weight in the step's mean, or in this rank's own if replicas diverge."""
         return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)

@@ -146,7 +146,7 @@ class TrainedState(OptimizerState):
         carried: Accumulated gradients that wait for an optimizer step; None if another optimizer's state includes
             them.
         divided: States of which each rank holds a part.
-        in_unit: Whether parameters and their states may be divided within the unit.
+        in_unit: Whether parameters and their states may be divided within the unit (workers that share one replica).
 
     Attributes:
         takes_unread: Whether ranks read only the parts of a checkpoint's complete states that they need.
@@ -181,7 +181,7 @@ class TrainedState(OptimizerState):
         return captured
 
     def capture_to_save(self) -> Any:
-        """Return the complete state if this rank holds it."""
+        """Return the state for a checkpoint, with the complete optimizer state if this rank holds it."""
         captured, gathered = self.capture(), self._divided.gathered()
         if "divided" in captured and gathered is not None:
             places = {id(p): i for i, p in enumerate(self._parameters())}
@@ -282,7 +282,7 @@ class LocalParameter:
 
 
 def local_groups(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
-    """Return the parameters by group, replacing each parameter that is divided within the unit by its local part."""
+    """Return the parameters by group, with a stand-in for the local part of each distributed parameter."""
     return [[LocalParameter(p) if hasattr(p, "_local_tensor") else p for p in group] for group in groups]
 
 

@@ -129,7 +129,7 @@ class HeldTiles:
         return [self.states[view] for view in self._views[tile]]
 
     def spans(self) -> Iterator[tuple[Span, Parameter]]:
-        """Yield each span with its view of the parameter."""
+        """Yield each held span (range of elements of a parameter) with a view of these elements."""
         for tile in self.tiles:
             yield from zip(self.tiling.tiles[tile], self._views[tile], strict=True)
 

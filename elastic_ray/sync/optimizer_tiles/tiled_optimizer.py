@@ -174,8 +174,7 @@ class TiledOptimizer:
         self._pending = PendingUpdate(self._optimizer, held, self._holder.params, self._last.number + 1, generation)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make an update for which all ranks voted, with ``apply`` (the optimizer's step), and send parameters to all.
-        """
+        """Make an update for which all ranks voted, with the optimizer's step ``apply``; publish the parameters."""
         held = self._holder.held
         if held is None or not self._begun:
             result = apply(**kwargs)

@@ -209,8 +209,7 @@ class ShardedTable:
             )
 
     def push(self) -> None:
-        """Send this rank's row gradients to the row owners, and receive those for its own rows; called on every rank.
-        """
+        """Send row gradients to the row owners, and receive those for this rank's rows; called on every rank."""
         ids, gradient = self._shard.push(self._run.group.communicator, *self._local.take())
         update = _Update(self._last.number + 1, self._run.group.generation)
         before = self._pending
@@ -219,7 +218,7 @@ class ShardedTable:
         self._pending = _PendingRows(update, ids, gradient)
 
     def close(self) -> None:
-        """Close the accumulation of gradients, because the optimizer steps."""
+        """Stop adding row gradients to the current update, because the optimizer is about to step."""
         self._local.close()
         self._unused = False
 
@@ -409,7 +408,7 @@ class LocalGradients:
             self.waits = True
 
     def close(self) -> None:
-        """Close the accumulation of gradients, because the optimizer steps."""
+        """Stop adding gradients in this micro-step, because the optimizer steps; later gradients are ignored."""
         if not self._closed:
             self._carried += self._present
             self._present = []

@@ -112,8 +112,7 @@ class ShardHolder:
 
     @property
     def mine(self) -> tuple[Shard, ...]:
-        """Shards that this rank holds in the current layout: its own first, then the second copies of others' shards.
-        """
+        """Shards that this rank holds in the current layout: its own first, then second copies of other shards."""
         return tuple(self._held.shards[each] for each in self._layout.held_by(self._rank))
 
     def written(self) -> Written:
@@ -265,8 +264,7 @@ class ShardHolder:
         )
 
     def hand_over(self, group: Group, stays: Sequence[bool]) -> None:
-        """Copy shards until two staying ranks hold each (``stays[r]`` is True if rank r stays); called on every rank.
-        """
+        """Copy shards until two ranks r with ``stays[r]`` hold each, before others leave; called on every rank."""
         layout = self._layout
         given = hand_over([layout.holders(index) for index in range(layout.parts)], stays, COPIES)
         sent = [
@@ -336,7 +334,7 @@ class ShardHolder:
                 held.views[place].copy_(value[start:stop])
 
     def take_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy this rank's rows from whole states that were loaded into an optimizer, single or joint."""
+        """Copy this rank's rows from whole states that were loaded into ``optimizer``, which may be a joint one."""
         self.check_memory()
         options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for place, each in enumerate(self.params):

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 class RowDenominators:
     """Denominators by which an Adam-like optimizer divides gradients; a ``StatesSource`` for statistics.
 
-    Each rank measures the rows that it owns, in units of its optimizer state. Only one number per parameter is
-    exchanged, from which the lower bound of the parameter's denominators is computed.
+    Each rank computes the denominators of the rows that it owns. Only one number per parameter is exchanged, from
+    which the lower bound of the parameter's denominators is computed.
     """
 
     idle = False
@@ -421,8 +421,7 @@ class ScatteredRows(_Rows):
         self._before = None if before is None else as_real(before).reshape(-1)
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
-        """Return the sum over ranks of ``share * ||gradient||^2``, as a scalar tensor; ranks with share 0 are skipped.
-        """
+        """Return the sum over ranks of ``share * ||gradient||^2`` as a scalar tensor; shares of 0 are skipped."""
         gradients = self._parts * self._roots.reciprocal().nan_to_num(posinf=0.0)
         if self._before is not None:
             gradients += self._before * self._roots

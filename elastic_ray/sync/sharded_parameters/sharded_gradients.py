@@ -347,7 +347,7 @@ class ShardedGradients(Participant):
 
     @property
     def strategy_key(self) -> str:
-        """Key under which step times are recorded; equal keys are comparable."""
+        """Key under which step times are recorded; step times with equal keys are comparable."""
         return checks.key_of(self._collectives.shard_size)
 
     def set_strategy(self, strategy: object) -> None:

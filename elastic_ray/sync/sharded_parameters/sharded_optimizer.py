@@ -234,8 +234,7 @@ class ShardedOptimizer:
         self._run.tell("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Copy shards until two staying ranks hold each (``stays[r]`` is True if rank r stays); called on every rank.
-        """
+        """Copy shards until two ranks r with ``stays[r]`` hold each, before others leave; called on every rank."""
         if self.divided and not all(stays):
             self._holder.hand_over(self._run.group, stays)
 

@@ -75,8 +75,7 @@ class SlicedBucket(Bucket):
         return super().put(weight, sums=sums)
 
     def give(self, own: Tensor) -> None:
-        """Store the sent gradients ``own`` of this rank, and replace ``.grad`` of each parameter by a sliced gradient.
-        """
+        """Store this rank's sent gradients ``own``, and replace ``.grad`` of each parameter by a sliced gradient."""
         self._own = own
         self.grads = []
         self._contents = {}
@@ -93,10 +92,7 @@ class SlicedBucket(Bucket):
         self._kept, self._received = list(kept), list(received)
 
     def numbers(self) -> Tensor:
-        """Return statistics of the parts that this rank summed, [parameters, 3] in float64 on the CPU.
-
-        They are the squared norm, and the numbers of NaNs and infinities.
-        """
+        """Return squared norm, NaN count and infinity count of this rank's sums, [parameters, 3] in float64."""
         found = torch.zeros(len(self.params), NUMBERS, dtype=torch.float64)
         kept = self._kept or []
         if not kept:

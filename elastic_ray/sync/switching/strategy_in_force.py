@@ -147,7 +147,7 @@ class StrategyTuner:
         return consider(profile, self._model.topology, present, exact=auto.exact, most=most, works=works)
 
     def enter_group(self) -> None:
-        """Enter a group: reuse the strategy chosen for such a group (ranks over nodes) before, or start to measure."""
+        """Enter a group: reuse the strategy chosen earlier for this distribution over nodes, or start to measure."""
         self._since_s, self._step, self._entered_s = None, None, time.monotonic()
         form = self._form_of(self._model.topology)
         if form != self._form:
@@ -285,7 +285,7 @@ class StrategyInForce:
 
     @property
     def key(self) -> str | None:
-        """Key under which step times are recorded; equal keys are comparable. None while a strategy is being chosen.
+        """Key under which step times are recorded, comparable if keys are equal; None while a strategy is chosen.
 
         A chosen strategy has the prefix ``auto/``, because the choice may be different in another group.
         """
@@ -387,7 +387,7 @@ class StrategyInForce:
             self.wanted = None
 
     def capture(self) -> dict[str, Any]:
-        """Return the tuner's state, and the strategy if it differs from the initial one."""
+        """Return the state for joiners and checkpoints: the tuner's, and the strategy if it is not the initial one."""
         asked = self.asked
         strategy = asked.strategy if asked is not None else self.wanted or self.plan.strategy
         tuner = asked.tuner if asked is not None else self.tuner

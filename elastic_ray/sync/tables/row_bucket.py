@@ -165,7 +165,7 @@ class RowBucket:
         self.held, self._carried, self._flat = no_rows(self.table.param), None, None
 
     def note_used(self) -> None:
-        """Record whether the table had a gradient, for later micro-steps of the same step."""
+        """Record whether the table had a gradient in this micro-step or earlier ones of the same step."""
         self.used = [self._has_gradient or any(self.used)]
 
     def take(self, rows: TouchedRows, *, sparse: bool | None) -> None:
