@@ -304,7 +304,7 @@ class GradientEngine(Participant):
         self._reducer.end_lost_pass(give_zeros)
 
     def before_update(self) -> None:
-        """Close the accumulation of gradients before the optimizer's update; later gradients belong to another loss.
+        """Stop the accumulation of gradients before the optimizer's update; later gradients belong to another loss.
 
         Raises RuntimeError: gradients of parameters in tiles were not averaged over the ranks.
         """

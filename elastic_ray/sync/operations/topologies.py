@@ -40,7 +40,7 @@ class Round:
 
 
 def cut(span: Span, parts: int) -> list[Span]:
-    """Return ``parts`` consecutive spans that divide a span, whose lengths differ by at most one."""
+    """Divide a span into ``parts`` consecutive spans, whose lengths differ by at most one."""
     begin, end = span
     edges = [begin + (end - begin) * i // parts for i in range(parts + 1)]
     return list(itertools.pairwise(edges))

@@ -88,7 +88,8 @@ def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: in
         nodes: Name of each rank's node.
         copies: Number of owners per tile, at least 1.
 
-    The first owner of a tile sends it to ranks that need it; each rank is the first owner of about equally many tiles.
+    A tile's first owner supplies its contents to ranks that do not hold the tile; each rank is the first owner of about
+    equally many tiles.
     """
     world = len(held)
     copies = min(copies, world)
