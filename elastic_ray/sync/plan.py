@@ -123,7 +123,7 @@ class Topology:
 
     @property
     def why_flat(self) -> str:
-        """Reason why ``"two_level"`` does not apply to the group; empty if it does."""
+        """Reason why the ``"two_level"`` all-reduce does not apply to the group; empty if it does."""
         there = len(set(self.level_numbers))
         if there == 1:
             return "all ranks are on one node"

@@ -36,7 +36,7 @@ class JointOptimizer(torch.optim.Optimizer):
         return JointStates(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError, because it is unknown to which optimizer the group should be added."""
+        """Raise RuntimeError, because it is unknown which optimizer should step the new group."""
         raise RuntimeError(
             "parameter groups of one of several optimizers must be there when the model is wrapped: give the "
             "optimizer all parameters first, and freeze them with requires_grad_(False) until they are to be trained"
