@@ -144,7 +144,7 @@ class GradientReducer:
         self._knows = False  # as a joiner: what user code sends within a backward pass is in one order on all ranks
 
     def follow(self, *, changed: bool) -> None:
-        """Rebuild the buckets before a forward pass, if parameters were unfrozen or the layout has ``changed``."""
+        """Rebuild the buckets before a forward pass, if parameters were unfrozen or the layout must change."""
         if self._running and torch._C._current_graph_task_id() == -1:
             self._running = False  # user code has caught an exception of a backward pass
         if self._running or not (changed or self._trainable.changed()):
