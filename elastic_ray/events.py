@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EventKind(str, enum.Enum):
-    """Kind of a job event; the string is the one in the JSON log.
+    """Kind of a job event; its value is the string in the JSON log.
 
     Examples:
         >>> from elastic_ray.events import EventKind

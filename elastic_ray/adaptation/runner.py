@@ -107,12 +107,12 @@ class SharedValues:
             self.wish_for((None, None))
 
     def to_state(self) -> dict[str, Any]:
-        """Return the effects as plain values."""
+        """Return the policies' effects as plain values, for :meth:`from_state`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SharedValues:
-        """Return the effects that :meth:`to_state` returned as plain values."""
+        """Return the policies' effects, restored from the plain values that :meth:`to_state` returned."""
         values = cls(**state)
         for name in ("wish", "stopped"):
             pair = getattr(values, name)

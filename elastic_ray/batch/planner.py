@@ -386,10 +386,10 @@ class BatchPlanner:
         return notice
 
     def out_of_memory(self, atomic_bsz: int, *, more_than_equal: bool = False) -> str:
-        """Lower the bound on samples per worker and return a message; raises ``BatchDoesNotFitError`` at the smallest.
+        """Lower the bound on a worker's samples; return a message, or raise ``BatchDoesNotFitError`` at the minimum.
 
         Args:
-            atomic_bsz: Samples with which a worker failed.
+            atomic_bsz: Samples with which a worker ran out of memory.
             more_than_equal: The worker had more than an equal share of the step. Shares are then equal from now on, and
                 the bound stays, because no batch with equal shares has failed.
         """

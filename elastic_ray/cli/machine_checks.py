@@ -209,7 +209,7 @@ def check_traps() -> Check:
 
 
 def is_there(wanted: str, names: list[str]) -> bool:
-    """True if NCCL's interface setting ``wanted`` (prefixes; exact after ``=``) fits any name, or excludes (``^``)."""
+    """True if NCCL's setting ``wanted`` fits any interface (prefixes; exact names after ``=``; always for ``^``)."""
     if wanted.startswith("^"):
         return True
     exact, given = wanted.startswith("="), wanted.lstrip("=").split(",")

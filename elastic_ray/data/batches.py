@@ -481,7 +481,7 @@ class StreamBatches:
         """Do nothing: the stream is read in this process."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the batches of the stream's next step; its ``total`` counts only the samples seen so far."""
+        """Return the stream's next step, divided by ``cut``; its ``total`` counts only the samples read so far."""
         stream = self._stream
         assert stream is not None, "begin() comes first"
         drawn = stream.next_step(

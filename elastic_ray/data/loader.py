@@ -47,7 +47,7 @@ class PlanFacts:
         self._first = item_facts(given.dataset)
 
     def of(self, epoch: int, limits: BatchLimits) -> dict[str, Any]:
-        """Return the settings for one pass, as plain values keyed by name."""
+        """Return the settings that apply to one pass over the data, as plain values keyed by name."""
         batch = dataclasses.asdict(limits)
         items = self._source.facts(epoch)
         return {"batch_size": batch.pop("init_batch_size"), **batch, **self._options, **still_facts(items, self._first)}

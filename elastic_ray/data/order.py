@@ -126,7 +126,7 @@ class SamplerOrder:
 
 
 def order_for(dataset: Any, *, shuffle: bool = True, sampler: Iterable[Any] | None = None) -> EpochOrder:
-    """Return the epoch order of a map-style `dataset`.
+    """Return the rule that orders the samples of a map-style `dataset` in each epoch.
 
     If a sampler is given, it alone decides and `shuffle` is ignored. Of torch's DistributedSampler only `shuffle` and
     `seed` are used, not its sharding and padding (see also `drops_last`). Without a sampler, `shuffle` selects the

@@ -175,7 +175,7 @@ class Experiment:
             port: Port of the web page and REST API; 0 picks a free one.
 
         Raises:
-            ExperimentFailedError: The Ray cluster, NNI's manager or the tuner has failed; has the results so far.
+            ExperimentFailedError: The Ray cluster, NNI's manager or the tuner failed. The error holds the results.
             ImpossibleResourcesError: The cluster could never run a trial.
             RuntimeError: The port is in use, or another experiment of this name is running.
         """

@@ -220,7 +220,7 @@ class ElasticFitLoop(_FitLoop):
 
     @property
     def done(self) -> bool:
-        """True if Lightning is done, all epochs of the job are, or a policy has ended the training."""
+        """True if Lightning's limits are reached, the job's epochs are done, or a policy has ended the training."""
         return not self._came_later and (super().done or (self._epochs is not None and self._epochs.done))
 
     def on_advance_start(self) -> None:
@@ -249,7 +249,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
 
     @property
     def done(self) -> bool:
-        """True if Lightning is done; a worker that joined mid-epoch first checks the pass for further batches."""
+        """True if Lightning ends the epoch here; a worker that joined mid-epoch first checks for further batches."""
         return not self._came_later and super().done
 
     def reset(self) -> None:

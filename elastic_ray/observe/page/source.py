@@ -96,8 +96,8 @@ class Source(Protocol):
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
         """Return the outlook (expected size and end) of each running job, on the existing nodes and on ``nodes``.
 
-        ``nodes`` is text such as ``T4:4x8``; ``policy`` names the policy there. Raises InputError: either is invalid,
-        or no job runs.
+        ``nodes`` is text such as ``T4:4x8``; ``policy`` names the policy used on it. Raises InputError: either is
+        invalid, or no job runs.
         """
 
     def act(self, job: str, action: str, workers: int | None) -> str:

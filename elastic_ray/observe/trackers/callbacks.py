@@ -383,7 +383,7 @@ def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
 
 
 def state_of(logger: Any, trial: TrialView | None) -> str | None:
-    """Return the state from which a logger can resume its run; None without one, or if it is too large or no JSON."""
+    """Return the state from which a logger can resume its run; None if it is missing, too large or not JSON."""
     runs = getattr(logger, "_trial_runs", None)
     if _is(logger, "MLflowLoggerCallback") and isinstance(runs, dict) and trial in runs:
         return f"mlflow:{runs[trial]}"
