@@ -71,16 +71,33 @@ class Adam:
     """
 
     by_noise: bool = True  # the rate's factor is the square root of the gain; else that of the scale, as :class:`Sqrt`
+    least_beta2: float = 0.0  # a larger batch reduces beta2 to this at most; Seesaw: ``LEAST_BETA2``
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least_beta2 < 1:
+            raise ValueError(f"least_beta2 must be 0 or more and below 1, but got {self.least_beta2}")
+
+    def memory_scale(self, beta2: float, scale: float) -> float:
+        """Return e of beta2' = beta2^e: the scale, but at most so much that beta2' >= min(beta2, least_beta2)."""
+        if scale <= 1 or not self.least_beta2:
+            return scale
+        return min(scale, max(1.0, math.log(self.least_beta2) / math.log(beta2)))
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         rule = AdamScale() if self.by_noise else Sqrt()
         return rule.factors(scale, noise, progress)
 
 
-def adam_options(group: Mapping[str, Any], scale: float, factor: float, correction: float) -> dict[str, Any]:
+LEAST_BETA2 = 0.95
+"""What large batches are trained with: v is then the mean of some 20 gradients, and of fewer it is too noisy."""
+
+
+def adam_options(
+    group: Mapping[str, Any], scale: float, factor: float, correction: float, memory: float
+) -> dict[str, Any]:
     """Return the options, except the rate, of an Adam parameter group for a batch of ``scale`` x the initial one.
 
-        beta1', beta2' = beta1^scale, beta2^scale      the moments' half-lives are the same in samples
+        beta1', beta2' = beta1^scale, beta2^memory     with memory = scale, half-lives are the same in samples
         eps'          = eps / sqrt(scale) x c        scales like the gradient noise, to which it is added
         weight_decay' = weight_decay x scale / (factor x c)      its half-life lr x weight_decay is the same in samples
 
@@ -93,9 +110,10 @@ def adam_options(group: Mapping[str, Any], scale: float, factor: float, correcti
         scale: Global / initial batch size.
         factor: Factor of the learning rate, from the scaling rule.
         correction: c, by which the learning rate is also multiplied, see :func:`bias_correction`.
+        memory: e of :meth:`Adam.memory_scale`.
     """
     beta1, beta2 = group["betas"]
-    found: dict[str, Any] = {"betas": (beta1**scale, beta2**scale)}
+    found: dict[str, Any] = {"betas": (beta1**scale, beta2**memory)}
     if isinstance(group.get("eps"), int | float):
         found["eps"] = group["eps"] / math.sqrt(scale) * correction
     if group.get("decoupled_weight_decay") and factor > 0:

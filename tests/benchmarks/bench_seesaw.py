@@ -6,13 +6,13 @@ worse ones. Then for each seed: AdamW with a cosine to 0 at the fixed batch, and
 whose batch may grow to ``--cap`` times the first one. Both have the same rate, rows and initial weights.
 
 Before that a few steps are timed: a run has as many tokens as fit ``--minutes``, all runs and the search together, and
-each row of text is used at most once.
+each row of text is used at most once. ``--steps`` gives the steps of the fixed batch instead.
 
 Two forms: ``small`` (1.1 M parameters, batches of 512 tokens) and ``large`` (11 M, 8192 tokens; bf16 on a GPU).
 
     python tests/benchmarks/bench_seesaw.py --minutes 15                                small, on a CPU
     python tests/benchmarks/bench_seesaw.py --device cuda --form large --minutes 5      on a GPU
-        [--seeds 3] [--cap 4] [--rate 1e-3 (no search)] [--profiles FOLDER]
+        [--seeds 3] [--cap 4] [--rate 1e-3 (no search)] [--steps 800] [--profiles FOLDER]
 
 Bars: mean loss at most 0.5 % above that of the fixed batch, with at most 0.7 x its steps.
 
@@ -371,6 +371,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--form", choices=FORMS, default="small")
     parser.add_argument("--minutes", type=float, default=15.0, help="of all runs together")
+    parser.add_argument("--steps", type=int, default=None, help="of a run at the fixed batch, in place of --minutes")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cap", type=int, default=4, help="largest batch, in first ones")
     parser.add_argument("--rate", type=float, default=None, help="highest rate; found first if left out")
@@ -378,14 +379,18 @@ def main() -> None:
     parser.add_argument("--profiles", type=Path, default=None, help="published step times, for the simulated time")
     options = parser.parse_args()
     profiles = [] if options.profiles is None else profiles_in(options.profiles)  # a wrong folder is an error at once
-    if options.minutes <= 0 or options.seeds < 1 or options.cap < 2:
-        parser.error("needs --minutes above 0, --seeds of 1 or more and --cap of 2 or more")
+    if options.minutes <= 0 or options.seeds < 1 or options.cap < 2 or (options.steps or LEAST_STEPS) < LEAST_STEPS:
+        parser.error(f"needs --minutes above 0, --seeds of 1 or more, --cap of 2 or more, --steps from {LEAST_STEPS}")
     import torch
 
     torch.set_num_threads(options.threads)
     task = prepare(FORMS[options.form], options.device)
     seeds, minutes = (1, 0.5) if options.quick else (options.seeds, options.minutes)
-    planned = affordable(task, minutes, seeds, searches=options.rate is None)
+    planned = options.steps or affordable(task, minutes, seeds, searches=options.rate is None)
+    if planned * task.form.batch > len(task.rows):
+        parser.error(
+            f"--steps must be at most {len(task.rows) // task.form.batch}, for the text ends, but got {planned}"
+        )
     rate = options.rate or tuned(task, planned)
     rows = []
     for seed, (name, cap) in itertools.product(range(seeds), (("cosine", 1), ("seesaw", options.cap))):
