@@ -56,7 +56,7 @@ class Life:
         if not self.settings:
             return policy
         try:
-            return dataclasses.replace(policy, **self.settings)  # type: ignore[type-var]
+            return dataclasses.replace(policy, **self.settings)
         except (TypeError, ValueError) as error:
             raise InputError(f"settings of policy {self.policy!r} of a recording: {error}") from error
 
