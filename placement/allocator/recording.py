@@ -92,7 +92,7 @@ class Recorder:
 def _settings(policy: Policy) -> dict[str, Any]:
     """Return the settings of a policy included in the package: numbers, names and booleans."""
     kind: Any = type(policy)
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    fields = dataclasses.fields(kind) if is_dataclass(kind) else ()
     chosen = {field.name: getattr(policy, field.name) for field in fields if field.init}
     return {name: value for name, value in chosen.items() if isinstance(value, (bool, int, float, str))}
 
@@ -114,7 +114,7 @@ def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
     if value is None:
         return None
     plain = functools.partial(_plain, whole=whole)
-    if dataclasses.is_dataclass(kind):
+    if is_dataclass(kind):
         said = [(field, hint, getattr(value, field.name)) for field, hint in recorded_fields(kind)]
         return {field.name: plain(hint, each) for field, hint, each in said if whole or each != _default(field)}
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -138,6 +138,11 @@ def recorded_fields(kind: Any) -> tuple[tuple[dataclasses.Field[Any], Any], ...]
     hints = typing.get_type_hints(kind, localns=_LATE)
     left_out = _SHELLS_OWN if kind is AllocatorConfig else ()
     return tuple((field, hints[field.name]) for field in dataclasses.fields(kind) if field.name not in left_out)
+
+
+def is_dataclass(kind: Any) -> bool:
+    """Return ``dataclasses.is_dataclass(kind)`` without narrowing the type of ``kind``."""
+    return dataclasses.is_dataclass(kind)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

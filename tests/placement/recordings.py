@@ -14,7 +14,7 @@ from typing import Any
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import Event
-from placement.allocator.recording import FORMAT, inner_type, member_types, recorded_fields
+from placement.allocator.recording import FORMAT, inner_type, is_dataclass, member_types, recorded_fields
 from placement.allocator.snapshot import DecisionRecord
 from placement.errors import InputError
 from placement.goodput.model import GoodputModel
@@ -56,7 +56,7 @@ class Life:
         if not self.settings:
             return policy
         try:
-            return dataclasses.replace(policy, **self.settings)  # type: ignore[type-var]
+            return dataclasses.replace(policy, **self.settings)
         except (TypeError, ValueError) as error:
             raise InputError(f"settings of policy {self.policy!r} of a recording: {error}") from error
 
@@ -113,7 +113,7 @@ def _built(kind: Any, plain: Any) -> Any:
     """Return a value of this type, the inverse of ``_plain``. Raise TypeError or ValueError if it is invalid."""
     if kind is Any:
         return plain
-    if dataclasses.is_dataclass(kind):
+    if is_dataclass(kind):
         return _object(kind, plain)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
