@@ -201,8 +201,8 @@ class ShardedGradients(Participant):
                 raise RuntimeError(
                     "gradients of a sharded model cannot be added up over several steps of a loader: call "
                     "optimizer.step() in each of them, or let the loader accumulate "
-                    "(autoscale_batch_size(..., gradient_accumulation=True)). Gradients that are not needed are dropped "
-                    "by optimizer.zero_grad() before backward()"
+                    "(autoscale_batch_size(..., gradient_accumulation=True)). optimizer.zero_grad() before backward() "
+                    "drops gradients that are not needed"
                 )
             self._step = step
             self._micro_steps.forget()
