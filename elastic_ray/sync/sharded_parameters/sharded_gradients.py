@@ -197,11 +197,12 @@ class ShardedGradients(Participant):
         if step.weighed:
             raise RuntimeError("loader.weigh(n) and a sharded model exclude each other: see docs/sharded-models.md")
         if step is not self._step:
-            if self._waits:
+            if self._waits and any(each.param.grad is not None for each in self._optimizer.params):
                 raise RuntimeError(
                     "gradients of a sharded model cannot be added up over several steps of a loader: call "
                     "optimizer.step() in each of them, or let the loader accumulate "
-                    "(autoscale_batch_size(..., gradient_accumulation=True))"
+                    "(autoscale_batch_size(..., gradient_accumulation=True)). optimizer.zero_grad() before backward() "
+                    "drops gradients that are not needed"
                 )
             self._step = step
             self._micro_steps.discard()
