@@ -62,7 +62,7 @@ PRIVATE_NAMES = {
     "background work and peers of a saver, notifier or exchange, which a test waits for": """_background _busy
         _looking _making _parts _pulled _pulls""",
     "a coordinator without Ray's data, driven from within": """_close _datasets _lock _loop _packed _readers
-        _streams _tell _waiting""",
+        _streams _wake _waiting""",
 }
 # Test modules whose helpers others still import; a helper belongs in a module that is no test.
 LENDING_TESTS = 0

@@ -254,7 +254,7 @@ class TrialJob:
                 self._handle.leave()
                 return
         self._delete_untaken()
-        self._tell("closed", self._run)
+        self._send("closed", self._run)
 
     def _compare(self, report: Report, promise: Promise) -> None:
         """Send the trial's metric values to the sweep."""
@@ -270,7 +270,7 @@ class TrialJob:
             told = (printable(self.job), report.index, printable(missing))  # in a process whose log is not ours
             logger.warning("trial %s counts as the worst after report %d: %s", *told)
         before = report.index - len(self._values)  # those before the checkpoint that this run started from
-        self._tell("tell", self.job, before, self._values)
+        self._send("tell", self.job, before, self._values)
 
     def _start(self, config: Mapping[str, Any]) -> JobHandle:
         """Start a new job of the trial in a new run directory.
@@ -335,7 +335,7 @@ class TrialJob:
         if note["key"] != self._key or not (own or start == spec.trial.start_from):
             handle.stop(now=True)  # the sweep wants something else of the trial
             handle.wait(_STOP_TIMEOUT_S)
-            self._tell("closed", spec.trial.controller)
+            self._send("closed", spec.trial.controller)
             return None
         self._run = spec.trial.controller
         if own and start is not None:
@@ -348,7 +348,7 @@ class TrialJob:
         logger.info("trial %s: its job still runs, and continues", self.job)
         return handle
 
-    def _tell(self, method: str, *arguments: Any) -> None:
+    def _send(self, method: str, *arguments: Any) -> None:
         """Send the sweep's actor a message, if the actor exists."""
         with contextlib.suppress(RayError, ValueError):
             if (sweep := find_actor(f"sweep:{self._sweep}")) is not None:

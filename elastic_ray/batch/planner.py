@@ -349,15 +349,15 @@ class BatchPlanner:
             return None
         gpu, snapshot = self._fitting
         self._tuners[gpu].set_model(model)
-        self._tell(gpu, snapshot)
+        self._log_fit(gpu, snapshot)
         return self._reconsider() if gpu == self._gpu else None
 
     def close(self) -> None:
         """Finish the planner at the job's end, adding measurements since the last fit to :attr:`observations`."""
         for gpu, tuner in self._tuners.items():
-            self._tell(gpu, tuner.snapshot())
+            self._log_fit(gpu, tuner.snapshot())
 
-    def _tell(self, gpu: str | None, snapshot: TunerSnapshot) -> None:
+    def _log_fit(self, gpu: str | None, snapshot: TunerSnapshot) -> None:
         measured, first = self._measured, self._strategy
         if measured is not None and first is not None and outdated(first, measured.strategy, same_workers=False):
             return  # set by hand since: what others know the model by has another strategy

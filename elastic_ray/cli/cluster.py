@@ -321,7 +321,7 @@ def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, An
     Raises ClickException: a quota is for a resource that no node has.
     """
     connect()
-    return _settle("settings", *([] if wanted is None else [wanted]))
+    return _ask_or_start("settings", *([] if wanted is None else [wanted]))
 
 
 def apply_settings(wanted: OperatorSettings) -> Mapping[str, Any]:
@@ -330,10 +330,10 @@ def apply_settings(wanted: OperatorSettings) -> Mapping[str, Any]:
     Raises ClickException: a quota is for a resource that no node has.
     """
     connect()
-    return _settle("apply", wanted)
+    return _ask_or_start("apply", wanted)
 
 
-def _settle(method: str, *arguments: Any) -> Mapping[str, Any]:
+def _ask_or_start(method: str, *arguments: Any) -> Mapping[str, Any]:
     """Call the allocator, which is started if there is none, and return its answer."""
     deadline_s = time.monotonic() + _START_S
     try:

@@ -40,7 +40,7 @@ def resume_all(storage: str) -> None:
     from elastic_ray.cli.submit import send_again
 
     cluster.connect()
-    found = _look(storage, {each.job: each for each in cluster.known_jobs()})
+    found = _poll(storage, {each.job: each for each in cluster.known_jobs()})
     scripts: dict[str, list[SubmittedJob]] = {}
     for job in found.jobs:
         scripts.setdefault(job.next_submission, []).append(job)
@@ -69,7 +69,7 @@ def resume_all(storage: str) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _look(storage: str, known: Mapping[str, JobAnswers]) -> _Found:
+def _poll(storage: str, known: Mapping[str, JobAnswers]) -> _Found:
     """Inspect all runs and sweeps in a storage path."""
     import pyarrow.fs
 

@@ -82,7 +82,7 @@ class Announcer:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: this rank has not completed its previous announcement.
         """
-        self._begin(what, loader_steps, fingerprint, payload)
+        self._start(what, loader_steps, fingerprint, payload)
         self._unanswered = True
         if self._work is None:
             self._post()
@@ -92,7 +92,7 @@ class Announcer:
 
         Raises RanksDisagreeError: this rank has not completed its previous announcement.
         """
-        self._begin(what, loader_steps, 0, ())
+        self._start(what, loader_steps, 0, ())
 
     @property
     def in_phase(self) -> bool:
@@ -245,7 +245,7 @@ class Announcer:
 
         Raises RanksDisagreeError: another rank was seen to continue training during the wait.
         """
-        self._begin(what, loader_steps, fingerprint, ())
+        self._start(what, loader_steps, fingerprint, ())
         self._open = None
         until_s = time.monotonic() + wait_s
         self._work = None  # an outdated announcement, after which these are queued
@@ -308,7 +308,7 @@ class Announcer:
         tag = float((loader_steps + sample_tag) % _TAGS)
         return tag, tag * tag
 
-    def _begin(self, what: Announced, loader_steps: int, fingerprint: int, payload: Sequence[float]) -> None:
+    def _start(self, what: Announced, loader_steps: int, fingerprint: int, payload: Sequence[float]) -> None:
         """Start a phase; raises RanksDisagreeError if the previous phase was not completed."""
         if self._refused is not None:
             raise self._refused  # user code has caught it the first time

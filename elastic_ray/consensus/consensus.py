@@ -415,7 +415,7 @@ class RankConsensus:
             self._reads_differ = True
             self._warn(_READS_DIFFER)
 
-    def _follow(self, end: Announced, join: Callable[[Announced], None]) -> None:
+    def _join_collectives(self, end: Announced, join: Callable[[Announced], None]) -> None:
         """Participate in collectives of the ranks with samples until all reach the step's end; see :meth:`vote`."""
         while True:
             self.announce(Announced(Intent.IDLE, end.index, end.detail))
@@ -457,7 +457,7 @@ class RankConsensus:
             if join is None:
                 self.agree_on(what)
             else:
-                self._follow(what, join)
+                self._join_collectives(what, join)
             added = with_names_of_first_rank(communicator, added)
         commits = what.intent is Intent.EDGE and what.index == 1
         own = self._part_values(communicator.rank) if commits else []

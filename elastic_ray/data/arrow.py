@@ -106,7 +106,7 @@ class ArrowDataset:
             raise ValueError(f"the dataset must have at least 1 row, but {_shown(paths)} have none")
         self._buffer_row_groups = buffer_row_groups
         self._transform = transform
-        self._forget()
+        self._discard()
 
     def __len__(self) -> int:
         """Return the number of rows in all files."""
@@ -165,7 +165,7 @@ class ArrowDataset:
         if self._process != os.getpid():
             # a forked child must not use its parent's connections and threads: open its own
             self._filesystem = pickle.loads(pickle.dumps(self._filesystem))
-            self._forget()
+            self._discard()
         return _cached(self._tables, group, self.read_row_group, 2 * self._buffer_row_groups)
 
     def _fragment(self, file: int) -> Any:
@@ -175,7 +175,7 @@ class ArrowDataset:
         path, partition = self._files[file]
         return _PARQUET.make_fragment(path, filesystem=self._filesystem, partition_expression=partition)
 
-    def _forget(self) -> None:
+    def _discard(self) -> None:
         self._process = os.getpid()
         self._tables: OrderedDict[int, pa.Table] = OrderedDict()
         self._fragments: OrderedDict[int, Any] = OrderedDict()
@@ -186,7 +186,7 @@ class ArrowDataset:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget()
+        self._discard()
 
 
 class WindowedOrder:

@@ -101,15 +101,15 @@ class FollowsEpochs:
             if self._hook is not None:
                 self._hook(dataset, batch.epoch)
         if getattr(dataset, "__getitems__", None):
-            self._begin(batch, 0)
+            self._start(batch, 0)
             return dataset.__getitems__(list(batch))  # as torch's fetcher: whatever collate_fn takes
         found = []
         for number, index in enumerate(batch):
-            self._begin(batch, number)
+            self._start(batch, number)
             found.append(dataset[index])
         return found
 
-    def _begin(self, batch: EpochBatch, number: int) -> None:
+    def _start(self, batch: EpochBatch, number: int) -> None:
         """Seed the generators for the batch's sample ``number``, which is about to be loaded."""
         if self._seed is not None:
             seed_sample(self._seed, batch.epoch, batch.first + number)

@@ -225,7 +225,7 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._note)
+            signal.signal(signal.SIGINT, self._on_interrupt)
             self._handles = True
         return self
 
@@ -233,7 +233,7 @@ class Interrupts:
         if self._handles:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._seen = True
         signal.default_int_handler(number, frame)
 

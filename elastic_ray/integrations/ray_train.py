@@ -62,7 +62,7 @@ class PassEpochs:
         if self._first is None or self._first() is None:  # or the code makes its loaders anew in each epoch
             self._first = weakref.ref(loader)
         if self._first() is loader:
-            self._goes_by = self._comes_before(self._passes)
+            self._goes_by = self._precedes(self._passes)
             self._passes += 1
             if not self._goes_by:
                 self._end_epoch()
@@ -83,7 +83,7 @@ class PassEpochs:
             for module in self._models:
                 module.zero_grad()
 
-    def _comes_before(self, number: int) -> bool:
+    def _precedes(self, number: int) -> bool:
         """True if the other workers have finished pass `number`; joins the job if that is unknown."""
         session = self._session
         if not session.synced:

@@ -33,7 +33,7 @@ class AllocatorClient:
     def __init__(
         self, spec: JobSpec, controller: Any, view: Callable[[], JobView], hear: Callable[[HeartbeatReply], None]
     ) -> None:
-        self._spec, self._controller, self._view, self._hear = spec, controller, view, hear
+        self._spec, self._controller, self._view, self._receive = spec, controller, view, hear
         self.nodes = 1  # how many nodes there are that could run a worker of the job, as the allocator said last
         filesystem, path = resolve(spec.storage_path, spec.storage_filesystem)
         root = posixpath.dirname(path) if spec.trial is None else spec.trial.knowledge_path
@@ -86,7 +86,7 @@ class AllocatorClient:
             answer: HeartbeatReply = await self._answer(beat)
         except VersionError as error:
             self._complain(str(error))
-            self._hear(HeartbeatReply(priors={}, knows_root=False, note=str(error)))
+            self._receive(HeartbeatReply(priors={}, knows_root=False, note=str(error)))
             return
         except (RayError, asyncio.TimeoutError, ValueError, RuntimeError) as error:  # it may be restarting
             self._complain(f"{str(error) or type(error).__name__}; trying again")
@@ -94,7 +94,7 @@ class AllocatorClient:
             return
         self._root_is_known, self._answers, self.nodes = answer.knows_root, True, answer.nodes
         self._bill = answer.bill or self._bill
-        self._hear(answer)
+        self._receive(answer)
 
     async def _answer(self, beat: Any) -> Any:
         """Wait for the answer to a call, since another call would only add load to a busy allocator."""

@@ -41,7 +41,7 @@ class ReportIntake:
         if message.again:
             # Of an earlier controller; any checkpoint of it has been found in storage.
             if (report := self._record.report_again(message, workers)) is not None:
-                self._take(report)
+                self._enqueue(report)
             return
         self._writer.delete(self._record.report(message, workers))
         if message.problem:
@@ -49,14 +49,14 @@ class ReportIntake:
         trial = self._trial
         if message.checkpoint_ref is not None and trial is not None and trial.sweep is not None:
             trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.checkpoint_ref,))
-        self._take(report_of(message, workers))
+        self._enqueue(report_of(message, workers))
         await self.queue.wait_for_reader(message.index)
 
     def restore(self, checkpoint: StoredCheckpoint) -> None:
         """Handle a checkpoint that rank 0 stored, but could not report before it was lost."""
-        self._take(self._record.restored(checkpoint))
+        self._enqueue(self._record.restored(checkpoint))
 
-    def _take(self, report: Report) -> None:
+    def _enqueue(self, report: Report) -> None:
         self.queue.put(report)
         self._trackers.report(report)
 
@@ -74,7 +74,7 @@ class ReportIntake:
         Raises OSError: the stored reports cannot be read.
         """
         for report in await self._writer.catch_up(first_report):
-            self._take(report)
+            self._enqueue(report)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -208,7 +208,7 @@ class JobController:
             self._job.recall(*remembered)
         self._main = asyncio.get_event_loop().create_task(self._run())
 
-    def _forget(self) -> None:
+    def _discard(self) -> None:
         """Delete the journal, aliases and stored train function, because no replacement controller will need them."""
         self._journal.close(delete=True)
         for own, alias in aliases(f"{_PREFIX}{self._name}", whole=True):
@@ -393,7 +393,7 @@ class JobController:
         await self._job.group.actors.refilled()
         if self._spec.trial is None and self._spec.elastic.warm_workers_per_node and read_config(os.environ).on:
             await asyncio.to_thread(prepare_next)
-        await asyncio.to_thread(self._forget)
+        await asyncio.to_thread(self._discard)
         self._end()
 
     async def _run_job(self) -> None:

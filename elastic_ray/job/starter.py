@@ -53,7 +53,7 @@ class JobStarter:
             return
         self._opened = True
         try:
-            await self._look(self._spec.elastic.storage_timeout_s)
+            await self._poll(self._spec.elastic.storage_timeout_s)
             if self._first_report is not None:
                 await self._reports.catch_up(self._first_report)
         except OSError as error:
@@ -84,7 +84,7 @@ class JobStarter:
         timeout_s = self._spec.elastic.storage_timeout_s
         knows = self._record.looked or self._record.resume_point is not None
         try:
-            await self._look(min(_LOOK_AGAIN_S, timeout_s) if knows else timeout_s)
+            await self._poll(min(_LOOK_AGAIN_S, timeout_s) if knows else timeout_s)
         except Exception as error:  # whatever it is, the job must not wait for ever
             if not knows:  # as after the controller's own restart: to start anew would lose what was trained
                 self._job.finish(JobPhase.FAILED, error=unreadable(self._spec, error))
@@ -107,7 +107,7 @@ class JobStarter:
             self.later = None
             self._job.allocate(later.nodes, later.reason, later.draining)
 
-    async def _look(self, timeout_s: float) -> None:
+    async def _poll(self, timeout_s: float) -> None:
         """Read the run's stored state. Raises OSError: it cannot be read within ``timeout_s``."""
         stored = await self._writer.poll(timeout_s)
         self._writer.delete(self._record.found(stored))

@@ -75,7 +75,7 @@ class JobSupervisor:
         self._trackers = RunTrackers(spec, run_of(spec), self.events.warn)
         self._metrics = JobMetrics(spec, self._planner, self.status, lambda: self.record.events, MetricWriter())
         self.reports = ReportIntake(spec, self.record, self._writer, self.events.storage, self._trackers)
-        self.allocator = AllocatorClient(spec, controller, self._view, self._hear_allocator)
+        self.allocator = AllocatorClient(spec, controller, self._view, self._receive_allocation)
         self._losses = Losses(spec.max_failures, restart=spec.elastic.restart)
         self._errors = WorkerErrors(self._losses)
         self._preemption = Preemption(spec.elastic.join_timeout_s)
@@ -450,7 +450,7 @@ class JobSupervisor:
         self.allocator.tick(now_s)
         self.journal_state()
 
-    def _hear_allocator(self, answer: HeartbeatReply) -> None:
+    def _receive_allocation(self, answer: HeartbeatReply) -> None:
         self.record.note, self.record.start_s = answer.note, answer.start_s
         self.record.cost_usd = None if answer.bill is None else answer.bill.usd
         if answer.priors:

@@ -84,7 +84,7 @@ class Accumulator(Mapping[str, float]):
     def add(self, name: str, value: float) -> None:
         """Add ``value`` to this rank's contribution to the sum ``name``; same as ``accumulator[name] += value``."""
         self._join_present_run()
-        self._settle(self._session)  # what code adds after `break` belongs to the step around that loop
+        self._commit_abandoned(self._session)  # what code adds after `break` belongs to the step around that loop
         if self._session.ledger.depth == 0:
             raise RuntimeError(
                 f"accumulator[{name!r}] must be added to inside a loop over an AdaptiveDataLoader, where each rank "
@@ -106,10 +106,10 @@ class Accumulator(Mapping[str, float]):
 
     def _sums(self) -> dict[str, float]:
         session = self._run_or_present()
-        self._settle(session)
+        self._commit_abandoned(session)
         return session.progress.sums.get(self._key, {})
 
-    def _settle(self, session: Session) -> None:
+    def _commit_abandoned(self, session: Session) -> None:
         """Commit the steps that were left by ``break``."""
         if session.synced and session.ledger.abandoned:
             session.passes.settle()

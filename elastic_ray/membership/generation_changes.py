@@ -153,7 +153,7 @@ class GenerationChanges(Roster):
         need = self.config.sizes.memory
         short = workers if need is not None and workers < need.least_workers else 0
         if need is not None and short and short != self._short:
-            self._note(
+            self._emit(
                 EventKind.WARNING,
                 workers,
                 f"{workers} workers continue, fewer than the {need.least_workers} that the job's memory asks for, "
@@ -218,7 +218,7 @@ class GenerationChanges(Roster):
         concerned = {m.worker for m in flight.spec.members} | {w.worker for w in self.in_phase(WorkerPhase.MEMBER)}
         living = sorted(concerned & self.workers.keys(), key=number)
         self._out.append(Withdraw(generation=flight.spec.generation, to=tuple(living)))
-        self._note(EventKind.CANCELLED, flight.spec.world_size, reason, generation=flight.spec.generation)
+        self._emit(EventKind.CANCELLED, flight.spec.world_size, reason, generation=flight.spec.generation)
 
     def _step_failed(self, told: StepFailed, now_s: float) -> None:
         """Handle a failed collective: unless a death is reported soon, a generation of all members is forced."""
@@ -348,10 +348,10 @@ class GenerationChanges(Roster):
     def _give_up(self, record: WorkerRecord, reason: str) -> None:
         del self.workers[record.worker]
         self._out.append(Release(worker=record.worker, kill=True, reason=reason))
-        self._note(EventKind.CANCELLED, self.world_size + 1, f"worker {record.worker} was given up: {reason}")
+        self._emit(EventKind.CANCELLED, self.world_size + 1, f"worker {record.worker} was given up: {reason}")
         self._check_state(record, reason)
 
-    def _note(self, kind: EventKind, to_workers: int, reason: str, *, generation: int = 0) -> None:
+    def _emit(self, kind: EventKind, to_workers: int, reason: str, *, generation: int = 0) -> None:
         """Emit an event of the job, for the generation in effect unless `generation` is given."""
         self._out.append(
             Note(

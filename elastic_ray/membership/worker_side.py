@@ -110,10 +110,10 @@ class WorkerMembership:
                     self.preempting = True
                 case StopJob():
                     self.stop_requested = True
-            self._follow()
+            self._update()
             self._news.notify_all()
 
-    def _follow(self) -> None:
+    def _update(self) -> None:
         """Update the attributes that the training thread reads in every step."""
         self.generation = self.current.generation if self.current is not None else 0
         self.prepared_ahead = self._prepared[0].generation - self.generation if self._prepared is not None else 0
@@ -178,7 +178,7 @@ class WorkerMembership:
                 self._retired.retire(communicator)
             else:
                 self._prepared = (spec, communicator)
-                self._follow()
+                self._update()
             self._news.notify_all()
 
     def prepared_spec(self, generation: int) -> GenerationSpec | None:
@@ -199,7 +199,7 @@ class WorkerMembership:
             if self.communicator is not None:
                 self._retired.retire(self.communicator)
             self.current, self.communicator = spec, communicator
-            self._follow()
+            self._update()
             return spec, communicator
 
     def await_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
@@ -239,7 +239,7 @@ class WorkerMembership:
                         communicator.mark_broken()
                     self._retired.retire(communicator)
             self.communicator, self._prepared = None, None
-            self._follow()
+            self._update()
         if self._forming is not None:
             self._forming.join(timeout=1.0)
         self._retired.drop_healthy(_DROP_S)

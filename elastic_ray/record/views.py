@@ -203,7 +203,7 @@ def job_status(
         metrics=record.metrics,
         message=record.message,
         cost_usd=record.cost_usd,
-        note="" if ended else _note(record, planner, report),
+        note="" if ended else _remarks(record, planner, report),
         waits_for=_waits_for(spec, record, machine),
         start_s=record.start_s if waiting and not machine.target_workers else None,
         productive_share=spent.productive_share,
@@ -278,7 +278,7 @@ def _in_tokens(planner: BatchPlanner, samples: float | None) -> float | None:
     return None if tokens is None or samples is None else samples * tokens.per_sample
 
 
-def _note(record: JobRecord, planner: BatchPlanner, report: StepReport | None) -> str:
+def _remarks(record: JobRecord, planner: BatchPlanner, report: StepReport | None) -> str:
     """Return the notes to show on a job that has not ended."""
     slow = map(str, report.stragglers) if report is not None else ()
     return "; ".join(filter(None, (record.note, record.waiting, wish_note(planner), record.told, *slow)))

@@ -121,7 +121,7 @@ class GroupChanges:
                 run.registry.before_change(self._staying(prepared))
             left = generation
             taken = self._membership.take(generation)
-            self._follow()
+            self._switch_group()
             if run.wishes is not None and not run.wishes.agree(taken is not None):
                 taken = None
             if taken is None:
@@ -173,7 +173,7 @@ class GroupChanges:
             spec, communicator = self._taken(timeout_s)
         else:
             spec, communicator = self._taken_by_unit(self._run.wishes, timeout_s)
-        self._follow()
+        self._switch_group()
         return self._go_to(spec, communicator)
 
     def _taken(self, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
@@ -202,7 +202,7 @@ class GroupChanges:
             if taken is not None and min(told) == newest:
                 return taken
 
-    def _follow(self) -> None:
+    def _switch_group(self) -> None:
         """Switch the run to the membership's current group."""
         self._run.group.follow()
         self._run.consensus.set_group()

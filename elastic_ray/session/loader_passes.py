@@ -58,9 +58,9 @@ class LoaderPasses:
             else:
                 self._changes.regroup("the group was called off")
         if self._changes.furthest_passes > self._run.states.progress.ended_passes:
-            self._follow(loader_pass)
+            self._end_left_pass(loader_pass)
 
-    def _follow(self, loader_pass: PassProgress) -> None:
+    def _end_left_pass(self, loader_pass: PassProgress) -> None:
         """End a pass that another rank has left by ``break``, in a step that was lost after this rank's last one."""
         if self._run.ledger.depth == 0 and self._changes.furthest_passes > self._run.states.progress.ended_passes:
             loader_pass.end()
@@ -394,7 +394,7 @@ class LoaderPasses:
 
         Raises WorkerDismissed: As in :meth:`edge`.
         """
-        self._follow(loader_pass)
+        self._end_left_pass(loader_pass)
         if loader_pass.done:  # another rank has ended it, and this one has taken over its state
             self._leave_pass(loader_pass, total, put_off=put_off)
             return
@@ -530,5 +530,5 @@ class LoaderPasses:
         self._end_alone(step.loader_pass)
         self._changes.regroup(cause)
         lost = _LOST if run.states.progress.loader_steps == before else _LOST_SUMS
-        # Not all ranks come by here: one may have been a step behind, see :meth:`_follow`.
+        # Not all ranks come by here: one may have been a step behind, see :meth:`_end_left_pass`.
         self._run.notify_once("warning", lost.format(what="was lost", count=step.count), run.group.generation)

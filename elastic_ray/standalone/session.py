@@ -137,7 +137,7 @@ class StandaloneController:
             self._planner.open(loader)
             self._choice = self._planner.choose(spec)
             if self._session is not None:
-                threading.Thread(target=self._look, args=(self._session,), name="batch-tuner", daemon=True).start()
+                threading.Thread(target=self._poll, args=(self._session,), name="batch-tuner", daemon=True).start()
         self._post(dataclasses.replace(spec, batch=self._choice))
 
     def failed(self, generation: int, cause: str) -> None:
@@ -146,7 +146,7 @@ class StandaloneController:
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
         """Do nothing: there is no controller to notify."""
 
-    def _look(self, reference: weakref.ref[Session]) -> None:
+    def _poll(self, reference: weakref.ref[Session]) -> None:
         """Evaluate measurements at intervals for as long as the session exists."""
         begin_s = looked_s = time.monotonic()
         took_s, looked = 0.0, 0
@@ -369,9 +369,9 @@ class Departures:
         if os.getpid() != self._process:
             return  # a child that was forked
         if not self._follows:
-            self._tell()
+            self._publish_end()
 
-    def _tell(self) -> None:
+    def _publish_end(self) -> None:
         """Publish in the store why this rank ends, unless another rank has published a reason first."""
         error = getattr(sys, "last_value", None)
         why = f"its process ends with {type(error).__name__}: {error}" if error is not None else "its process ends"

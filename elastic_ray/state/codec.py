@@ -187,7 +187,7 @@ class _Reader:
     def value(self, depth: int) -> Any:
         if depth > DEEPEST:
             raise ValueError(f"not a plain value: nested deeper than {DEEPEST} levels")
-        tag = self._take(1)
+        tag = self._read(1)
         if tag in b"NTF":
             return {b"N": None, b"T": True, b"F": False}[tag]
         if tag in _READ_CONTENT:
@@ -202,7 +202,7 @@ class _Reader:
             return self._numbers(depth, scalar=tag == b"g")
         raise ValueError(f"not a plain value: no type begins with {tag!r}")
 
-    def _take(self, count: int) -> bytes:
+    def _read(self, count: int) -> bytes:
         if count > len(self._data) - self.at:
             raise ValueError("not a plain value: it ends too early")
         piece = self._data[self.at : self.at + count]
@@ -210,10 +210,10 @@ class _Reader:
         return piece
 
     def _content(self) -> bytes:
-        return self._take(_LENGTH.unpack(self._take(_LENGTH.size))[0])
+        return self._read(_LENGTH.unpack(self._read(_LENGTH.size))[0])
 
     def _count(self) -> int:
-        count = int(_LENGTH.unpack(self._take(_LENGTH.size))[0])
+        count = int(_LENGTH.unpack(self._read(_LENGTH.size))[0])
         if count > len(self._data) - self.at:  # every item has a byte at least
             raise ValueError("not a plain value: it ends too early")
         return count

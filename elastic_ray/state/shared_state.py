@@ -548,7 +548,7 @@ class ModuleExtras:
             if name in parts:
                 setattr(parts[name], "training", training)  # noqa: B010  # train() would reach what is below it
         for name, state in tree["states"].items():
-            if errors := _take(parts[name], _as_given(state)):
+            if errors := _load_state(parts[name], _as_given(state)):
                 raise RuntimeError(f"part {name!r} does not take its state: {'; '.join(errors)}")
         for name, sums in tree["sums"].items():
             for attribute, value in sums.items():
@@ -601,7 +601,7 @@ def _has_own(part: nn.Module) -> bool:
     return _saves_itself(part) or has_extra_state(part)
 
 
-def _take(part: nn.Module, state: dict[str, Any]) -> list[str]:
+def _load_state(part: nn.Module, state: dict[str, Any]) -> list[str]:
     """Load a state from :func:`_own_state` into a module; return the errors that the module reports."""
     errors: list[str] = []
     if type(part)._load_from_state_dict is nn.Module._load_from_state_dict or set(state) == {_EXTRA}:

@@ -295,9 +295,9 @@ class StepLedger:
             step.loader_steps = self.state.progress.loader_steps
             self.state.snapshot()
         self._inner = step
-        self._follow()
+        self._update()
 
-    def _follow(self) -> None:
+    def _update(self) -> None:
         """Update cached attributes after steps have started or ended, or a failure has changed."""
         outer, step = self._outer, self._inner
         self.outermost = outer[0] if outer else step
@@ -331,7 +331,7 @@ class StepLedger:
         if self._inner is None:
             raise AssertionError("an edge without a step")
         step, self._inner = self._inner, self._outer.pop() if self._outer else None
-        self._follow()
+        self._update()
         return step
 
     @property
@@ -400,7 +400,7 @@ class StepLedger:
         outer_lost = lost.outer_lost or not self.reduced  # its shares were cut for a group that is gone
         if lost.nested and outer_lost and lost.before == self._place:
             self._around = cause, self.depth
-            self._follow()
+            self._update()
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -428,7 +428,7 @@ class StepLedger:
         """Mark the current step as lost for this ``cause`` after a collective failed, so that no update is applied."""
         if self._failure is None:
             self._failure = cause
-            self._follow()
+            self._update()
 
     def clear_failure(self) -> None:
         """Clear the failure when a new group is entered; ranks share steps again only once all have trained in it."""
@@ -442,7 +442,7 @@ class StepLedger:
             self.state.progress.sums = self._left.sums
             if not self._left.depth:  # else the snapshots of the outermost step still count, which is not left
                 self.state.snapshot()
-        self._follow()
+        self._update()
 
     @property
     def depth_in_group(self) -> int:
@@ -475,7 +475,7 @@ class StepLedger:
         self.state.start_from(left.progress)
         self._discard_nested(step)
         self._failure, self._around = None, (None, 0)
-        self._follow()
+        self._update()
         return step.loader_pass.position > left.position
 
     def may_apply(self) -> bool:

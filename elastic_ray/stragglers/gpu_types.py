@@ -112,7 +112,7 @@ class TypeShares:
         seen = tuple(member.gpu_type for member in members)
         if seen != self._seen:
             self._seen = seen
-            self._begin()
+            self._start()
         busy = self._medians([each.compute_s + each.data_s for each in measured])
         compute = self._medians([each.compute_s for each in measured])
         samples = self._medians([sum(row) for row in sizes])
@@ -123,12 +123,12 @@ class TypeShares:
             _add(self._sums, gpu, busy[gpu], samples[gpu])
             _add(self._reported, gpu, compute[gpu] / len(sizes[0]), samples[gpu] / len(sizes[0]))
         if self._steps >= MIN_STEPS and not self._equal():
-            self._follow()
+            self._move_shares()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self._sums, self._reported, self._steps = {}, {}, -_WARM_UP
 
-    def _follow(self) -> None:
+    def _move_shares(self) -> None:
         """Move shares towards equal times, if the change is large enough."""
         known = self._known()
         wanted = {gpu: known[gpu] / sums.busy_s for gpu, sums in self._sums.items()}
@@ -138,7 +138,7 @@ class TypeShares:
         if moves:
             self._weights |= wanted
             self.changes += 1
-            self._begin()
+            self._start()
         else:
             self._sums, self._steps = {}, 0
 

@@ -167,7 +167,7 @@ class WarmPool:
         elif first:  # its first epochs have begun, which imports beside them would slow
             self._busy |= {(node, job): now_s + self._config.quiet_s for node in nodes}
         if not self._nodes:
-            await self._look()
+            await self._poll()
         starts = self._decide(environment)
         while over and (more := self._decide(environment, one_by_one=False)):  # no job asks for this one any more
             starts += more
@@ -240,7 +240,7 @@ class WarmPool:
             await asyncio.sleep(_LOOK_S)
             rounds += 1
             try:
-                await self._look()
+                await self._poll()
                 self._decide()
             except Exception:
                 logger.exception("a round of the warm pool failed; the next one follows in %g s", _LOOK_S)
@@ -254,7 +254,7 @@ class WarmPool:
                 logger.debug("warm pool: no job for %g s, so it ends", self._config.idle_s)
                 ray.kill(self._handle)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """Update the list of nodes, and drop processes that their controllers have not started in time."""
         nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), _ANSWER_S)
         self._nodes = tuple(

@@ -88,7 +88,7 @@ class StateSaver:
         order = self._saving.pop_order() if self._session.run.wishes is None else self._unit_order()
         if order is not None:
             self._session.moment("save")
-            self._begin(order)
+            self._start(order)
             return
         self._report_refusals()
         due = self._asked or time.monotonic() - self._since_s >= self._interval_s
@@ -100,7 +100,7 @@ class StateSaver:
         if self._parts.no_memory:
             self._give_up(self._parts.no_memory)
             return
-        self._begin(None)
+        self._start(None)
 
     def _unit_order(self, *, ends: bool = False) -> SaveOrder | None:
         """Return the order for the first rank's unit to write a checkpoint together, or None if none is due."""
@@ -118,7 +118,7 @@ class StateSaver:
         due = self._asked or time.monotonic() - self._since_s >= self._interval_s
         return due and not self._busy()
 
-    def _begin(self, order: SaveOrder | None) -> None:
+    def _start(self, order: SaveOrder | None) -> None:
         """Write this rank's part as all ranks have agreed or, without an order, the whole state."""
         begin_s = self._since_s = time.monotonic()
         try:

@@ -85,7 +85,7 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
     """
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"train_loop_config must be a dict or None, but got {config!r}")
-    takes_config = _takes_config(train_loop, bool(config))
+    takes_config = _accepts_config(train_loop, bool(config))
     if config and not takes_config:
         raise ValueError(
             f"train_loop_config has {sorted(map(str, config))}, but {_name(train_loop)} takes no argument; "
@@ -198,7 +198,7 @@ def _with_place(error: ModuleNotFoundError) -> ModuleNotFoundError:
     )
 
 
-def _takes_config(train_loop: Any, has_config: bool) -> bool:
+def _accepts_config(train_loop: Any, has_config: bool) -> bool:
     """True if the function accepts the config; raise TypeError if it cannot be called with or without one."""
     if not callable(train_loop):
         raise TypeError(f"train_loop_per_worker must be a function, but got {train_loop!r}")

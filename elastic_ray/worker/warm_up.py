@@ -69,7 +69,7 @@ def start_slot(folder: Path | None = None, *, slots: int | None = None, timeout_
         with contextlib.suppress(OSError, AttributeError):
             path = str(folder or _session_folder())
             make_own(path, os.path.dirname(path))
-            file = _take(path, slots or len(os.sched_getaffinity(0)), deadline_s)
+            file = _lock_slot(path, slots or len(os.sched_getaffinity(0)), deadline_s)
         yield file is not None
     finally:
         if file is not None:
@@ -82,7 +82,7 @@ def _session_folder() -> Path:
     return Path(node.get_session_dir_path()) / "elastic_ray_starts"
 
 
-def _take(folder: str, slots: int, deadline_s: float) -> int | None:
+def _lock_slot(folder: str, slots: int, deadline_s: float) -> int | None:
     """Return the open file that holds a slot, or None if no slot became free in time."""
     while True:
         for slot in range(slots):

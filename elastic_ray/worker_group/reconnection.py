@@ -57,7 +57,7 @@ class Reconnection:
         Dead and stopped workers are not waited for. Units with a missing process are left out.
         """
         begin_s = time.monotonic()
-        looking = asyncio.get_running_loop().create_task(self._look())
+        looking = asyncio.get_running_loop().create_task(self._poll())
         while missing := self._missing:
             waited_s = time.monotonic() - begin_s
             if waited_s > _STARVED_S or (waited_s > _SILENT_S and self._alive.isdisjoint(missing)):
@@ -71,7 +71,7 @@ class Reconnection:
         }
         return tuple(each for each in self._told.values() if each.worker in whole)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """Search repeatedly for workers that are dead or stopped, and stop waiting for them."""
         begin_s = time.monotonic()
         while True:

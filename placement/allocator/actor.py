@@ -289,12 +289,12 @@ class Allocator:
             strategies=self._knowledge.strategies(view, time.time()),
             knows_root=self._knowledge_sync.knows(view.job),
             bill=self._scaler.bill(view.job) if self._scaler is not None else None,
-            note="; ".join(filter(None, (self._note(view), avoids.figures if avoids is not None else ""))),
+            note="; ".join(filter(None, (self._remarks(view), avoids.figures if avoids is not None else ""))),
             start_s=None if view.workers else self._starts.of(view.job, time.time()),
             nodes=len(possible_nodes(view, core.cluster)),
         )
 
-    def _note(self, view: JobView) -> str:
+    def _remarks(self, view: JobView) -> str:
         if self._scaler is None:
             said = [] if view.budget_usd is None else [f"budget_usd={view.budget_usd:g}"]
             said += [] if view.utility is None else ["the cost beside utility"]
@@ -304,7 +304,7 @@ class Allocator:
     async def ended(self, job: str, view: JobView | None = None) -> None:
         """Handle the end of a job; ``view`` is the job's final state, None if it is not known."""
         await self._start()
-        self._forget(job, view)
+        self._discard(job, view)
 
     async def snapshot(self) -> CoreSnapshot:
         """Return the allocator's current state and decisions."""
@@ -460,7 +460,7 @@ class Allocator:
             if self._scaler.is_due():
                 self._scaler.poll(self._core.views_to_scale_for(now_s), self._present(), steady_s)
 
-    def _forget(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
+    def _discard(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
         """Discard an ended job; with ``cluster``, resources that its workers still hold count as others' use."""
         self._controllers.discard(job)
         if cluster is None:
@@ -507,5 +507,5 @@ class Allocator:
 
     def _mourn(self, job: str) -> None:
         """Discard a job whose controller is gone for good; its workers save it and release their resources."""
-        self._forget(job, cluster=self._usable(but=job))
+        self._discard(job, cluster=self._usable(but=job))
         self._controllers.spawn(self._orphans.release(job))

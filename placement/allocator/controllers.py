@@ -57,7 +57,7 @@ class Controllers:
         now_s = time.monotonic()
         for job, heard_s in self._heard_s.items():
             if now_s - heard_s > _QUIET_S and job in self._handles:
-                self.spawn(self._tell(job, lambda controller: controller.__ray_ready__.remote()))
+                self.spawn(self._call(job, lambda controller: controller.__ray_ready__.remote()))
 
     def spawn(self, call: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the background, holding a strong reference, since the event loop holds a weak one."""
@@ -76,14 +76,14 @@ class Controllers:
         """Send one instruction to its controller: a size with its reason as text, or an impossibility with figures."""
         if isinstance(instruction, Allocate):
             nodes = dict(instruction.nodes)
-            await self._tell(
+            await self._call(
                 instruction.job, lambda to: to.allocate.remote(nodes, str(instruction.reason), instruction.draining)
             )
         else:
             why, final = instruction.reason, instruction.final
-            await self._tell(instruction.job, lambda to: to.unsatisfiable.remote(why, final))
+            await self._call(instruction.job, lambda to: to.unsatisfiable.remote(why, final))
 
-    async def _tell(self, job: str, call: Callable[[Any], Any]) -> None:
+    async def _call(self, job: str, call: Callable[[Any], Any]) -> None:
         """Call one controller, without waiting for a slow one or letting a broken one affect the others."""
         controller = self._handles.get(job)
         if controller is None:

@@ -195,7 +195,7 @@ class AllocatorCore:
         self._event_s = now_s
         self._watch_the_clock(steady_s)
         if isinstance(event, events.JobHeartbeat):
-            self._hear(event.view, now_s, steady_s)
+            self._receive(event.view, now_s, steady_s)
             if event.cluster is not None:
                 self._update_nodes(event.cluster)
         elif isinstance(event, events.JobEnded):
@@ -250,7 +250,7 @@ class AllocatorCore:
             self._settling, self._settled_s = False, None
             self._pending = self._pending or Trigger.REFRESH
 
-    def _hear(self, view: JobView, now_s: float, steady_s: float) -> None:
+    def _receive(self, view: JobView, now_s: float, steady_s: float) -> None:
         """Process a heartbeat. A new job requests a decision at once, and so do new limits, except in rounds."""
         if (priority := self._config.priority_of(view.job)) is not None:
             view = dataclasses.replace(view, priority=priority)

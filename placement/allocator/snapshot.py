@@ -112,7 +112,7 @@ class StartTimes:
     """Cache of the estimated start times of waiting jobs."""
 
     def __init__(self, look: Callable[[], CoreSnapshot]) -> None:
-        self._look = look
+        self._poll = look
         self._starts: dict[str, float] = {}
         self._looked_s: float | None = None
 
@@ -128,7 +128,7 @@ class StartTimes:
         return None if start_s is None else max(0.0, start_s - (now_s - self._looked_s))
 
     def _estimate(self) -> dict[str, float]:
-        seen = self._look()
+        seen = self._poll()
         waiting = [state.view for state in seen.jobs.values() if not state.target and not state.view.paused]
         running = [(state.view, state.target) for state in seen.jobs.values() if state.target]
         return start_times(waiting, running, seen.cluster) if waiting else {}

@@ -132,7 +132,7 @@ def _closed(views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes) -
             others[kind] = nodes, sum(slots(node.total, view.bundle) for node in nodes)
         nodes, possible = others[kind]
         waits = not view.most_workers and (view.job, view.submitted_s) in avoided.broken
-        if possible >= view.min_workers and (waits or _take(view, nodes, free if view.most_workers else spare)):
+        if possible >= view.min_workers and (waits or _reserve(view, nodes, free if view.most_workers else spare)):
             closed[view.job] = reasons
     return closed
 
@@ -149,7 +149,7 @@ def _free(views: Sequence[JobView], cluster: Cluster, *, of_minimums: bool = Fal
     return {node.node_id: dict(node.free) for node in left.nodes}
 
 
-def _take(view: JobView, nodes: Sequence[Node], free: dict[str, dict[str, float]]) -> bool:
+def _reserve(view: JobView, nodes: Sequence[Node], free: dict[str, dict[str, float]]) -> bool:
     """Reserve the missing part of the job's minimum on these nodes; return False, reserving none, if too large."""
     there = [node.node_id for node in nodes if not node.draining]
     lacking = view.min_workers - sum(view.allocation.get(node, 0) for node in there)

@@ -46,7 +46,7 @@ def with_minimums_on_demand(
     while True:
         plan = solve(problem.only(job for job in order if job not in shut))
         wanted = {job: least[job] for job in order if job in mixed and job in plan.allocation}
-        settled, unsettled = _settle(plan, problem, wanted)
+        settled, unsettled = _swap(plan, problem, wanted)
         late = _giving_way(plan, problem, unsettled, least, running) if unsettled else {}
         if not late:
             break
@@ -97,7 +97,7 @@ def _newcomers(plan: Plan, problem: Problem, first: str) -> list[str]:
     return [job for job in waiting if on_demand_workers(plan.allocation.get(job, {}), nodes)]
 
 
-def _settle(plan: Plan, problem: Problem, least: Mapping[str, int]) -> tuple[Plan, list[str]]:
+def _swap(plan: Plan, problem: Problem, least: Mapping[str, int]) -> tuple[Plan, list[str]]:
     """Return the plan with workers swapped so that these jobs have their minimums on demand.
 
     The second value lists the jobs for which that is impossible, lowest precedence first.

@@ -80,7 +80,7 @@ def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) ->
     are offered first to the tenant that uses least relative to its weight.
     """
     names = sorted({view.tenant for view in problem.views})
-    known = {name: tenants.get(name) or _as_told(name, problem.views) for name in names}
+    known = {name: tenants.get(name) or _as_declared(name, problem.views) for name in names}
     if len(names) <= 1 and not any(tenant.quota for tenant in known.values()):
         return solve(problem)
     ceilings, floors = share_out(problem, known)
@@ -98,7 +98,7 @@ def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) ->
     return _lend(problem, solve, known, jobs, plan)
 
 
-def _as_told(name: str, views: Sequence[JobView]) -> Tenant:
+def _as_declared(name: str, views: Sequence[JobView]) -> Tenant:
     """Return a tenant that the cluster's configuration does not list, with the weight that its jobs declare."""
     told = [view.tenant_weight for view in views if view.tenant == name and view.tenant_weight is not None]
     return Tenant(name=name, weight=max(told, default=1.0))

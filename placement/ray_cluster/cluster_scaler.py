@@ -145,7 +145,7 @@ class ClusterScaler:
         self._requests = NodeRequests()
         self._looked_s = float("-inf")
         self._refused_s: float | None = None
-        self._look: asyncio.Task[None] | None = None
+        self._poll: asyncio.Task[None] | None = None
         self.decision: ScalingDecision | None = None
 
     @property
@@ -172,12 +172,12 @@ class ClusterScaler:
         """True if a decision is due and the last one has finished."""
         # A wall clock that is set back would stop all looks, and with them the requests that Ray lets expire.
         waits = time.monotonic() - self._looked_s < self._config.interval_s
-        return not waits and (self._look is None or self._look.done())
+        return not waits and (self._poll is None or self._poll.done())
 
     def poll(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
         """Start a new decision in the background; call this only if ``is_due``."""
         self._looked_s = time.monotonic()
-        self._look = asyncio.get_running_loop().create_task(self._carry_out(list(views), cluster, now_s))
+        self._poll = asyncio.get_running_loop().create_task(self._carry_out(list(views), cluster, now_s))
 
     async def _carry_out(self, views: list[JobView], cluster: Cluster, now_s: float) -> None:
         try:
@@ -208,8 +208,8 @@ class ClusterScaler:
     async def withdraw(self) -> None:
         """Withdraw all requests for nodes, because another allocator will replace this one."""
         self._looked_s = time.monotonic()  # not at once again, before it has gone
-        if self._look is not None:
-            await asyncio.wait([self._look], timeout=_LOOK_S)
+        if self._poll is not None:
+            await asyncio.wait([self._poll], timeout=_LOOK_S)
         await asyncio.wait_for(asyncio.to_thread(self._requests.withdraw), timeout=_LOOK_S)
 
     def discard(self, job: str) -> float:
@@ -256,18 +256,18 @@ class WaitingDemand:
         self._requests = NodeRequests()
         self._asked: bool | None = None  # an allocator before this one may have asked for nodes
         self._looked_s = self._sought_s = float("-inf")
-        self._look: asyncio.Task[None] | None = None
+        self._poll: asyncio.Task[None] | None = None
         self.present = False
 
     def poll(self, bundles: Bundles) -> None:
         """Request these bundles in the background, if a request is due and the last one has finished."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < _EVERY_S or (self._look is not None and not self._look.done()):
+        if now_s - self._looked_s < _EVERY_S or (self._poll is not None and not self._poll.done()):
             return
         if not bundles and self._asked is False:
             return
         self._looked_s = now_s
-        self._look = asyncio.get_running_loop().create_task(self._carry_out(list(bundles)))
+        self._poll = asyncio.get_running_loop().create_task(self._carry_out(list(bundles)))
 
     async def _carry_out(self, bundles: Bundles) -> None:
         try:
@@ -292,7 +292,7 @@ class WaitingDemand:
 
     async def withdraw(self) -> None:
         """Withdraw all requests for nodes from Ray's autoscaler."""
-        if self._look is not None:
-            await asyncio.wait([self._look])
+        if self._poll is not None:
+            await asyncio.wait([self._poll])
         if self._asked:
             await asyncio.to_thread(self._ask, ())

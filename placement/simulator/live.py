@@ -67,7 +67,7 @@ class LiveDriver:
             if now_s > self._longest_s:
                 raise RuntimeError(f"{len(self._present)} jobs never end, one is {next(iter(self._present))!r}")
             act(now_s)
-            self._settle(now_s)
+            self._schedule_touched(now_s)
             if on_progress is not None and now_s >= 3600.0 * hour:
                 hour = int(now_s // 3600.0) + 1
                 on_progress(self._done, len(jobs), now_s)
@@ -96,10 +96,10 @@ class LiveDriver:
         self._advance(job, now_s)
         if job.name in self._present:
             if joins or job.fixed_batch != batch:
-                self._at(now_s + self._pace.measured_s, lambda at_s: self._tell(job, at_s))
+                self._at(now_s + self._pace.measured_s, lambda at_s: self._report(job, at_s))
             self._foresee(job)
 
-    def _tell(self, job: SimulatedJob, now_s: float) -> None:
+    def _report(self, job: SimulatedJob, now_s: float) -> None:
         if job.name in self._present:
             self._advance(job, now_s)
         if job.name in self._present:
@@ -129,7 +129,7 @@ class LiveDriver:
             self._done += 1
             self._world.end(job, now_s)
 
-    def _settle(self, now_s: float) -> None:
+    def _schedule_touched(self, now_s: float) -> None:
         """Schedule the next event of every job that was placed again."""
         while self._world.touched:
             touched = sorted(self._world.touched)
@@ -138,7 +138,7 @@ class LiveDriver:
                 self._foresee(job)
                 if job.training is not None and job.joined_s == float("inf"):
                     told_s = now_s + job.restart_left_s + self._pace.measured_s
-                    self._at(told_s, lambda at_s, job=job: self._tell(job, at_s))  # type: ignore[misc]
+                    self._at(told_s, lambda at_s, job=job: self._report(job, at_s))  # type: ignore[misc]
             if self._disturbances.interference:
                 for job in self._present.values():
                     self._advance(job, now_s)

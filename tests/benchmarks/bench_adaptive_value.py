@@ -142,7 +142,7 @@ def run(name: str, q: float, batch: int, rate: float, seed: int, device: str = "
     torch.manual_seed(seed)
     task, clock = TASKS[name], CostClock()
     clock_module.time = clock  # type: ignore[attr-defined]
-    standalone.StandaloneController._look = lambda self, reference: None
+    standalone.StandaloneController._poll = lambda self, reference: None
     small = task.batches[0]
     model, optimizer, data, loss_of, score = _prepared(name, rate, device)
     wrapped = er.AdaptiveDataParallel(model, optimizer, nonfinite="ignore", scaling_rule=rule)
@@ -346,7 +346,7 @@ def _serve_steps(pipe: Any, name: str, device: str, adapts: bool) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    standalone.StandaloneController._look = lambda self, reference: None
+    standalone.StandaloneController._poll = lambda self, reference: None
     task = TASKS[name]
     model, optimizer, data, loss_of, _ = _prepared(name, 0.1 * task.rates[0], device)
     wrapped, batch = er.AdaptiveDataParallel(model, optimizer), 4 * task.batches[0]
@@ -410,7 +410,7 @@ def _samples_to_goal(name: str, scale: int, seed: int) -> tuple[float, float]:
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    standalone.StandaloneController._look = lambda self, reference: None
+    standalone.StandaloneController._poll = lambda self, reference: None
     task = TASKS[name]
     small = task.batches[0]
     model, optimizer, data, loss_of, score = _prepared(name, task.rates[0], "cpu")

@@ -247,7 +247,7 @@ def _serve_steps(pipe: Any, size: str, adapts: bool) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    standalone.StandaloneController._look = lambda self, reference: None
+    standalone.StandaloneController._poll = lambda self, reference: None
     width, layers = SIZES[size]
     gpt = gpt_tokens.GPT(width, layers)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3)

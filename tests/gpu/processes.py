@@ -293,10 +293,10 @@ class ProcessJob:
         process.start()
         theirs.close()
         worker = self.workers[number] = Worker(number, process, mine, seen_s=time.monotonic() + 60.0)
-        threading.Thread(target=self._hear, args=(worker,), daemon=True).start()
+        threading.Thread(target=self._receive, args=(worker,), daemon=True).start()
         return worker
 
-    def _hear(self, worker: Worker) -> None:
+    def _receive(self, worker: Worker) -> None:
         from elastic_ray.communication.bootstrap import BootstrapCall, call_mac
 
         sending = threading.Lock()

@@ -147,7 +147,7 @@ def test_every_rank_that_waits_is_told_of_the_error(executions: Executions) -> N
         (stream,) = coordinator._streams["train"]
         with stream._lock:
             stream._error = OSError("503")
-        coordinator._tell()
+        coordinator._wake()
         told = await asyncio.gather(*asks, return_exceptions=True)
         assert [type(each) for each in told] == [OSError] * 3 and coordinator._streams["train"] == []
 

@@ -37,7 +37,7 @@ class PowerLoss:
         self._known: dict[int, int] = {}  # of inodes that are there now
         self._names: Names = {}  # that last
         self._contents: Contents = {}
-        names, contents = self._look()
+        names, contents = self._poll()
         self._names, self._contents = names, contents
 
     @contextlib.contextmanager
@@ -58,7 +58,7 @@ class PowerLoss:
 
     def fail(self) -> None:
         """Have all that a failure now may leave checked."""
-        names, contents = self._look()
+        names, contents = self._poll()
         for chosen in self._choices(names):
             for remain in (self._contents, self._contents | contents):
                 self.states += 1
@@ -66,7 +66,7 @@ class PowerLoss:
                 self._make(target, 0, chosen, remain)
                 self._check(target)
 
-    def _look(self) -> tuple[Names, Contents]:
+    def _poll(self) -> tuple[Names, Contents]:
         """Return the present names and contents, by numbers that no other file has had."""
         names, contents, seen = Names(), Contents(), dict[int, int]()
 
@@ -85,7 +85,7 @@ class PowerLoss:
         return names, contents
 
     def _keep(self, found: os.stat_result) -> None:
-        names, contents = self._look()
+        names, contents = self._poll()
         number = self._known.get(found.st_ino)
         if number in names:
             self._names[number] = names[number]

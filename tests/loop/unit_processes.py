@@ -66,9 +66,9 @@ class _Parent:
 
     def listen(self) -> None:
         """Hear from the parent for as long as it lives."""
-        threading.Thread(target=self._hear, daemon=True).start()
+        threading.Thread(target=self._receive, daemon=True).start()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         while True:
             try:
                 kind, *rest = self._pipe.recv()

@@ -52,10 +52,10 @@ class SimWorker:
         self.doing = "building"
         self.current: GenerationSpec | None = None
         self._collectives = 0
-        self._forget()
+        self._discard()
         self._build()
 
-    def _forget(self) -> None:
+    def _discard(self) -> None:
         self.switched = 0
         self._latest = self._void_below = 0
         self._cancelled: set[int] = set()
@@ -111,7 +111,7 @@ class SimWorker:
                 self.doing = "joining"
                 steps = self.state.ticks if self.loaded else 0
                 self._job.send(Ready(worker=self.name, has_state=self.complete, loaded=steps))
-                self._look()
+                self._poll()
 
         self._job.soon(1.5, built, at_least_s=0.1)
 
@@ -136,7 +136,7 @@ class SimWorker:
         self.starts_over = True
         self.token += 1
         self.life += 1
-        self._forget()
+        self._discard()
         self._build()
 
     # -- messages ----------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class SimWorker:
         self._call_off()
         if spec.rank_of(self.name) is None:
             self._prepared = (spec, False)
-            self._look()
+            self._poll()
         else:
             self._job.groups.form(spec, self)
 
@@ -160,7 +160,7 @@ class SimWorker:
         """As ``WorkerMembership.post``."""
         self._cancelled.add(generation)
         self._call_off()
-        self._look()
+        self._poll()
 
     def _is_void(self, generation: int) -> bool:
         return generation < self._void_below or generation in self._cancelled
@@ -176,7 +176,7 @@ class SimWorker:
         if self.responsive and life == self.life and spec.generation == self._latest:
             if not self._is_void(spec.generation):
                 self._prepared = (spec, True)
-                self._look()
+                self._poll()
 
     def not_formed(self, spec: GenerationSpec, life: int) -> None:
         """Its group cannot be formed."""
@@ -187,7 +187,7 @@ class SimWorker:
 
     # -- from generation to generation -------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Take the prepared group up where one is waited for."""
         if self._prepared is None or self.doing not in ("joining", "regrouping"):
             return
@@ -240,7 +240,7 @@ class SimWorker:
             self._job.send(StepFailed(worker=self.name, generation=self.generation, cause=f"{cause} ({was})"))
             token = self.token
             self._job.after(REGROUP_TIMEOUT_S, lambda: self._give_up(token))
-        self._look()
+        self._poll()
 
     def _give_up(self, token: int) -> None:
         if self.responsive and self.token == token and self.doing == "regrouping":

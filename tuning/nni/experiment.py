@@ -214,7 +214,7 @@ class Experiment:
     def stop(self) -> None:
         """End the experiment and its trials, and release all their resources."""
         if self._manager.running:
-            self._look()
+            self._poll()
             self._manager.stop()
             self._stopped = True
         if self._server is not None:
@@ -225,7 +225,7 @@ class Experiment:
 
     def results(self) -> Results:
         """Return all trials so far in order of their numbers, each with its parameters, metric values and status."""
-        self._look()
+        self._poll()
         known = self._server.outcomes() if self._server is not None else {}
         trials = []
         for trial, row in (self._last.trials if self._last is not None else {}).items():
@@ -237,7 +237,7 @@ class Experiment:
         ordered = tuple(sorted(trials, key=lambda each: each.sequence))
         return Results(experiment=self.id, trials=ordered, mode=self._mode)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self._manager.running:
             with contextlib.suppress(OSError):
                 self._last = self._manager.state()

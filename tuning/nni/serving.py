@@ -160,7 +160,7 @@ class TrialServer:
                 logger.warning("trial %s failed: %s", printable(str(told.get("trial"))), printable(str(error)))
             message = f"{type(error).__name__}: {error}"
         if told and message:
-            self._note(told["trial"], error=message)
+            self._record(told["trial"], error=message)
         answer = json.dumps([1 if message else 0, message]).encode() + b"\n"
         with contextlib.suppress(OSError):
             connection.sendall(answer)
@@ -175,14 +175,14 @@ class TrialServer:
         sequence = int(told["sequence"])
         trial = TrialId(experiment=self._context.experiment, trial=told["trial"], sequence=sequence, parameter=record)
         parameters = record["parameters"]
-        self._note(trial.trial, sequence=sequence, parameters=parameters)
+        self._record(trial.trial, sequence=sequence, parameters=parameters)
         while not self._context.reachable():
             if _gone(connection):
                 return ""
             time.sleep(_LOOK_S)
         job = self._start(trial, parameters)
         try:
-            return self._follow(connection, channel, trial, job)
+            return self._forward_reports(connection, channel, trial, job)
         finally:
             job.stop()
 
@@ -192,7 +192,7 @@ class TrialServer:
             raise TypeError(f"a tuner must choose a mapping of names to values, but chose {parameters!r}")
         directory = posixpath.join(self._context.path, trial.trial)
         make_directory(self._context.filesystem, directory, private=self._template.spec.elastic.private_files)
-        self._note(trial.trial, path=directory)
+        self._record(trial.trial, path=directory)
         loop = TrialLoop(self._template.spec.train_loop, trial)
         spec = dataclasses.replace(self._template.spec, train_loop=pack(loop, {}))
         return TrialJob(
@@ -205,7 +205,9 @@ class TrialServer:
             knowledge_path=self._context.knowledge_path,
         )
 
-    def _follow(self, connection: socket.socket, channel: ManagerChannel, trial: TrialId, job: TrialJob) -> str:
+    def _forward_reports(
+        self, connection: socket.socket, channel: ManagerChannel, trial: TrialId, job: TrialJob
+    ) -> str:
         """Forward the job's reports to NNI until the trial ends; return the reason of a failure, or ""."""
         values: list[float] = []
         workers: list[int] = []
@@ -226,7 +228,7 @@ class TrialServer:
             if not final:
                 values.append(last["default"])
                 workers.append(report.workers)
-            self._note(trial.trial, value=last["default"], reports=tuple(values), workers=tuple(workers))
+            self._record(trial.trial, value=last["default"], reports=tuple(values), workers=tuple(workers))
         else:
             return ""
         job.raise_error()
@@ -239,7 +241,7 @@ class TrialServer:
             channel.send(metric_message(trial, final=True, index=0, value=last))
         return ""
 
-    def _note(self, trial: str, **values: Any) -> None:
+    def _record(self, trial: str, **values: Any) -> None:
         with self._lock:
             known = self._outcomes.get(trial) or Outcome(trial=trial, sequence=-1, status="UNKNOWN")
             self._outcomes[trial] = dataclasses.replace(known, **values)

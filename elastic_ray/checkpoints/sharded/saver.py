@@ -156,7 +156,7 @@ class PartSaver:
         """Return this rank's readiness as last determined by :meth:`readiness`, without starting any preparation."""
         if self._looking is None:
             return Readiness.NOT_YET
-        self._look(wait=False)
+        self._poll(wait=False)
         if self._never:
             return Readiness.NEVER
         waits = self._fits != self._buffers.made or self.makes_memory or self._busy()
@@ -173,7 +173,7 @@ class PartSaver:
         """
         if self._looking is None:
             self._looking = self._calls.start("looking for the run's directory", self._storage.check_reachable)
-        self._look(wait=now)
+        self._poll(wait=now)
         if self._never:
             logger.warning("rank %d writes no part of checkpoints: %s", rank, self._never)
             return Readiness.NEVER
@@ -197,7 +197,7 @@ class PartSaver:
         """True while memory for a copy is being allocated."""
         return self._making is not None and not self._making.answer.done()
 
-    def _look(self, *, wait: bool) -> None:
+    def _poll(self, *, wait: bool) -> None:
         """Check that this node sees the run's directory."""
         assert self._looking is not None, "it was begun"
         try:

@@ -129,7 +129,7 @@ class DatasetCoordinator:
             stream = self._stream_for(wanted)
         later = any(each.epoch == wanted.epoch + 1 for each in self._streams[wanted.dataset])
         if stream.total is not None and not wanted.last_epoch and not later:
-            self._begin(wanted.dataset, wanted.epoch + 1, 0)  # its first rows are ready when this epoch has been read
+            self._start(wanted.dataset, wanted.epoch + 1, 0)  # its first rows are ready when this epoch has been read
         spans = stream.spans(wanted.first, max(wanted.end, wanted.ahead))
         return RowsFound(spans=spans, total=stream.total)
 
@@ -166,7 +166,7 @@ class DatasetCoordinator:
         if isinstance(stream, RowStream) and stream.leave(client):
             self._close(stream)
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         """Wake all calls that wait for progress."""
         waiting, self._waiting = self._waiting, set()
         for news in waiting:
@@ -186,7 +186,7 @@ class DatasetCoordinator:
                 self._close(each, readers_gone=True)
             slack = wanted.end - wanted.first  # another rank may stand a step behind
             floor = max(0, min(wanted.first, reader.position) - slack)
-            stream = self._begin(wanted.dataset, wanted.epoch, floor)
+            stream = self._start(wanted.dataset, wanted.epoch, floor)
         before = self._readers.note(reader, stream)
         if isinstance(before, RowStream) and before.leave(reader.client):
             self._close(before)
@@ -199,7 +199,7 @@ class DatasetCoordinator:
             return stream.epoch < wanted.epoch
         return stream.generation < wanted.reader.generation and not self._readers.has_others(stream, wanted.reader)
 
-    def _begin(self, dataset: str, epoch: int, floor: int) -> RowStream:
+    def _start(self, dataset: str, epoch: int, floor: int) -> RowStream:
         """Start an execution of a dataset for one epoch."""
         stream = RowStream(
             self._datasets[dataset],
@@ -216,7 +216,7 @@ class DatasetCoordinator:
         """Wake waiting calls after progress; called from a stream's thread, which may outlive the event loop."""
         if not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):  # it was closed meanwhile
-                self._loop.call_soon_threadsafe(self._tell)
+                self._loop.call_soon_threadsafe(self._wake)
 
     def _close(self, stream: RowStream, *, readers_gone: bool = False) -> None:
         """End an execution; waiting requests move to another one, or are dropped if ``readers_gone``."""
@@ -225,7 +225,7 @@ class DatasetCoordinator:
             if stream in streams:
                 streams.remove(stream)
         self._readers.discard(stream, gone=readers_gone)
-        self._tell()
+        self._wake()
 
     async def _watch(self) -> None:
         """Wait for the job to end, then clean up and end this actor."""

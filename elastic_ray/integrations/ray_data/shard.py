@@ -141,9 +141,9 @@ class RayDataBatches:
         self._client, self._run = secrets.token_hex(8), run
         self._epoch, self._last_epoch = -1, True
         self._rank, self._world_size, self._generation = 0, 1, 0
-        self._forget(0)
+        self._discard(0)
 
-    def _forget(self, position: int) -> None:
+    def _discard(self, position: int) -> None:
         """Discard all known rows, and continue from ``position``."""
         self._position = self._end = position
         self._spans: deque[RowSpan] = deque()
@@ -157,12 +157,12 @@ class RayDataBatches:
         self._last_epoch = epoch + 1 >= (current_session().progress.epochs or 0)
         self._rank, self._world_size = cut.rank, cut.world_size
         if new_pass or epoch != self._epoch or position < self._position:
-            self._forget(position)
+            self._discard(position)
         self._epoch = epoch
 
     def end(self) -> None:
         """End the pass over the data, and notify the coordinator that this reader needs no more rows."""
-        self._forget(0)
+        self._discard(0)
         self._epoch = -1
         self._coordinator.leave.remote(self._client)
 
@@ -206,7 +206,7 @@ class RayDataBatches:
     def _advance(self, position: int) -> None:
         """Advance to ``position`` and release the rows before it."""
         if position < self._position:
-            self._forget(position)
+            self._discard(position)
         self._position = position
         while self._spans and self._spans[0].end <= position:
             self._blocks.pop(self._spans.popleft().first, None)
@@ -216,7 +216,7 @@ class RayDataBatches:
         while self._total is None and self._end < end:
             call = self._asked if self._asked is not None else self._ask(end, ahead)
             self._asked = None
-            self._hear(self._answer(call, end, ahead))
+            self._receive(self._answer(call, end, ahead))
         if self._total is None and self._end < ahead and self._asked is None:
             self._asked = self._ask(self._end + 1, ahead)
 
@@ -258,7 +258,7 @@ class RayDataBatches:
             found = insist(lambda: self._ask(end, ahead), timeout_s=None)
         return found
 
-    def _hear(self, found: RowsFound) -> None:
+    def _receive(self, found: RowsFound) -> None:
         """Add newly located rows, and start fetching blocks that are not on this node."""
         fresh = []
         for span in found.spans:
@@ -282,7 +282,7 @@ class RayDataBatches:
                 if attempt + 1 == _TRIES:
                     raise
                 time.sleep(_PAUSE_S)
-                self._forget(self._position)
+                self._discard(self._position)
                 self._know(end, ahead=0)
         return to_batch(pieces, self._collate)
 

@@ -111,7 +111,7 @@ class JobMetrics:
         """Write the metrics if they are due; called about ten times a second (``now_s`` in [s, monotonic])."""
         if self._on and now_s - self._written_s >= PERIOD_S:
             self._written_s = now_s
-            self._guarded(lambda: self._look(self._status()))
+            self._guarded(lambda: self._poll(self._status()))
 
     def end(self) -> None:
         """Write the final metrics of the job, once."""
@@ -121,11 +121,11 @@ class JobMetrics:
 
     def _notify_end(self) -> None:
         status = self._status()
-        self._look(status)
+        self._poll(status)
         if status.phase is JobPhase.FAILED:
             self._write(FAILURES.sample(1, *self._labels.values, "job_failed"))
 
-    def _look(self, status: JobStatus) -> None:
+    def _poll(self, status: JobStatus) -> None:
         """Write the current values of all gauges, and the events that are new."""
         labels, events = self._labels, self._events()
         steps = self._speed.latest.total_steps if self._speed.latest is not None else 0

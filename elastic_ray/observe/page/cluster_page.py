@@ -41,7 +41,7 @@ class ClusterPage:
         self._totals: dict[str, Mapping[str, float]] = {}
         self._since: dict[str, float] = {}
         self._life, self._known = "", 0
-        self._look: AllocatorLook | None = None
+        self._poll: AllocatorLook | None = None
         self._started_s: float | None = None
 
     @property
@@ -57,13 +57,13 @@ class ClusterPage:
             self._read_decisions(look.allocator, look.now_s)
         for each in look.jobs:
             try:
-                self._hear(each, look.now_s)
+                self._receive(each, look.now_s)
             except Exception:  # one job's answer, whatever is in it, costs the others nothing
                 logger.warning("job %s: its answer could not be shown", each.job, exc_info=True)
         self._read_ends(look)
         self._measure(look)
 
-    def _hear(self, look: JobLook, now_s: float) -> None:
+    def _receive(self, look: JobLook, now_s: float) -> None:
         """Store one job's answer and mark its events and checkpoints."""
         memory = self._memory(look.job, now_s)
         for event in memory.receive(look, now_s):
@@ -120,7 +120,7 @@ class ClusterPage:
             self._memory(job, now_s).decided(state)
             self._history.place(now_s, job, slots_at(state, self._totals), 0)
         self._history.end(now_s, self._history.jobs - look.core.jobs.keys())
-        self._look = look
+        self._poll = look
 
     def _read_decision(self, number: int, record: DecisionRecord, look: AllocatorLook) -> None:
         """Add one record to the decision log and to the bars."""
@@ -190,7 +190,7 @@ class ClusterPage:
         """Return everything on the page except the details of individual jobs."""
         jobs = tuple(self._row(memory) for memory in self._jobs.values())
         nodes = tuple(sorted(self._nodes.values(), key=lambda row: (row.gone_s is not None, row.label, row.node)))
-        look = self._look
+        look = self._poll
         there = [row for row in nodes if row.gone_s is None]
         return PageSnapshot(
             time_s=now_s,
@@ -220,13 +220,13 @@ class ClusterPage:
     def detail(self, job: str, answer: JobAnswer, now_s: float) -> JobDetail | None:
         """Return the details of a job; None if the job is unknown or ended long ago."""
         memory = self._jobs.get(job)
-        cluster = self._look.core.cluster if self._look is not None else Cluster()
+        cluster = self._poll.core.cluster if self._poll is not None else Cluster()
         return job_detail(memory, cluster, answer, now_s) if memory is not None else None
 
     @property
     def allocator(self) -> AllocatorLook | None:
         """State of the allocator as of the last successful poll; None before the first."""
-        return self._look
+        return self._poll
 
 
 def _used(look: AllocatorLook | None, totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

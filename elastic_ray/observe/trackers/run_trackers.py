@@ -78,7 +78,7 @@ class RunTrackers:
             return
         for index, tracker in enumerate(self._callbacks):
             tracker.recall(notes.get(str(index), ""))
-        self._begin(0, 0, again=True, events=events)
+        self._start(0, 0, again=True, events=events)
 
     @property
     def notes(self) -> dict[str, str]:
@@ -90,10 +90,10 @@ class RunTrackers:
         """Start the run at ``point``, or from scratch if that is None; a run that has already started continues."""
         if not self._begun:
             steps, reports = (point.steps, point.reports) if point is not None else (0, 0)
-            self._begin(steps, reports, again=False)
+            self._start(steps, reports, again=False)
         self._release()
 
-    def _begin(self, steps: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
+    def _start(self, steps: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
         self._begun = True
         for thread in self._threads:
             thread.start(steps, reports, again=again, events=events)

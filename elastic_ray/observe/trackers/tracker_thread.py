@@ -122,15 +122,15 @@ class TrackerThread:
         """Return the tracker's problems since the previous call of this method (``now_s`` in [s, monotonic])."""
         running = self._running
         if running is not None and now_s - running[1] > self._hangs_s:
-            self._tell(f"hangs {running[0]}", f"does not return from {running[0]} for {self._hangs_s:g} s")
+            self._warn(f"hangs {running[0]}", f"does not return from {running[0]} for {self._hangs_s:g} s")
         if self._left_out:
-            self._tell("full", f"is too slow: {len(self._calls)} calls wait, and further ones are left out")
+            self._warn("full", f"is too slow: {len(self._calls)} calls wait, and further ones are left out")
         found = tuple(self._problems)
         for _ in found:
             self._problems.popleft()
         return found
 
-    def _tell(self, key: str, what: str) -> None:
+    def _warn(self, key: str, what: str) -> None:
         if key not in self._told and len(self._told) < _MOST_TOLD:
             self._told.add(key)
             self._problems.append(f"{self.name} {what}")
@@ -185,7 +185,7 @@ class TrackerThread:
         except BaseException as error:  # users' code may call sys.exit()
             logger.debug("tracker %s: %s", self.name, what, exc_info=True)
             key = f"{what} {type(error).__name__}"
-            self._tell(key, f"raised in {what}, and is asked again next time: {type(error).__name__}: {_said(error)}")
+            self._warn(key, f"raised in {what}, and is asked again next time: {type(error).__name__}: {_said(error)}")
             return False
         finally:
             self._running = None

@@ -173,7 +173,7 @@ class Drift:
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
             amp = smallest_scale(communicator, self.scaler, counts=True)
-            self._take(agree(communicator, self._trees(), holds=True, counts=True, changed=self._changed))
+            self._adopt_agreed(agree(communicator, self._trees(), holds=True, counts=True, changed=self._changed))
             set_scale(self.scaler, amp)
         self._replica.drop_pull()
         steps = self._context.states.progress.steps
@@ -201,7 +201,7 @@ class Drift:
             trees["averager"] = self._averager.capture()
         amp = smallest_scale(communicator, self.scaler, counts=counts)
         agreed = agree(communicator, trees, holds=holds, counts=counts, changed=self._changed)
-        self._take(agreed)
+        self._adopt_agreed(agreed)
         if agreed is not None and self._averager is not None and "averager" in agreed:
             self._averager.restore(agreed["averager"])
             self._begun = False  # it is to find its tensors beside their parameters
@@ -242,7 +242,7 @@ class Drift:
         return found
 
     @torch.no_grad()
-    def _take(self, agreed: dict[str, Any] | None) -> None:
+    def _adopt_agreed(self, agreed: dict[str, Any] | None) -> None:
         """Replace this rank's model and optimizer state with the agreed ones; None changes nothing."""
         for index, p in enumerate(self._trainable.params if agreed is not None else ()):
             local(p).copy_(agreed[f"p{index}"])  # type: ignore[index]

@@ -140,10 +140,10 @@ class CarriedGradients:
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step; accumulated gradients are restored unless the optimizer has already applied them."""
         if remembered is None or self.applied:
-            self._take(0, {})
+            self._continue_from(0, {})
             return
         steps, local, gradients = remembered
-        self._take(steps, gradients)
+        self._continue_from(steps, gradients)
         self.local = local
 
     def _watch(self) -> None:
@@ -163,7 +163,7 @@ class CarriedGradients:
 
     def restore(self, tree: Any) -> None:
         """Restore a captured state."""
-        self._take(tree.get("steps", 0), tree.get("gradients", {}))
+        self._continue_from(tree.get("steps", 0), tree.get("gradients", {}))
         self._lost = tree.get("lost", 0)
 
     def enter_group(self) -> None:
@@ -171,7 +171,7 @@ class CarriedGradients:
         self._updated, self.watched, self._beneath, self._alike = None, None, False, False
         lost, self._lost = self._steps if self.local else self._lost, 0
         if self.local:
-            self._take(0, {})
+            self._continue_from(0, {})
         if lost:
             self._context.notify(
                 "warning",
@@ -188,7 +188,7 @@ class CarriedGradients:
         found = {i: plain_or_sliced(p.grad) for i, p in enumerate(params) if p.grad is not None}
         return {i: grad.detach() for i, grad in found.items()}
 
-    def _take(self, steps: int, gradients: dict[int, torch.Tensor]) -> None:
+    def _continue_from(self, steps: int, gradients: dict[int, torch.Tensor]) -> None:
         self._steps, self._step, self.local = steps, None, False
         self._beneath = False
         for i, p in enumerate(local_groups([self._params()])[0]):
@@ -304,21 +304,21 @@ class OwedGradients:
                 self._debtors.append(_Debtor(bucket, names, operation.residual, operation.compression))
             else:
                 self._plain[index] = _Debtor(bucket, names, Residual(), None)
-        self._take(owed, folded, factors)
+        self._continue_from(owed, folded, factors)
 
     @property
     def _all(self) -> Sequence[_Debtor]:
         return (*self._debtors, *self._settling)
 
-    def _take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
+    def _continue_from(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
         """Continue with the given residuals, sums of residuals and factors, each keyed by parameter name."""
         for index, each in list(self._plain.items()):
             if each.is_among(owed) or each.is_among(folded):
-                self._settle(index)
+                self._send_residual(index)
         for each in self._all:
             each.take(owed, folded, factors)
 
-    def _settle(self, index: int) -> None:
+    def _send_residual(self, index: int) -> None:
         """Have an uncompressed bucket send the residual that an earlier strategy left."""
         assert self._layout is not None, "buckets are laid out"
         residual = self._layout.send_residual_first(index).residual
@@ -335,7 +335,7 @@ class OwedGradients:
             settles = sum(row[0] for row in communicator.gather_ints([settles], with_gradients=True))
         if settles:  # on other ranks, perhaps, in other buckets
             for index in list(self._plain):
-                self._settle(index)
+                self._send_residual(index)
             self._settling.sort(key=lambda each: each.bucket.index)
         owing = self._all if settles else self._debtors
         sums = [each.owed() for each in owing]
@@ -392,4 +392,4 @@ class OwedGradients:
         """Restore a captured state, and discard this rank's own residual."""
         state = tree.get("owed", {})
         self._members, self._holds = state.get("members", 0), False
-        self._take({}, state.get("folded", {}), state.get("factors", {}))
+        self._continue_from({}, state.get("folded", {}), state.get("factors", {}))

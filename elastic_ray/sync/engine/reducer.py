@@ -208,7 +208,7 @@ class GradientReducer:
             )
         self._buckets[index].add_again(param)
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         """Decide at a backward pass's first gradient whether the pass is reduced, accumulated and measured."""
         if self._context.faults is not None:
             self._context.moment("backward")
@@ -543,7 +543,7 @@ def _gradient_hook(
                 if not reducer._sync:
                     reducer._keep_local()
                     return
-                reducer._begin()
+                reducer._start()
             if torch._C._current_graph_task_id() != reducer._task:
                 reducer._nest()
             if key in reducer._reached:

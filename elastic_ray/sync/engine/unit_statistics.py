@@ -85,9 +85,9 @@ class UnitStatistics:
         rows = self._unit.gather([float(statistics.noise.looks), *statistics.part()])
         statistics.combine_parts([row[1:] for row in rows])
         if any(row[0] for row in rows):
-            self._look()
+            self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Determine which of this worker's parameters are also held by earlier workers of the unit."""
         own = [number for signature in self._signatures() for number in signature]
         most = round(max(row[0] for row in self._unit.gather([float(len(own))])))

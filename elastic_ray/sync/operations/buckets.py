@@ -127,7 +127,7 @@ class Bucket:
         self._shows = reduces and not accumulates and self._may_show
         if not self._shows:
             if reduces or accumulates:
-                self._take_out()
+                self._remove_from()
             return math.inf
         memory: BucketMemory | None = self.__dict__.get("memory")
         if memory is not None and torch._C._storage_Use_Count(memory.storage) > memory.users:
@@ -135,7 +135,7 @@ class Bucket:
         self._there = list(map(operator.is_not, map(_gradient, self.params), itertools.repeat(None)))
         return max(self.size >> 5, _LARGE)
 
-    def _take_out(self) -> None:
+    def _remove_from(self) -> None:
         """Move gradients that lie in the buffer to separate memory."""
         if "memory" not in self.__dict__ or not self._may_show:
             return

@@ -127,7 +127,7 @@ class TiledOptimizer:
             return
         try:
             run.consensus.agree_on(Announced(Intent.UPDATE, self._number, 1))
-            self._settle()
+            self._move_state()
             self._close()
         except CommunicationFailedError as error:
             if run.ledger.step is None:
@@ -238,12 +238,12 @@ class TiledOptimizer:
         Raises StateLostError: no rank holds some of the tiles; raised on every rank.
         """
         self.idle, self._gathered = False, None
-        self._settle()
+        self._move_state()
         self._begun = True
         if self._open and self.divided and not self._stored:
             self._gathered = self._holder.collect(self._run.group)
 
-    def _settle(self) -> None:
+    def _move_state(self) -> None:
         """Move state so that this rank holds what the current group and strategy require."""
         held = self._holder.held
         if held is not None and held.everything:

@@ -124,7 +124,7 @@ class TableShard:
     def make_whole(self) -> None:
         """Hold all tiles on this rank, because there is no group yet."""
         everything = tuple(range(self._tiling.tiles))
-        self._follow(self._made(everything, self._source), tuple((0,) for _ in everything))
+        self._set_owners(self._made(everything, self._source), tuple((0,) for _ in everything))
 
     def enter(self, communicator: Communicator, nodes: Sequence[str]) -> int:
         """Receive the tiles that this rank owns in a new group; return the number of tiles sent between ranks.
@@ -149,7 +149,7 @@ class TableShard:
             carry_out(communicator, sent, self._stores, new, self._tiling.height)
         self._stores.insert(0, new)  # ranks that are through with this do not hold any more what they have sent
         communicator.gather_ints([1])
-        self._follow(new, owners, communicator.world_size)
+        self._set_owners(new, owners, communicator.world_size)
         return len(sent)
 
     def _everyone_holds(self, communicator: Communicator) -> list[frozenset[int]]:
@@ -174,7 +174,7 @@ class TableShard:
                     source.fill(name, tile, into)
         return new
 
-    def _follow(self, store: TileStore, owners: tuple[tuple[int, ...], ...], world: int = 1) -> None:
+    def _set_owners(self, store: TileStore, owners: tuple[tuple[int, ...], ...], world: int = 1) -> None:
         self._stores, self._owners, self._source, self._world = [store], owners, None, world
         self._by_tile = torch.tensor(owners, dtype=torch.int64, device=self.device)
 

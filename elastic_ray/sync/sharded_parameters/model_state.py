@@ -94,7 +94,7 @@ class StateDicts:
         self._optimizer = optimizer
         hooked: Any = module
         hooked.register_state_dict_post_hook(lambda *arguments: self._give(*arguments))
-        taking = hooked.register_load_state_dict_pre_hook(self._take)
+        taking = hooked.register_load_state_dict_pre_hook(self._load_rows)
         # Before the one that cuts this rank's rows out: the rank that follows needs them, too.
         hooked._load_state_dict_pre_hooks.move_to_end(taking.id, last=False)
 
@@ -121,7 +121,7 @@ class StateDicts:
             else:
                 del state_dict[name]
 
-    def _take(
+    def _load_rows(
         self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *arguments: Any
     ) -> None:
         """Copy whole parameters' rows that this rank holds for others; raises RuntimeError for ``assign=True``."""

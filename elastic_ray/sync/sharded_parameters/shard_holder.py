@@ -138,7 +138,7 @@ class ShardHolder:
         if self._first is not None:
             raise RuntimeError(NO_MEMORY_YET)
 
-    def _begin(self, seed: int, group: Group) -> None:
+    def _start(self, seed: int, group: Group) -> None:
         """Initialise this rank's rows, one module at a time, in the first group, in which no rank holds any rows."""
         assert self._first is not None, "only a model without memory is made here"
         own, shard, states = self._collectives.layout.owned_by(group.rank), Shard(), self._first
@@ -184,7 +184,7 @@ class ShardHolder:
             seed = sizes[0][3] << 32 | sizes[0][4]
             self.built_on_meta = any(each[5] for each in sizes)
         if nothing:
-            self._begin(seed, group)
+            self._start(seed, group)
             return [{self._collectives.layout.owned_by(rank)} for rank in range(group.world_size)], False
         everyone = [{from_code(code) for code in row} for row in rows]
         if gone := lost(self._held.counts, everyone):

@@ -159,14 +159,14 @@ class ShardedGradients(Participant):
         if task != -1 and self._task == -1:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-            self._begin()
+            self._start()
 
     def _reached(self, param: nn.Parameter) -> None:
         """Record that a backward pass has a parameter's gradient, even if only a part of the model was called."""
         self.entered()
         self._has_gradient.add(param)
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         """Start a backward pass: decide how to handle its gradients, and announce it."""
         run, step = self._run, self._run.ledger.step
         run.moment("backward")

@@ -188,10 +188,10 @@ class ShardedOptimizer:
         result = self._update(part).make(self._with_grads(self.groups_of(part.optimizer), followed), apply)
         self._last = self._last.next(self._run.group.generation, part.optimizer)
         if self._begun and self._holder.settles:
-            self._settle()
+            self._send_copies()
         return result
 
-    def _settle(self) -> None:
+    def _send_copies(self) -> None:
         """Send second copies of shards to their new followers, after the group's first update."""
         run = self._run
         try:

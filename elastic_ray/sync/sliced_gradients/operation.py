@@ -191,7 +191,7 @@ class SlicedOperation:
 
     def launch(self, bucket: SlicedBucket, group: GradientGroup) -> Sequence[Any]:
         """Launch the exchange that sends all pieces to their first owners."""
-        self._follow(bucket, group)
+        self._update_routes(bucket, group)
         made, buffers = self._known
         pieces = [bucket.body[piece.at : piece.at + piece.length] for piece in made.sent]
         torch._foreach_copy_(buffers.sent_views, pieces)
@@ -223,7 +223,7 @@ class SlicedOperation:
         assert self._routes is not None and self._buffers is not None, "it was launched"
         return self._routes, self._buffers
 
-    def _follow(self, bucket: SlicedBucket, group: GradientGroup) -> None:
+    def _update_routes(self, bucket: SlicedBucket, group: GradientGroup) -> None:
         """Adapt routes and memory to the current owners."""
         pieces = bucket.pieces
         if self._for is not pieces:

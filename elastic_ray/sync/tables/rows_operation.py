@@ -52,7 +52,7 @@ class RowsOperation:
     def go_on(self, bucket: RowBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Launch the exchange of rows that did not fit, or of the whole table; once all have arrived, sum the rows."""
         if finished == 1:
-            return self._look(bucket, group)
+            return self._poll(bucket, group)
         if self._gathered is None:  # the whole table was reduced
             marks, self._marks = self._marks, None
             rows = bucket.held if marks is None else bucket.held.only(marks)
@@ -61,7 +61,7 @@ class RowsOperation:
             self._add_up(bucket, group)
         return ()
 
-    def _look(self, bucket: RowBucket, group: GradientGroup) -> Sequence[Any]:
+    def _poll(self, bucket: RowBucket, group: GradientGroup) -> Sequence[Any]:
         """Decide the next round from the counts and layouts of all ranks; the decision is the same on all ranks."""
         assert self._gathered is not None
         heads = self._gathered.view(group.world_size, -1)[:, :_HEAD_BYTES].contiguous().view(torch.int64).tolist()

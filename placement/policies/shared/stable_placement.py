@@ -63,12 +63,12 @@ class StablePlacer:
                 free = self._occupied.slots(j)
                 if all(free[node] >= workers for node, workers in present[j].items()):
                     places[j] = dict(present[j])
-                    self._take(j, places[j])
+                    self._occupy(j, places[j])
                     continue
             places[j] = self._find(j, sizes[j], reserved, self._kinds == wanted[j])
             if sum(places[j].values()) < least[j]:
                 return None
-            self._take(j, places[j])
+            self._occupy(j, places[j])
         return places
 
     def grown(self, job: int, more: int) -> dict[int, int] | None:
@@ -91,9 +91,9 @@ class StablePlacer:
         before = self._occupied.lift(job)
         if len(before) > 1:
             self._multi_node_nodes -= before.keys()
-        self._take(job, place)
+        self._occupy(job, place)
 
-    def _take(self, job: int, place: Mapping[int, int]) -> None:
+    def _occupy(self, job: int, place: Mapping[int, int]) -> None:
         self._occupied.put_all(job, place)
         if len(place) > 1:
             self._multi_node_nodes.update(place)
