@@ -161,7 +161,7 @@ def _train_gan(how: str) -> list[Tensor]:
     for _ in er.remaining_epochs_until(EPOCHS):
         for x, _ in er.AdaptiveDataLoader(data(), batch_size=BATCH, shuffle=False):
             _gan_step(wrapped, optimizers, x)
-    return [p.full_tensor() if how == "sharded" else p.clone() for p in map(Tensor.detach, model.parameters())]
+    return [(p.full_tensor() if how == "sharded" else p).detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
