@@ -111,7 +111,7 @@ class TrialRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialWeight:
-    """Factor (1/4 to 4) by which the allocator multiplies the value of a running trial's speed, with its reason."""
+    """Factor (1/4 to 4) by which a running trial's speed counts in the allocator's decisions, with its reason."""
 
     value: float
     reason: str
