@@ -237,7 +237,7 @@ class StepLedger:
         """Record that user code left this pass in the middle of a step, by ``break`` or an exception."""
         if any(step.loader_pass is left for step in (*self._outer, self._inner) if step is not None):
             self.abandoned += 1
-            self._follow()
+            self._update()
 
     def pop_abandoned(self) -> LoaderStep | None:
         """Return the innermost abandoned step, which must now be committed; None if there is none left."""
