@@ -411,12 +411,12 @@ class SweepActor:
         """Accept a process handed back by a run, and kill it if ``fit`` is False (no other trial can use it)."""
         self._processes.take_back(run, actor, fit=fit)
 
-    async def settle(self, run: str, fit: dict[Any, bool]) -> None:
+    async def complete(self, run: str, fit: dict[Any, bool]) -> None:
         """Close a run, and kill the processes it still borrows, except those in ``fit``.
 
         ``fit`` maps each process that another trial may use to whether it has ever answered.
         """
-        self._processes.settle(run, fit)
+        self._processes.complete(run, fit)
 
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:
         """Keep a run's checkpoint in the cluster's memory, so that a trial can start from it without reading storage.
@@ -477,7 +477,7 @@ class SweepActor:
             gone = await asyncio.gather(*(_is_gone(ask.remote()) for ask in asks))
             for (run, each), is_gone in zip(looked_at.items(), gone, strict=True):
                 if is_gone:
-                    self._processes.settle(run)
+                    self._processes.complete(run)
                     self._ending.pop(run, None)
                     if self._busy.pop(run, None) is not None:
                         self._ended(run, each)

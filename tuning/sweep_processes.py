@@ -83,7 +83,7 @@ class SweepProcesses:
                 return
         ray.kill(actor)  # lent by a sweep's actor that is gone
 
-    def settle(self, run: str, fit: Mapping[Any, bool] | None = None) -> None:
+    def complete(self, run: str, fit: Mapping[Any, bool] | None = None) -> None:
         """Close a finished run, and kill the processes it still borrows, except those in ``fit``.
 
         Args:

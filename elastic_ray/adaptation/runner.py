@@ -247,7 +247,7 @@ class PolicyRunner:
                 said.append([pending.requests, pending.failures, self._states[number]])
         return said
 
-    def settle(self, step: int) -> None:
+    def complete(self, step: int) -> None:
         """Apply the requests that all ranks agreed on during step ``step``, which has been committed.
 
         Raises PolicyError: a strict policy failed, was refused, or differs between ranks; raised on every rank.

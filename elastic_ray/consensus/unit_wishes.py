@@ -45,7 +45,7 @@ class UnitWishes:
         self.wanted_batch: BatchChoice | None = None
         self.critical_batch = 0
 
-    def settle(self, *, well: bool, due: bool, measured: float = 0.0) -> bool:
+    def complete(self, *, well: bool, due: bool, measured: float = 0.0) -> bool:
         """Exchange requests with the unit's workers, which all call this at the same point; True if all are ``well``.
 
         Args:

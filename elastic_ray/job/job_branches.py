@@ -113,15 +113,15 @@ class JobBranches:
     async def _compare(self, run: BranchRun, start: Callable[[JobSpec], Any]) -> None:
         """Run the branches in a thread, and limit the job's batch to the critical batch found, if any."""
         events, sizes = self._parts.events, ", ".join(map(str, run.sizes))
-        events.note(EventKind.BRANCH, f"branches at batch {sizes} begin", detail={"sizes": list(run.sizes)})
+        events.emit(EventKind.BRANCH, f"branches at batch {sizes} begin", detail={"sizes": list(run.sizes)})
         try:
             result = await asyncio.to_thread(run.measure, start)
         except Exception as error:
             self._outcome = error if isinstance(error, BranchError) else BranchError(f"{type(error).__name__}: {error}")
-            events.note(EventKind.BRANCH, f"branches tell nothing: {self._outcome}")
+            events.emit(EventKind.BRANCH, f"branches tell nothing: {self._outcome}")
             return
         self._outcome, found = result, result.critical_batch
-        events.note(EventKind.BRANCH, str(result).replace("\n  ", " ").replace("\n", "; "), detail=result.plain)
+        events.emit(EventKind.BRANCH, str(result).replace("\n  ", " ").replace("\n", "; "), detail=result.plain)
         if found is not None:
             self.set(found)
 

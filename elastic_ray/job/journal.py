@@ -66,7 +66,7 @@ class Journal:
         self._events = len(events)
         return ControllerState.from_json(text.decode()), events
 
-    def note(self, state: ControllerState) -> None:
+    def record(self, state: ControllerState) -> None:
         """Record the job's state if it has changed; returns at once."""
         text = json.dumps(dataclasses.asdict(state))
         if text != self._last:

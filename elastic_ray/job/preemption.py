@@ -32,7 +32,7 @@ class Preemption:
         self._then, self.reason = then, then.reason
         self._since_s, self._reminded_s = now_s, float("-inf")
 
-    def follow(self, then: Allocated) -> None:
+    def adapt(self, then: Allocated) -> None:
         """Replace the allocation to apply after the save; the save still happens, as ranks may already have stopped."""
         self._then = then
 

@@ -212,7 +212,7 @@ class JobSupervisor:
         if self._starter.looking:
             self._starter.later = target
         elif self._preemption.active:
-            self._preemption.follow(target)
+            self._preemption.adapt(target)
         elif not nodes and (self._can_be_saved() if self._paused else self._may_be_preempted()):
             self._preemption.start(target, time.monotonic())
         else:
@@ -377,7 +377,7 @@ class JobSupervisor:
             return_value=as_text(self.shutdown.return_value) if self.record.phase.ended else None,
             trackers=self._trackers.notes,
         )
-        self._journal.note(state)
+        self._journal.record(state)
 
     def recall(self, state: ControllerState, events: tuple[JobEvent, ...]) -> None:
         """Restore the state recorded by the previous controller."""
@@ -400,7 +400,7 @@ class JobSupervisor:
 
     def journal_revival(self, state: ControllerState) -> None:
         """Record this restart of the controller before it handles a message that might crash it again."""
-        self._journal.note(dataclasses.replace(state, revivals=self._revivals))
+        self._journal.record(dataclasses.replace(state, revivals=self._revivals))
 
     def recover(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
         """Continue with the previous controller's surviving workers; fail a job whose controller dies too often."""
@@ -507,7 +507,7 @@ class BatchChanges:
     async def _fit(self, snapshot: TunerSnapshot) -> None:
         self._carry_out(self._planner.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
         if notice := self._planner.pop_notice():
-            self._events.note(EventKind.BATCH_KEPT, notice)
+            self._events.emit(EventKind.BATCH_KEPT, notice)
 
     def advise(self, priors: Mapping[str, Prior]) -> None:
         """Pass measurements of other jobs that train the same model, keyed by GPU type, to the batch planner."""

@@ -145,7 +145,7 @@ class WorkerMessages:
                     self._record.told = text
                 if kind is EventKind.OUT_OF_MEMORY:
                     text += self._memory_advice()
-                self._events.note(kind, text, detail=detail)
+                self._events.emit(kind, text, detail=detail)
                 if detail.get("request", {}).get("kind") == "Pause" and not detail["refused"]:
                     self._pause(text)
             case WorkerReport():
@@ -188,7 +188,7 @@ class WorkerMessages:
             self._events.add(EventKind.BATCH, replicas, replicas, held or self._record.batch_reason, detail=detail)
         goal, current = steps_to_reach(self._record.events), self._group.machine.current
         if goal and current is not None and report.generation == current.generation and report.total_steps >= goal:
-            self._events.note(EventKind.CAUGHT_UP, f"step {goal} is reached again", detail={"steps": goal})
+            self._events.emit(EventKind.CAUGHT_UP, f"step {goal} is reached again", detail={"steps": goal})
         self.stragglers.receive(report, time.monotonic())
 
     def _ready(self, message: WorkerReady) -> None:
@@ -224,7 +224,7 @@ class WorkerMessages:
         except BatchDoesNotFitError as error:
             self._job.finish(JobPhase.FAILED, error=BatchDoesNotFitError(f"{error}{advice}"))
             return
-        self._events.note(EventKind.OUT_OF_MEMORY, reason + advice)
+        self._events.emit(EventKind.OUT_OF_MEMORY, reason + advice)
         self.torn = not message.has_state
         self._group.take(message)
         self.torn = False
@@ -264,7 +264,7 @@ class WorkerMessages:
             return
         if record.phase is WorkerPhase.LEAVING:  # what its code does on the way out costs nobody anything
             text = f"worker {worker} raised while it left: {printable(str(result.error).strip()[-_CAUSE:])}"
-            self._events.note(EventKind.WARNING, text)
+            self._events.emit(EventKind.WARNING, text)
             self._group.take(Left(worker=worker))
             return
         error = WorkerError(
@@ -319,8 +319,8 @@ class WorkerMessages:
         told = f"joiner {worker} is given up" if newcomer else f"worker {worker} on node {node[:8]} is lost"
         kind = EventKind.CANCELLED if newcomer else EventKind.WARNING
         again = ", in a process that had run the function before; the next one is a fresh one" if reused else ""
-        self._events.note(kind, f"{told}, it raised {cause}{again}", detail=detail)
+        self._events.emit(kind, f"{told}, it raised {cause}{again}", detail=detail)
         if blames:
             now_s = time.monotonic()
-            self._errors.note(node, worker, cause, starting=not trained, of_device=of_device, now_s=now_s)
+            self._errors.record(node, worker, cause, starting=not trained, of_device=of_device, now_s=now_s)
         self._group.take(Lost(worker=worker, cause=f"it raised {cause}", newcomer=newcomer and not reused))

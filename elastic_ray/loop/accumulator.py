@@ -112,7 +112,7 @@ class Accumulator(Mapping[str, float]):
     def _commit_abandoned(self, session: Session) -> None:
         """Commit the steps that were left by ``break``."""
         if session.synced and session.ledger.abandoned:
-            session.passes.settle()
+            session.passes.complete()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sums())

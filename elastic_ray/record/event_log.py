@@ -38,15 +38,15 @@ class EventLog:
         self._record.event(event)
         self._keep(event)
 
-    def note(self, kind: EventKind, reason: str, **facts: Any) -> None:
+    def emit(self, kind: EventKind, reason: str, **facts: Any) -> None:
         """Add an event that leaves the job's size unchanged; ``facts`` are further fields of the event."""
         workers = self._machine.world_size
         self.add(kind, workers, workers, reason, **facts)
 
     def warn(self, what: str) -> None:
         """Add a warning about a failure that does not stop the job."""
-        self.note(EventKind.WARNING, what)
+        self.emit(EventKind.WARNING, what)
 
     def storage(self, what: str) -> None:
         """Add an event about storage."""
-        self.note(EventKind.STORAGE, what)
+        self.emit(EventKind.STORAGE, what)

@@ -151,7 +151,7 @@ class WorkerErrors:
         self._noted = []
         return ErrorVerdict(ends=error.raised, reason=reason)
 
-    def note(
+    def record(
         self, node: str, worker: str, cause: str, *, starting: bool, now_s: float, of_device: bool = False
     ) -> None:
         """Record a worker's failure, to be reported to the allocator as a possible fault of its node."""

@@ -154,7 +154,7 @@ class Run:
         Returns the failure of this worker or of another one; None if all succeeded.
         """
         due = saves or self.registry.saves()
-        if self.wishes is None or self.wishes.settle(well=failure is None, due=due, measured=measured):
+        if self.wishes is None or self.wishes.complete(well=failure is None, due=due, measured=measured):
             return failure
         return failure or "another worker of the unit could not complete its step"
 
@@ -303,9 +303,9 @@ class Group:
     ) -> None:
         self._worker, self._membership, self._expected = worker, membership, expected
         self._most_workers = most_workers
-        self.follow()
+        self.adapt()
 
-    def follow(self) -> None:
+    def adapt(self) -> None:
         """Switch to the membership's current group; a worker without a group is alone."""
         spec, communicator = self._membership.current, self._membership.communicator
         self.generation_spec: GenerationSpec | None = spec

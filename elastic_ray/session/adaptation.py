@@ -137,7 +137,7 @@ class Adaptation:
             values.advance(workers[0].passed_s, len(workers), samples)
         values.metrics, values.reports = dict(watched.latest), watched.reports
         self._step, wish = step, self.wish
-        self.runner.settle(self._progress.steps)
+        self.runner.complete(self._progress.steps)
         if self.wish != wish:
             self._run.controller.report_soon()
         self._call("after_step")

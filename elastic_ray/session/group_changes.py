@@ -204,7 +204,7 @@ class GroupChanges:
 
     def _switch_group(self) -> None:
         """Switch the run to the membership's current group."""
-        self._run.group.follow()
+        self._run.group.adapt()
         self._run.consensus.set_group()
 
     def _go_to(self, spec: GenerationSpec, communicator: Communicator | None) -> int:
@@ -463,7 +463,7 @@ class UserCollectives:
         """
         if self._run.ledger.replays_passes or not self._run.group.generation:
             return alone()
-        self._passes.settle()
+        self._passes.complete()
         self._run.refuse_in_round(
             f"{what}() may not be called", "add up numbers in an elastic_ray.Accumulator, or call it after the pass"
         )

@@ -180,7 +180,7 @@ class LoaderPasses:
 
         Raises RuntimeError: A pass over whole batches is in progress.
         """
-        self.settle()
+        self.complete()
         self._run.refuse_in_round("no loader may be iterated", "evaluate after the pass, or between epochs")
         ordinal = self._run.ledger.start_pass()
         self._catch_up()
@@ -189,7 +189,7 @@ class LoaderPasses:
     def end_epoch(self) -> None:
         """End the epoch: commit steps whose loop was left, end their passes and call the policies' ``after_epoch``."""
         self._run.ledger.abandoned = self._run.ledger.depth
-        self.settle()
+        self.complete()
         self._adaptation.end_epoch()
         self._run.states.progress.keep_sums()
         self._run.states.progress.end_epoch()
@@ -213,7 +213,7 @@ class LoaderPasses:
         """
         run, ledger = self._run, self._run.ledger
         if ledger.abandoned:
-            self.settle()
+            self.complete()
         failure = ledger.failure  # of this step, not of one around it
         if run.wishes is not None:
             failure = run.agree_in_unit(failure)
@@ -452,7 +452,7 @@ class LoaderPasses:
             if not put_off:
                 self._catch_up()
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """Commit each step whose loop was left by ``break``, and end its pass."""
         while (step := self._run.ledger.pop_abandoned()) is not None:
             loader_pass, total, ended = step.loader_pass, step.total, self._run.states.progress.ended_passes

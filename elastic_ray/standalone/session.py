@@ -221,7 +221,7 @@ def session_after(earlier: Session) -> Session:
     assert isinstance(earlier.controller, StandaloneController), "a trainer's session serves one run"
     earlier.run.leave_group()
     earlier.membership.close(broken=False)
-    earlier.group.follow()
+    earlier.group.adapt()
     return standalone_session()
 
 

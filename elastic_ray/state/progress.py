@@ -77,7 +77,7 @@ class PassProgress:
         """Mark the pass as done."""
         self.done = True
 
-    def follow(self, other: PassProgress) -> None:
+    def adapt(self, other: PassProgress) -> None:
         """Adopt the progress of another rank's copy of this pass."""
         self.position, self.done, self.hashed = other.position, other.done, other.hashed
 

@@ -300,7 +300,7 @@ class SharedState:
         # Loader passes in progress hold on to their PassProgress: refresh these instead of replacing them.
         mine = self.progress.passes
         for own, theirs in zip(mine, progress.passes, strict=False):
-            own.follow(theirs)
+            own.adapt(theirs)
         passes = mine[: len(progress.passes)] + progress.passes[len(mine) :]
         self.progress = dataclasses.replace(progress, passes=passes)
 

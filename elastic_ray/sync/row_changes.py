@@ -120,24 +120,24 @@ class HandChanges:
         self._seen = torch.empty(0)
         self._found = self._suspected = False
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def adapt(self, optimizer: torch.optim.Optimizer) -> None:
         """Treat the optimizer's steps as updates, and later changes by its post-step hooks as changes by hand."""
-        handle = optimizer.register_step_post_hook(lambda *_: self.note())
+        handle = optimizer.register_step_post_hook(lambda *_: self.record())
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     def watch(self, rows: Iterable[Tensor]) -> None:
         """Watch the given rows instead of the previous ones, with their current values as the reference."""
         flat = [each.detach().reshape(-1) for each in rows if each.numel()]
         self._looked_at = [each[:: max(1, each.numel() // _LOOKED_AT)] for each in flat]
-        self.note()
+        self.record()
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Accept the watched rows' current values as the reference, and clear all findings."""
         self._seen, self._found, self._suspected = self._now(), False, False
 
     def suspect(self) -> None:
         """Request a comparison of rows between their holders before the next update, because rows were replaced."""
-        self.note()
+        self.record()
         self._suspected = True
 
     @property
@@ -150,7 +150,7 @@ class HandChanges:
         """Accept all changes made within the context, because all holders of copies make them too."""
         found = self.found
         yield
-        self.note()
+        self.record()
         self._found = found
 
     def _now(self) -> Tensor:

@@ -328,4 +328,4 @@ class Processes:
         if self._sweep is not None:
             # One that was asked and has not answered may hang.
             kept = {actor: state is _Lent.READY for actor, state in self._lent.items() if state is not _Lent.ASKED}
-            self._sweep.settle.remote(self._run, kept if fit else {})
+            self._sweep.complete.remote(self._run, kept if fit else {})

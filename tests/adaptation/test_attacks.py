@@ -56,7 +56,7 @@ def sums_of(workers: list[Worker]) -> list[float]:
 def commit(worker: Worker, sums: list[float], world: int) -> None:
     worker.runner.ballot.conclude(sums, world)
     worker.steps += 1
-    worker.runner.settle(worker.steps)
+    worker.runner.complete(worker.steps)
     worker.runner.call("after_step", PolicyView(step=worker.steps))
 
 

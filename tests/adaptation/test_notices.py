@@ -35,7 +35,7 @@ class Parts:
     def soon(self) -> None:
         self.heartbeats += 1
 
-    def note(self, kind: Any, text: str, *, detail: Mapping[str, Any]) -> None:
+    def emit(self, kind: Any, text: str, *, detail: Mapping[str, Any]) -> None:
         self.seen.append((kind, text))
 
     def add(self, kind: Any, before: int, after: int, reason: str, *, detail: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ def test_why_a_batch_stays_is_no_change_of_it() -> None:
     """Programs read both sizes of each ``batch`` event; a notice has none."""
     seen: list[tuple[Any, str]] = []
     planner = SimpleNamespace(fitted=lambda model: None, pop_notice=lambda: "batch 32 stays: no signal")
-    events = SimpleNamespace(note=lambda kind, text: seen.append((kind, text)))
+    events = SimpleNamespace(emit=lambda kind, text: seen.append((kind, text)))
     parts: Any = SimpleNamespace(
         planner=planner,
         group=SimpleNamespace(machine=SimpleNamespace(current=None)),

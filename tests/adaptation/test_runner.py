@@ -55,7 +55,7 @@ def step(ranks: list[Rank], number: int, *, lost: bool = False) -> None:
             rank.runner.ballot.start()
             rank.runner.restore(before)
         else:
-            rank.runner.settle(number)
+            rank.runner.complete(number)
             rank.runner.call("after_step", PolicyView(step=number))
 
 
@@ -148,7 +148,7 @@ def test_a_strict_policy_ends_the_run_on_every_rank(how: str) -> None:
     for rank in ranks:
         rank.runner.ballot.conclude([2 * value for value in rank.runner.ballot.values(0, 2)], 2)
         with pytest.raises(PolicyError, match=r"policy Fails failed in after_step"):
-            rank.runner.settle(2)
+            rank.runner.complete(2)
 
 
 def test_a_policy_that_differs_between_ranks_is_left_out() -> None:

@@ -36,39 +36,39 @@ def test_spans_are_those_that_hold_any_of_the_rows() -> None:
 
 def test_blocks_go_once_every_rank_is_past_them() -> None:
     made = window(4, 4, 4)
-    made.note(reader(0, 9))
+    made.record(reader(0, 9))
     assert len(made.held) == 3, "rank 1 has not asked yet"
-    made.note(reader(1, 4))
+    made.record(reader(1, 4))
     assert (blocks(made), made.floor) == (["block 1", "block 2"], 4)
 
 
 def test_new_group_keeps_what_its_newest_rank_may_need() -> None:
     made = window(4, 4, 4)
-    made.note(reader(0, 4))
-    made.note(reader(1, 4))
-    made.note(reader(0, 8, world_size=3, generation=2))
-    made.note(reader(1, 8, world_size=3, generation=2))
-    made.note(reader(1, 12))  # of the group before: it has no say
+    made.record(reader(0, 4))
+    made.record(reader(1, 4))
+    made.record(reader(0, 8, world_size=3, generation=2))
+    made.record(reader(1, 8, world_size=3, generation=2))
+    made.record(reader(1, 12))  # of the group before: it has no say
     assert blocks(made) == ["block 1", "block 2"]
-    made.note(reader(2, 4, world_size=3, generation=2))
+    made.record(reader(2, 4, world_size=3, generation=2))
     assert made.floor == 4
-    made.note(reader(2, 8, world_size=3, generation=2))
+    made.record(reader(2, 8, world_size=3, generation=2))
     assert blocks(made) == ["block 2"]
 
 
 def test_the_last_reader_is_told_that_it_is() -> None:
     made = window(4)
-    made.note(reader(0, 0))
-    made.note(reader(1, 0))
+    made.record(reader(0, 0))
+    made.record(reader(1, 0))
     assert [made.leave("1/0"), made.leave("1/0"), made.leave("1/1")] == [False, False, True]
 
 
 def test_a_rank_that_has_left_holds_nothing_back() -> None:
     made = window(4, 4)
-    made.note(reader(0, 0))
-    made.note(reader(1, 0))
+    made.record(reader(0, 0))
+    made.record(reader(1, 0))
     made.leave("1/0")
-    made.note(reader(1, 4))
+    made.record(reader(1, 4))
     assert blocks(made) == ["block 1"]
 
 
@@ -89,7 +89,7 @@ def test_no_rank_misses_a_row_and_passed_rows_go(sizes: list[int], moves: list[t
             rows += [(step, offset) for offset in range(sizes[step])]
             made.add(sizes[step], step)
         positions[rank] = min(positions[rank] + advance, made.end)
-        made.note(reader(rank, positions[rank], world_size=3))
+        made.record(reader(rank, positions[rank], world_size=3))
         asked.add(rank)
         for position in positions:
             spans = made.spans(position, made.end)

@@ -13,7 +13,7 @@ def test_last_that_was_said_and_the_first_reason_count() -> None:
     preemption = Preemption(timeout_s=60.0)
     assert not preemption.active and preemption.end() is None
     preemption.start(AWAY, 10.0)
-    preemption.follow(BACK)
+    preemption.adapt(BACK)
     assert preemption.active and preemption.reason == AWAY.reason
     assert preemption.lasted_s(12.5) == 2.5 and preemption.end() == BACK
     assert not preemption.active

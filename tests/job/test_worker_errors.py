@@ -204,7 +204,7 @@ def test_newcomers_that_fail_alike_on_several_nodes_blame_none() -> None:
     job = Job()
     judge = job.errors.of_newcomer
     assert judge(job.error("a1", HERE), joined=True, now_s=job.now_s).blames_node
-    job.errors.note("a", "a1", "x", starting=True, now_s=job.now_s)
+    job.errors.record("a", "a1", "x", starting=True, now_s=job.now_s)
     assert not judge(job.error("b1", HERE), joined=True, now_s=job.now_s).blames_node
     assert job.errors.failures(job.now_s) == ()
 
@@ -249,7 +249,7 @@ def test_next_starts_same_error_is_the_programs_unless_device() -> None:
     other = dataclasses.replace(HERE, place="train.py:1")
     job = Job()
     assert job.start("a1", nodes=9, beside="a2") is None and job.start("a2", other, nodes=9) is None
-    job.errors.note("a", "a1", "x", starting=True, now_s=job.now_s)
+    job.errors.record("a", "a1", "x", starting=True, now_s=job.now_s)
     assert job.start("a3", nodes=9) is job.raised[2] and job.errors.failures(job.now_s) == ()
     job = Job()
     assert [job.start(f"a{number}", DISK, nodes=9) for number in range(5)] == [None] * 5

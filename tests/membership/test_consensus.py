@@ -67,7 +67,7 @@ class Rank:
         self.replicas.add(model, torch.optim.SGD(model.parameters(), lr=0.1))
         membership: Any = Membership(communicator)
         group = Group(membership.worker, membership, RankInfo())
-        group.follow()
+        group.adapt()
         ledger = StepLedger(SharedState(RunProgress(steps=steps)))
         self.agreed = AgreedChanges(membership)
         self.warnings = list[str]()

@@ -75,7 +75,7 @@ def known(wishes: UnitWishes) -> tuple[Any, ...]:
 )
 def test_a_wish_counts_once_a_unit_knows_it(tmp_path: Path, told: Any, expected: Any) -> None:
     def work(wishes: UnitWishes, position: int) -> Any:
-        assert wishes.settle(well=True, due=False) and wishes.pop_save() == 0
+        assert wishes.complete(well=True, due=False) and wishes.pop_save() == 0
         return known(wishes)
 
     assert in_unit(tmp_path, told, work) == [expected] * 2
@@ -83,7 +83,9 @@ def test_a_wish_counts_once_a_unit_knows_it(tmp_path: Path, told: Any, expected:
 
 def test_all_is_well_if_it_is_on_all_workers(tmp_path: Path) -> None:
     def work(wishes: UnitWishes, position: int) -> list[bool]:
-        return [wishes.settle(well=well[position], due=False) for well in ((True, True), (True, False), (False, True))]
+        return [
+            wishes.complete(well=well[position], due=False) for well in ((True, True), (True, False), (False, True))
+        ]
 
     assert in_unit(tmp_path, [[], []], work) == [[True, False, False]] * 2
 
@@ -92,7 +94,7 @@ def test_first_workers_checkpoint_has_one_token_told_once(tmp_path: Path) -> Non
     def work(wishes: UnitWishes, position: int) -> Any:
         tokens = []
         for due in ((True, True), (False, True), (True, False)):
-            wishes.settle(well=True, due=due[position])
+            wishes.complete(well=True, due=due[position])
             tokens += [wishes.pop_save(), wishes.pop_save()]
         return tokens
 
@@ -103,7 +105,7 @@ def test_first_workers_checkpoint_has_one_token_told_once(tmp_path: Path) -> Non
 
 def test_what_was_known_in_another_group_does_not_count(tmp_path: Path) -> None:
     def work(wishes: UnitWishes, position: int) -> Any:
-        wishes.settle(well=True, due=True)
+        wishes.complete(well=True, due=True)
         wishes.start()
         return (*known(wishes), wishes.pop_save(), wishes.alike(float(position)))
 

@@ -70,7 +70,7 @@ def test_a_worker_stands_where_expected_until_its_group() -> None:
         _ = group.communicator.rank
     membership.post(GenerationSpec(generation=2, members=(Member(worker="b", node="n1"),)))
     membership.await_next(timeout_s=_WAIT_S)
-    group.follow()
+    group.adapt()
     assert group.rank_info == RankInfo(rank=0, world_size=1) and group.generation == 2
 
 

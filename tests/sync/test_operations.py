@@ -55,7 +55,7 @@ class Side:
         self.bucket.body.copy_(gradient)
         self._wait(self.operation.launch(self.bucket, self.communicator.gradients))
         finished = 1
-        while works := self.operation.go_on(self.bucket, self.communicator.gradients, finished):
+        while works := self.operation.next_round(self.bucket, self.communicator.gradients, finished):
             self._wait(works)
             finished += 1
         return self.bucket.body.clone()

@@ -256,9 +256,9 @@ class Recorder(operation.RowsOperation):
         Recorder.rounds.append([bucket.touched])
         return super().launch(bucket, group)
 
-    def go_on(self, bucket: RowBucket, group: Any, finished: int) -> Any:
+    def next_round(self, bucket: RowBucket, group: Any, finished: int) -> Any:
         Recorder.rounds[-1].append(finished)
-        return super().go_on(bucket, group, finished)
+        return super().next_round(bucket, group, finished)
 
 
 def rounds_of(counts: list[int], table: int) -> list[list[int]]:

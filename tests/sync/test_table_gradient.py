@@ -25,7 +25,7 @@ class Pair:
         self.plain = kind(TABLE, WIDTH, **options)
         self.layer = copy.deepcopy(self.plain)
         self.table = TableGradient(self.layer.weight, update)
-        self.table.follow([self.layer])
+        self.table.adapt([self.layer])
 
     def backward(self, ids: Tensor) -> None:
         for layer in (self.plain, self.layer):

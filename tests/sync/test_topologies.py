@@ -101,7 +101,7 @@ def test_ranks_of_a_real_group_hold_equal_bits(topology: str, dtype: torch.dtype
                 while works:
                     for each in works:
                         communicator.wait(each)
-                    works = operation.go_on(bucket, communicator.gradients, finished)
+                    works = operation.next_round(bucket, communicator.gradients, finished)
                     finished += 1
         return bucket.flat.clone(), communicator.traffic["all_reduce"]
 

@@ -86,7 +86,7 @@ class Run:
             self.tuner.reduced()
             self.steps += 1
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         for _ in range(200):
             self.train()
             if self.tuner.choice.settled:
@@ -138,7 +138,7 @@ def test_steps_of_another_strategy_than_tried_do_not_count() -> None:
 
 def test_a_choice_is_told_once_and_settles_the_group() -> None:
     run = Run()
-    run.settle()
+    run.complete()
     run.train(5)
     ((kind, text, detail),) = run.told
     assert kind == "strategy" and text.startswith("strategy for 2 workers: ") and detail["table"] == "the table"
@@ -150,7 +150,7 @@ def test_a_choice_is_told_once_and_settles_the_group() -> None:
 
 def test_another_group_form_is_measured_a_known_one_not() -> None:
     run = Run()
-    run.settle()
+    run.complete()
     there = run.tuner.choice
     run.group_of("x", "y")
     assert run.tuner.choice == there, "other nodes of the same form"
@@ -173,7 +173,7 @@ def test_a_trial_does_not_outlast_its_group() -> None:
 
 def test_it_chooses_anew_when_other_rows_are_touched() -> None:
     run = Run()
-    run.settle()
+    run.complete()
     run.plan = lower(run.tuner.strategy, run.profile, run.topology)
     run.train(130)
     assert run.tuner.choice.settled and dict(run.tuner.choice.rows)["table"] == 20
@@ -183,7 +183,7 @@ def test_it_chooses_anew_when_other_rows_are_touched() -> None:
         if not run.tuner.choice.settled:
             break
     assert not run.tuner.choice.settled
-    run.settle()
+    run.complete()
     assert dict(run.tuner.choice.rows)["table"] == 50
 
 
@@ -203,7 +203,7 @@ def test_a_joiner_goes_on_where_the_others_are(steps: int) -> None:
 
 def test_the_second_job_of_a_kind_races_not() -> None:
     run, second = Run(), Run(("x", "y"))
-    run.settle()
+    run.complete()
     found = run.tuner.found
     assert found and all(form.startswith("0 gloo ") for form in found)
     (best,) = found.values()

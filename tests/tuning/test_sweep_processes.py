@@ -30,11 +30,11 @@ def test_a_process_serves_runs_in_turn_safe_from_old(shared_cluster: LocalCluste
     process, ready = lent
     assert not ready
     pid = ray.get(process.prepare.remote(setup_of(kind)), timeout=180).pid
-    pool.settle("first", {process: True})
+    pool.complete("first", {process: True})
     assert asyncio.run(pool.lend("first", node)) is None, "a lend that comes after the run's end"
     pool.admit("second", kind)
     assert asyncio.run(pool.lend("second", node)) == (process, True)
-    pool.settle("first")  # its controller waited for another trial in vain, and is gone
+    pool.complete("first")  # its controller waited for another trial in vain, and is gone
     pool.expire(time.monotonic() + 60.0)
     assert ray.get(process.prepare.remote(setup_of(kind)), timeout=180).pid == pid
     pool.take_back("second", process, fit=False)

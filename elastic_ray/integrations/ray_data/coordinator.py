@@ -187,7 +187,7 @@ class DatasetCoordinator:
             slack = wanted.end - wanted.first  # another rank may stand a step behind
             floor = max(0, min(wanted.first, reader.position) - slack)
             stream = self._start(wanted.dataset, wanted.epoch, floor)
-        before = self._readers.note(reader, stream)
+        before = self._readers.record(reader, stream)
         if isinstance(before, RowStream) and before.leave(reader.client):
             self._close(before)
         stream.want(reader, max(wanted.end, wanted.ahead))

@@ -83,7 +83,7 @@ class RowWindow:
         """Mark the stream as complete: no further rows will be added."""
         self.ended = True
 
-    def note(self, reader: Reader) -> None:
+    def record(self, reader: Reader) -> None:
         """Record a reader's position, and release rows that every rank of the newest group has passed.
 
         Nothing is released before every rank of that group has sent a request, since a silent rank may need any row.
@@ -134,7 +134,7 @@ class Readers:
         self._reads: dict[str, tuple[Reader, object]] = {}
         self._heard: dict[str, int] = {}
 
-    def note(self, reader: Reader, stream: object) -> object | None:
+    def record(self, reader: Reader, stream: object) -> object | None:
         """Record that a client requests rows of a stream; return the other stream that it read before, or None."""
         _, before = self._reads.get(reader.client, (None, None))
         self._reads[reader.client] = reader, stream

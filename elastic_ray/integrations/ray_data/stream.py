@@ -77,7 +77,7 @@ class RowStream:
     def want(self, reader: Reader, end: int) -> None:
         """Request rows up to ``end`` for a reader that no longer needs the rows before its position."""
         with self._lock:
-            self._window.note(reader)
+            self._window.record(reader)
             self._wanted = max(self._wanted, end)
             self._lock.notify_all()
 

@@ -63,7 +63,7 @@ class Drift:
         self._settled_at = -1  # committed steps at the last consensus
         self._marker = 0
 
-    def follow(self, average: Average | None) -> None:
+    def adapt(self, average: Average | None) -> None:
         """Adopt the current strategy's averaging (None: no averaging) and the current set of trained parameters."""
         self._begun = False
         drifting = self._context.registry.drifting

@@ -281,7 +281,7 @@ class OwedGradients:
         self._members = 0  # ranks of the group that owes, or would under another strategy
         self._holds = True  # not taken over from another rank
 
-    def follow(self, layout: BucketLayout, places: Sequence[Sequence[int]], params: Sequence[ParamInfo]) -> None:
+    def adapt(self, layout: BucketLayout, places: Sequence[Sequence[int]], params: Sequence[ParamInfo]) -> None:
         """Move residuals and low-rank factors to the buckets of a new layout, parameter by parameter.
 
         Args:

@@ -245,7 +245,7 @@ class GradientEngine(Participant):
         force = self._in_force
         if force.tuner is not None:
             force.before_forward()
-        self._reducer.follow(changed=(force.asked is not None or force.wanted is not None) and self._may_switch)
+        self._reducer.adapt(changed=(force.asked is not None or force.wanted is not None) and self._may_switch)
         if not self._divided.idle and self._divided.unsettled:
             self._divided.divide_between_steps()
         if self._drift.average is not None:
@@ -543,11 +543,11 @@ class GradientEngine(Participant):
         groups = trainable.groups if self._context.unit is None else local_groups(trainable.groups)
         layout = BucketLayout(groups, plan, self._control_size, self._in_force, self._statistics, self._divided)
         if self._in_unit is not None:
-            self._in_unit.follow(layout.buckets)
-        self._drift.follow(plan.strategy.average)
+            self._in_unit.adapt(layout.buckets)
+        self._drift.adapt(plan.strategy.average)
         self.averages = plan.strategy.average is not None
-        self._divided.follow(plan, self.profile)
-        self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)
+        self._divided.adapt(plan, self.profile)
+        self._owed.adapt(layout, [bucket.params for bucket in plan.buckets], self.profile.params)
         rows = {bucket.index: bucket for bucket in layout.buckets if isinstance(bucket, RowBucket)}
         self._in_force.set_row_buckets(rows)
         self._update_tables([bucket.table for bucket in rows.values()])
@@ -559,7 +559,7 @@ class GradientEngine(Participant):
             table.close()
         self._tables = tables
         for each in self._row_steps:
-            each.follow(tables)
+            each.adapt(tables)
         layers = layers_by_parameter(self._module) if tables else {}
         for table in tables:
-            table.follow(layers[id(table.param)])
+            table.adapt(layers[id(table.param)])

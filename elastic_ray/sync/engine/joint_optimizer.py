@@ -130,10 +130,10 @@ class JointTiles:
         self._parts = parts
         self._owners: tuple[object, ...] = ()
 
-    def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
+    def adapt(self, plan: SyncPlan, profile: ModelProfile) -> None:
         """Adopt the tiles of a new bucket layout, after a change of the strategy, the parameters or the group."""
         for each in self._parts:
-            each.follow(plan, profile)
+            each.adapt(plan, profile)
 
     @property
     def owners(self) -> object:

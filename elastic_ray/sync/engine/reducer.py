@@ -143,7 +143,7 @@ class GradientReducer:
             self._layout.release()
         self._knows = False  # as a joiner: what user code sends within a backward pass is in one order on all ranks
 
-    def follow(self, *, changed: bool) -> None:
+    def adapt(self, *, changed: bool) -> None:
         """Rebuild the buckets before a forward pass, if parameters were unfrozen or the layout must change."""
         if self._running and torch._C._current_graph_task_id() == -1:
             self._running = False  # user code has caught an exception of a backward pass
@@ -433,7 +433,7 @@ class GradientReducer:
             if not left_out and (self._measures or self._tries(step)):
                 self._measure_alone()
         if self.reduction.owing and step is not None and step.is_last_micro and not self._ledger.failed:
-            self.reduction.settle()
+            self.reduction.complete()
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
         """End a backward pass that raised an exception, with zeros for missing gradients; the step is lost."""

@@ -332,7 +332,7 @@ class Reduction:
                     if not communicator.waited_briefly(work):
                         self._consensus.announcer.wait(work)
                 if type(operations[index]) is not AllReduceOperation:  # whose first round is its last
-                    self._works[index] = list(operations[index].go_on(bucket, communicator.gradients, finished))
+                    self._works[index] = list(operations[index].next_round(bucket, communicator.gradients, finished))
                     if self._works[index]:
                         left.append(bucket)
                         continue
@@ -399,7 +399,7 @@ class Reduction:
         rows = self._group.group.communicator.gather_ints(own, with_gradients=True)
         return [rank for rank, (bad,) in enumerate(rows) if bad]
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """Add compression residuals to the local gradients, if this rank's gradients are not summed with others.
 
         If models are averaged, each rank's update has a weight of 1 / ranks in the mean, so the residual is
@@ -409,7 +409,7 @@ class Reduction:
             scale = self._grad_scale() * len(self._group.group.nodes)
             for bucket, operation in zip(self._layout.buckets, self._layout.operations, strict=True):
                 if isinstance(operation, OwingOperation):
-                    operation.settle(bucket, scale)
+                    operation.complete(bucket, scale)
 
     def applied(self) -> None:
         """Commit the operations' state after the last pass, so that losing the step later does not change it."""

@@ -32,7 +32,7 @@ class RowSteps:
         optimizer.register_load_state_dict_post_hook(lambda _: self.recheck())
         self._hooks: tuple[Any, Any] | None = None
 
-    def follow(self, tables: Sequence[TableGradient]) -> None:
+    def adapt(self, tables: Sequence[TableGradient]) -> None:
         """Set the tables of which only rows are stepped."""
         self._tables = tables
         self.recheck()

@@ -41,7 +41,7 @@ class UnitStatistics:
         self._buckets: Sequence[GradientBucket] = ()
         self._left_out: list[str] | None = None
 
-    def follow(self, buckets: Sequence[GradientBucket]) -> None:
+    def adapt(self, buckets: Sequence[GradientBucket]) -> None:
         """Measure the gradients in ``buckets``, except for parameters that other workers of the unit count."""
         self._buckets, self._left_out = buckets, self._statistics.noise.counted_elsewhere
         left_out = {id(p) for name, p in self._module.named_parameters() if name in (self._left_out or ())}
@@ -52,7 +52,7 @@ class UnitStatistics:
     def before_forward(self) -> None:
         """Update the exclusion of parameters that other workers count, if their list has changed."""
         if self._left_out is not self._statistics.noise.counted_elsewhere:
-            self.follow(self._buckets)
+            self.adapt(self._buckets)
 
     def due(self) -> float:
         """Return the number of parameter groups if this step is measured and not yet added up, else 0."""

@@ -51,7 +51,7 @@ class BucketOperation(Protocol):
     def launch(self, bucket: Any, group: GradientGroup) -> Sequence[Any]:
         """Start the first round of collectives and return their works (handles to wait on)."""
 
-    def go_on(self, bucket: Any, group: GradientGroup, finished: int) -> Sequence[Any]:
+    def next_round(self, bucket: Any, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Start the next round after ``finished`` rounds and return its works; none once the bucket holds the sum."""
 
     def commit(self) -> None:

@@ -381,7 +381,7 @@ class AllReduceOperation:
         """Launch the all-reduce of the whole buffer, including its tail."""
         return (group.all_reduce(bucket.flat),)
 
-    def go_on(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+    def next_round(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Return no works, because the bucket holds the sum after the first round."""
         return ()
 

@@ -51,7 +51,7 @@ class Int8Compression:
         _quantise(self._work, self._sent)
         return (group.all_to_all(self._received, self._sent),)
 
-    def go_on(
+    def next_round(
         self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
         """Launch the all-gather of the summed shares; in the second call, write the result to ``vector``."""

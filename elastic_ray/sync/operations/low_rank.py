@@ -67,7 +67,7 @@ class LowRankCompression:
         self._copy_whole(vector, back=False)
         return (group.all_reduce(self._first),)
 
-    def go_on(
+    def next_round(
         self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
         """Launch the all-reduce of Q for all matrices; in the second call, write the result to ``vector``."""

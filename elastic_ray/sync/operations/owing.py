@@ -125,10 +125,10 @@ class OwingOperation(abc.ABC):
         """Launch the operation; see ``BucketOperation``."""
 
     @abc.abstractmethod
-    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+    def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Continue the operation; see ``BucketOperation``."""
 
-    def settle(self, bucket: GradientBucket, scale: float) -> None:
+    def complete(self, bucket: GradientBucket, scale: float) -> None:
         """Add the residual to ``.grad`` if this rank's gradients are not reduced and all parameters have gradients.
 
         Args:
@@ -175,8 +175,8 @@ class SettlingOperation(OwingOperation):
             self.residual.leave(None, self._scale)
         return self._operation.launch(bucket, group)
 
-    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        return self._operation.go_on(bucket, group, finished)
+    def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+        return self._operation.next_round(bucket, group, finished)
 
     def commit(self) -> None:
         super().commit()
@@ -193,7 +193,7 @@ class Compression(Protocol):
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
         """Start the first round, and return its works; ``params`` have the shapes of the vector's parts."""
 
-    def go_on(
+    def next_round(
         self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
         """Start the next round after ``finished`` rounds, and return its works; none once ``vector`` holds the sum.
@@ -246,11 +246,11 @@ class CompressedOperation(OwingOperation):
             self._left_out = self.residual.room(vector)
         return self.compression.launch(bucket.params, vector, group)
 
-    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+    def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         vector = self._vector
         assert vector is not None, "no pass was launched"
         if not self._plain:
-            works = self.compression.go_on(vector, self._left_out, group, finished)
+            works = self.compression.next_round(vector, self._left_out, group, finished)
             if works:
                 return works
             if self._left_out is not None:

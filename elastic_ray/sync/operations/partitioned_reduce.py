@@ -48,7 +48,7 @@ class PartitionedReduceOperation:
             pieces = tuple(self._pieces)
         return [group.all_reduce(piece) for piece in pieces if piece.numel()]
 
-    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+    def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Copy the sums back into the bucket."""
         if self._axis == 0:
             self._form.unpack(bucket.flat_gradient())
@@ -117,7 +117,7 @@ class OwnerOperation:
         self._sent = self._form.pack(bucket.flat_gradient())
         return (group.reduce(self._sent, self._owner),)
 
-    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+    def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Launch the owner's broadcast of the sum after the first round; after the second, copy it into the bucket."""
         if finished == 1 and self._sent is not None:
             return (group.broadcast(self._sent, self._owner),)
@@ -144,7 +144,7 @@ class CastReduceOperation:
         """Launch the reduction of the rounded gradients."""
         return (group.all_reduce(self._form.pack(bucket.flat_gradient())),)
 
-    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+    def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Copy the sum back into the bucket in the bucket's dtype."""
         self._form.unpack(bucket.flat_gradient())
         return ()

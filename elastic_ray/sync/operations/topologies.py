@@ -146,7 +146,7 @@ class RoutedReduceOperation:
             self._rounds = self._schedule(self._nodes, self._size)
         return self._start(0, bucket, group)
 
-    def go_on(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+    def next_round(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Add or copy the parts received in the last round, and start the next round."""
         for (begin, end), part in self._coming:
             mine = bucket.flat[begin:end]

@@ -120,7 +120,7 @@ class TileHolder:
         known = dict(self._module.named_parameters(remove_duplicate=False))
         self.tiling = tiling
         self.params = {name: known[name] for name in tiling.names} if tiling is not None else {}
-        self.stored.follow(self.params.values())
+        self.stored.adapt(self.params.values())
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
         """Return the spans of each parameter, in order, with the ranks that own them in the current group."""

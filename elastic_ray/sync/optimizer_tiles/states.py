@@ -236,7 +236,7 @@ class StoredStates:
                 else:
                     state[param] = read_all(placed)
 
-    def follow(self, tiled: Collection[Parameter]) -> None:
+    def adapt(self, tiled: Collection[Parameter]) -> None:
         """Adapt to a changed set of parameters in tiles, moving states out of the optimizer or back into it."""
         given = (self._optimizer.state.get(p, {}) for group in self._optimizer.param_groups for p in group["params"])
         if self._states or any(map(_is_unread, given)):
@@ -244,7 +244,7 @@ class StoredStates:
 
     def read(self) -> None:
         """Read all states into the optimizer."""
-        self.follow(())
+        self.adapt(())
 
     def discard(self) -> None:
         """Drop the stored states."""

@@ -82,7 +82,7 @@ class TiledOptimizer:
 
     # -- the strategy --------------------------------------------------------------------------------------------------
 
-    def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
+    def adapt(self, plan: SyncPlan, profile: ModelProfile) -> None:
         """Adopt the tiles of a new bucket layout; the optimizer state is moved later."""
         self.idle, tiles, groups = False, plan.tiles, self._groups
         params: Sequence[int] = tiles.params if tiles is not None else ()

@@ -42,7 +42,7 @@ class _Sequence:
         """True if `code` has always been the next collective so far."""
         return self._next.get(self._at) == {code}
 
-    def note(self, code: int) -> None:
+    def record(self, code: int) -> None:
         """Record that the collective `code` was executed."""
         self._next.setdefault(self._at, set()).add(code)
         self._at = code
@@ -80,7 +80,7 @@ class ShardCollectives:
         self.finiteness = Finiteness()
         self.weight = 1.0
 
-    def follow(self, entered: Callable[[], None]) -> None:
+    def adapt(self, entered: Callable[[], None]) -> None:
         """Set a function that is called before each collective that torch requests."""
         self._entered = entered
 
@@ -143,7 +143,7 @@ class ShardCollectives:
         announced = Announced(Intent.SHARDS, self._number, code << 2 | _REDUCES)
         if consensus.announce_reductions(announced, known=self._sequence.knows(code)):
             consensus.agreed()
-        self._sequence.note(code)
+        self._sequence.record(code)
 
     def start_pass(self, weight: float) -> None:
         """Start a backward pass.

@@ -236,7 +236,7 @@ class ShardHolder:
         """Return the model's memory for this rank's own rows of a parameter, and the rows in it."""
         return memory_for(self.params[place], value, rows_of(self._held.counts[place], ShardId(own.world, 0))[1])
 
-    def settle(self, group: Group) -> None:
+    def complete(self, group: Group) -> None:
         """Send the remaining copies of shards, and free memory that is no longer used; called on every rank."""
         held, target = self._held, self._target
         mine = target.held_by(group.rank)

@@ -71,7 +71,7 @@ class ShardedGradients(Participant):
         self._micro_steps = MicroSteps(self._gradients)
         self._has_gradient: set[nn.Parameter] = set()  # in the pass in progress; torch gives zeros to the others
         self.nonfinite_ranks: list[int] | None = None
-        collectives.follow(self.entered)
+        collectives.adapt(self.entered)
         module.register_forward_pre_hook(self._start_anew, prepend=True)
         module.register_forward_hook(self._after_forward)
         for place, unit in enumerate(units_of(module)):

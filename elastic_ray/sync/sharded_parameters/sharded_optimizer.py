@@ -66,7 +66,7 @@ class ShardedOptimizer:
         self._by_hand = HandChanges(number)
         optimizers = optimizers_of(optimizer)
         for each in optimizers:
-            self._by_hand.follow(each)
+            self._by_hand.adapt(each)
         self.parts = [OptimizerPart(self, each) for each in optimizers]
         self._begun = False
         self._last = Update()
@@ -196,7 +196,7 @@ class ShardedOptimizer:
         run = self._run
         try:
             run.moment("restore")
-            self._holder.settle(run.group)
+            self._holder.complete(run.group)
         except CommunicationFailedError as error:
             if run.ledger.step is None:
                 raise
@@ -273,7 +273,7 @@ class ShardedOptimizer:
         if self.divided and not (self._open or self._compared):
             self._holder.compare(self._run.group.communicator)
             self._compared = True
-            self._by_hand.note()
+            self._by_hand.record()
 
     def _whole(self) -> Whole | None:
         """Return the whole state, None on ranks that lack it; if rank 0 lacks it, call this on every rank."""

@@ -202,7 +202,7 @@ class SlicedOperation:
         bucket.give(buffers.sent)
         return (group.all_to_all(self._arrived, buffers.sent, [share] * world, made.sent_splits),)
 
-    def go_on(self, bucket: SlicedBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+    def next_round(self, bucket: SlicedBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Sum the pieces, and send the sums to the other owners; in the last call, hand all sums to the bucket."""
         made, buffers = self._known
         if finished == 1:

@@ -49,7 +49,7 @@ class RowsOperation:
             self._group, self._room = weakref.ref(group), 0
         return self._gather(bucket, group, self._room)
 
-    def go_on(self, bucket: RowBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+    def next_round(self, bucket: RowBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Launch the exchange of rows that did not fit, or of the whole table; once all have arrived, sum the rows."""
         if finished == 1:
             return self._poll(bucket, group)

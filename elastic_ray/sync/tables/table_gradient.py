@@ -42,7 +42,7 @@ class TableGradient:
         self._aside: torch.Tensor | None = None
         self._pause, self._left = 0, 0
 
-    def follow(self, layers: Sequence[torch.nn.Module]) -> None:
+    def adapt(self, layers: Sequence[torch.nn.Module]) -> None:
         """Attach hooks to the given layers, which must be all layers that use the table."""
         if self._shows == "auto" and not any(getattr(layer, "sparse", False) for layer in layers):
             self._shows = "dense"
