@@ -67,7 +67,7 @@ def session_warning() -> str:
 
 
 def find_address(address: str) -> str:
-    """Return the HOST:PORT for ``auto`` or an empty address; return any other address unchanged.
+    """Return the HOST:PORT of the local cluster for ``auto`` or an empty address; return any other unchanged.
 
     An empty address resolves as in ``ray.init()``: to the cluster that ``ray start`` recorded on this machine, which
     may no longer run. Return "" if there is no record; Ray then starts a cluster.
@@ -83,11 +83,11 @@ def find_address(address: str) -> str:
 
 
 def check_answers(there: str, address: str) -> None:
-    """Raise ConnectionError if nothing listens at the address, because Ray itself would retry for minutes.
+    """Raise ConnectionError if no cluster listens at the resolved address; Ray itself would retry for minutes.
 
     Args:
-        there: The result of :func:`find_address`.
-        address: RAY_ADDRESS, or ``auto``; empty if not set.
+        there: The resolved address, as returned by :func:`find_address`.
+        address: The original address, for the message: RAY_ADDRESS, or ``auto``; empty if not set.
     """
     if address.startswith(("http://", "https://")):
         raise ConnectionError(
@@ -108,7 +108,7 @@ def check_answers(there: str, address: str) -> None:
 
 
 def split(address: str) -> tuple[str, int] | None:
-    """Return the host and port of a cluster's control store.
+    """Return the host and port of a cluster's control store, parsed from HOST:PORT.
 
     Return None for any other kind of address (``auto``, ``ray://...``).
     """
@@ -121,7 +121,7 @@ def split(address: str) -> tuple[str, int] | None:
 def check_access(address: str, *, mode_is_open: bool = False) -> None:
     """Raise AccessRefusedError if a cluster does not admit this process.
 
-    A cluster that does not answer passes the check; Ray reports it.
+    A cluster that does not answer passes the check, because Ray reports that itself.
 
     Args:
         address: HOST:PORT. Other kinds of address are not checked.

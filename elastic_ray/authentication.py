@@ -15,11 +15,11 @@ def new_secret() -> str:
 
 
 def sign(secret: str, *facts: str | int | bytes) -> bytes:
-    """Return the HMAC-SHA256 of the facts under the secret, which proves that the signer knows the secret.
+    """Return the HMAC-SHA256 of the facts (message parts), which proves that the signer knows the job's secret.
 
     Args:
         secret: The job's secret; must not be empty.
-        facts: Purpose and content of the code, so that it cannot be reused for anything else.
+        facts: Purpose and content of the message. The purpose prevents reusing the HMAC for anything else.
     """
     if not secret:
         raise ValueError("secret must not be empty: anybody could prove to know it")
@@ -31,5 +31,5 @@ def sign(secret: str, *facts: str | int | bytes) -> bytes:
 
 
 def verify(mac: bytes, secret: str, *facts: str | int | bytes) -> bool:
-    """True if `mac` is the HMAC of these facts, compared in constant time."""
+    """True if `mac` is the HMAC of these facts (message parts) under the secret; compares in constant time."""
     return hmac.compare_digest(mac, sign(secret, *facts))

@@ -130,7 +130,7 @@ class ElasticConfig(NamesArguments):
 
     @property
     def straggler_config(self) -> StragglerConfig:
-        """The workers' configuration for handling stragglers."""
+        """Configuration by which the workers handle stragglers (slow workers)."""
         return StragglerConfig(response=self.stragglers, patience_s=self.straggler_patience_s)
 
     def _check(self, name: str, value: object) -> None:
@@ -232,7 +232,7 @@ class SchedulingConfig(NamesArguments):
 
     @property
     def unit_size(self) -> int:
-        """Number of workers per unit."""
+        """Number of workers per unit (group of workers that start and end together); 1 without ``unit``."""
         return self.unit.size if isinstance(self.unit, Unit) else self.unit
 
     @property

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EventKind(str, enum.Enum):
-    """Kind of a job event; the string is the one in the JSON log.
+    """Kind of a job event; its value is the string in the JSON log.
 
     Examples:
         >>> from elastic_ray.events import EventKind
@@ -62,7 +62,7 @@ class TrialFacts:
 
     @classmethod
     def read(cls, told: Any) -> TrialFacts | None:
-        """Return a trial's facts from a value loaded from a file; None if the value is malformed."""
+        """Return a trial's facts from ``told``, a value loaded from a JSON file; None if the value is malformed."""
         try:
             found = cls(**{**told, "rungs": tuple(int(rung) for rung in told["rungs"])})
         except (TypeError, ValueError, KeyError):
@@ -89,7 +89,7 @@ TIME_PARTS = ("training_s", "catching_up_s", "pausing_s", "starting_s", "waiting
 
 
 def named_parts(spent: Any) -> dict[str, float]:
-    """Return the :data:`TIME_PARTS` of an object [s], keyed by their names in words."""
+    """Return a job's seconds of training, catching up, pausing, starting and waiting, keyed by these words."""
     return {part.removesuffix("_s").replace("_", " "): getattr(spent, part) for part in TIME_PARTS}
 
 
@@ -104,6 +104,7 @@ def numbers_in(metrics: Any, prefix: str = "", depth: int = 3) -> dict[str, floa
 
     Args:
         metrics: Metrics as reported. Values that are not numbers, and those beyond ``MOST_METRICS``, are left out.
+        prefix: Text put before every name.
         depth: Number of levels of nested mappings that are read.
     """
     found: dict[str, float] = {}
@@ -143,13 +144,13 @@ class Pause:
 
     @property
     def detail(self) -> dict[str, float]:
-        """Parts of the pause for an event's ``detail``."""
+        """Phases of the pause [s], keyed by field name, for the ``detail`` of an event."""
         return {"vote_s": self.vote_s, "group_s": self.group_s, "state_s": self.state_s}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
-    """Event of a job, such as a change of its size or a failure.
+    """Event for a job, such as a change of its size or a failure.
 
     Attributes:
         kind: Kind of the event.
@@ -157,8 +158,8 @@ class JobEvent:
         from_workers: World size before the event.
         to_workers: World size after the event.
         reason: Reason for the decision, a sentence.
-        pause_s: Seconds between the last step of the old generation and readiness for the first step of the new one;
-            the longest over the ranks that stayed. 0 if nothing paused.
+        pause_s: Seconds between the last step of the old generation (group of workers) and readiness for the first step
+            of the new one; the longest over the ranks that stayed. 0 if nothing paused.
         generation: Number of the generation after the event.
         detail: Further JSON-serialisable values (batch sizes, node, rank...). A change of size or a failure has
             ``vote_s``, ``group_s`` and ``state_s``, which sum to ``pause_s``. A start has ``start_s``, the time since
@@ -188,10 +189,10 @@ class JobEvent:
 
     @classmethod
     def from_json(cls, line: str) -> JobEvent:
-        """Parse the line of JSON that :meth:`to_json` wrote.
+        """Return the event on a line of JSON that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: The line is not a JSON object with these fields.
+            ValueError: The line is not a JSON object with an event's fields.
         """
         values = _object(line, "an event")
         values = known_fields(cls, values)
@@ -373,7 +374,7 @@ class JobStatus:
 
     @property
     def shown_metric(self) -> str:
-        """Name of the metric to show in listings: the job's own metric, else its first number; empty if none."""
+        """Name of the metric to show in listings: the job's own metric, else its first numeric one; empty if none."""
         return self.metric or next(iter(numbers_in(self.metrics)), "")
 
     @property
@@ -425,10 +426,10 @@ class Report:
 
     @classmethod
     def from_json(cls, line: str) -> Report:
-        """Parse the line of JSON that :meth:`to_json` wrote.
+        """Return the report on a line of JSON that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: The line is not a JSON object with these fields.
+            ValueError: The line is not a JSON object with a report's fields.
         """
         values = _object(line, "a report")
         if not isinstance(values.get("metrics"), dict):
@@ -449,7 +450,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """Information about one member of the current generation.
+    """Information about one member (worker) of a job's current generation (group of workers).
 
     Attributes:
         silence_s: Time since the worker's last message [s]; None before the first.
@@ -475,7 +476,7 @@ class WorkerInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """Outcome of a job."""
+    """Outcome of a job that has ended."""
 
     phase: JobPhase  # FINISHED, FAILED or STOPPED
     error: BaseException | Raised | None = None  # what ended the job, None when it finished or was stopped

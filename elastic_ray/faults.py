@@ -37,7 +37,7 @@ MOMENTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """Fault that is injected at one moment of a job."""
+    """Fault (kill, hang or out-of-memory error) that is injected into one worker at a given moment of a step."""
 
     action: str  # "kill", "hang" or "out_of_memory"
     moment: str  # one of ``MOMENTS``
@@ -50,7 +50,7 @@ class Fault:
             raise ValueError(f"moment must be one of {', '.join(MOMENTS)}, but got {self.moment!r}")
 
     def due(self, *, worker: str, rank: int, step: int, moment: str) -> bool:
-        """True if the fault applies to this worker, rank, step and moment."""
+        """True if the fault must be injected at this moment: its rank, step and worker match or are None."""
         return (
             self.moment == moment
             and (self.worker is None or self.worker == worker)
@@ -61,7 +61,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Faults:
-    """Script of faults; each is injected once, at a ``moment`` of a given rank, step and worker (None for any).
+    """Script of faults, each injected once at a ``moment`` of a given rank, step and worker id; None matches any.
 
     Examples:
         >>> from elastic_ray.faults import Faults
@@ -74,19 +74,19 @@ class Faults:
     def kill(
         self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
     ) -> Faults:
-        """Add a fault that kills the worker with SIGKILL."""
+        """Return the script with a fault added that kills the worker with SIGKILL."""
         return Faults((*self.script, Fault("kill", moment, rank, step, worker)))
 
     def hang(
         self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
     ) -> Faults:
-        """Add a fault that stops the worker with SIGSTOP: Ray sees it as alive, but it sends nothing."""
+        """Return the script with a fault added that stops the worker with SIGSTOP: it looks alive but sends nothing."""
         return Faults((*self.script, Fault("hang", moment, rank, step, worker)))
 
     def out_of_memory(
         self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
     ) -> Faults:
-        """Add a fault that raises an out-of-memory error in the user's loop."""
+        """Return the script with a fault added that raises an out-of-memory error in the user's loop."""
         return Faults((*self.script, Fault("out_of_memory", moment, rank, step, worker)))
 
 
@@ -94,7 +94,7 @@ class FaultInjector:
     """Executor of a fault script in one worker process.
 
     Args:
-        claim: Returns True if this process may inject fault number i (each is injected once in a job's life).
+        claim: Function that returns True if this process may inject fault number i; it grants each fault only once.
     """
 
     def __init__(self, faults: Faults, claim: Callable[[int], bool]) -> None:
@@ -102,7 +102,7 @@ class FaultInjector:
         self._claim = claim
 
     def at(self, moment: str, *, worker: str, rank: int, step: int) -> None:
-        """Inject the faults that are due at this moment of the step."""
+        """Inject the faults that are due at this moment of the step, which may kill or stop this process or raise."""
         for index, fault in list(self._open.items()):
             if fault.due(worker=worker, rank=rank, step=step, moment=moment):
                 del self._open[index]

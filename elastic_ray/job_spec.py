@@ -13,7 +13,7 @@ from elastic_ray.events import TrialFacts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSpec:
-    """Additional specification of a sweep's trial. The job's declared epochs are then an upper bound on its length."""
+    """Additional settings of a job that is a sweep's trial, whose declared epochs are only an upper bound."""
 
     controller: str  # name of its controller after ``job:``, and of this run of the trial, which may have several
     # checkpoint to start from, a path on the job's storage file system; None starts anew. What an earlier run left in
@@ -38,7 +38,7 @@ class TrialSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Settings of a job that come from ``RunConfig``."""
+    """Settings of a job that come from the ``RunConfig`` of its trainer."""
 
     storage_path: str  # directory of the run (of the runs, before the job has a name), on ``storage_filesystem``
     storage_filesystem: Any  # ``pyarrow.fs.FileSystem``, or None when ``storage_path`` is a URI or local path
@@ -88,12 +88,12 @@ class JobSpec(RunSettings):
 
     @property
     def owner(self) -> Mapping[str, Any]:
-        """Owner of the job and resources of one worker, for the start event."""
+        """Owner of the job and resources of one worker, as recorded in the job's start event."""
         return {"user": self.user, "tenant": self.scheduling.tenant, "bundle": dict(self.bundle)}
 
     @property
     def trial_facts(self) -> TrialFacts | None:
-        """Facts about the trial, whose controller is named after its sweep; None if the job is not a trial."""
+        """Facts about the sweep's trial that the job runs; None if the job is not a trial."""
         if self.trial is None:
             return None
         sweep, said = self.trial.controller.rpartition("-")[0], self.trial
@@ -101,7 +101,7 @@ class JobSpec(RunSettings):
 
     @property
     def metric(self) -> str:
-        """Metric by which the job is judged: its sweep's, or its checkpoints' score; empty if it has none."""
+        """Metric by which the job is judged: its sweep's, or the one that scores its checkpoints; empty if none."""
         return (self.trial.metric if self.trial is not None else self.checkpoint_score_attribute) or ""
 
     @property

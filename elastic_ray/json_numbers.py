@@ -19,7 +19,7 @@ _NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def dump(value: Any, *, other: Callable[[Any], Any] | None = None, sort_keys: bool = False) -> str:
-    """Return the JSON of a value.
+    """Return a value as JSON text, in which non-finite numbers are marked so that :func:`load` restores them.
 
     Args:
         value: Plain values, possibly nested; other objects are converted by ``other``.
@@ -43,7 +43,7 @@ def load(text: str | bytes) -> Any:
 
 
 def dumpable(metrics: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return reported metrics unchanged if :func:`dump` can write them; otherwise return the ``repr`` of each."""
+    """Return reported metrics unchanged if :func:`dump` can write them; otherwise as their ``repr``, keyed by name."""
     try:
         dump(dict(metrics))
     except (TypeError, ValueError, RecursionError):  # keys that are no text, or a value that holds itself
@@ -52,12 +52,12 @@ def dumpable(metrics: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def known_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that belong to a dataclass's fields, dropping values that only another release knows."""
+    """Return the values that are fields of the dataclass ``kind``; those that only another release has are dropped."""
     return {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
 
 
 def plain(value: Any) -> Any:
-    """Return a JSON value for an object that ``json`` does not support: a scalar's number, else its ``repr``."""
+    """Return a JSON value for an object that ``json`` does not support: a number for a scalar, else its ``repr``."""
     item = getattr(value, "item", None)
     if callable(item):
         with contextlib.suppress(Exception):

@@ -16,7 +16,7 @@ _LONGEST_TEXT = 1 << 18
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """Return value of a train function, pickled."""
+    """Pickled return value of a train function, which only the user's own processes unpickle."""
 
     pickled: bytes = dataclasses.field(repr=False)
 
@@ -27,7 +27,7 @@ class Sealed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
-    """Exception of a train function, pickled."""
+    """Pickled exception of a train function, which only the user's own processes unpickle."""
 
     traceback_text: str  # its traceback, as text; of a very long one the beginning and the end
     rank: int  # rank of the worker
@@ -40,7 +40,7 @@ class Raised:
 
 
 def seal(value: Any) -> Sealed:
-    """Pickle an object. Raises TypeError: The object cannot be pickled."""
+    """Return an object in pickled form. Raises TypeError: The object cannot be pickled."""
     try:
         return Sealed(pickled=_dumps(value))
     except Exception as error:

@@ -15,7 +15,7 @@ UNNAMED = "unit"
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Unit:
-    """Fixed set of workers, as a mesh with named dimensions: ``Unit(pp=2, tp=4)`` has 8 workers.
+    """Fixed group of workers that start and end together, as a mesh: ``Unit(pp=2, tp=4)`` has 8 workers.
 
     The last dimension changes fastest from rank to rank. Workers that differ in ``tp`` (tensor), ``pp`` (pipeline),
     ``cp`` (context) or ``ep`` (experts) read the same samples. Workers that differ in ``shard`` (torch's
@@ -59,7 +59,7 @@ class Unit:
         return math.prod(size for name, size in zip(self.names, self.sizes, strict=True) if name in _OWN_SAMPLES)
 
     def shard_of(self, position: int) -> int:
-        """Return the index of the part that the worker at `position` in the unit reads."""
+        """Return the index of the part of the unit's samples that the worker at `position` (0-based) reads."""
         found, stride = 0, 1
         for name, size in reversed(list(zip(self.names, self.sizes, strict=True))):
             position, place = divmod(position, size)
@@ -69,7 +69,7 @@ class Unit:
 
 
 def check_size(name: str, size: object) -> None:
-    """Raise TypeError or ValueError unless ``size`` is a number of workers."""
+    """Raise TypeError if ``size`` is not a whole number, or ValueError if it is below 1; messages contain ``name``."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"{name} must be a whole number of workers, but got {size!r}")
     if size < 1:
@@ -78,7 +78,7 @@ def check_size(name: str, size: object) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnitPlace:
-    """Position of a worker process in its unit.
+    """Position of a worker process in its unit (fixed group of workers that start and end together).
 
     Attributes:
         names, sizes: Names and sizes of the dimensions of the unit's mesh.
@@ -99,7 +99,7 @@ class UnitPlace:
         return math.prod(self.sizes)
 
     def fitting(self, batch_size: int) -> int:
-        """Return the largest batch, at most this size, that gives all workers equally many samples (at least one)."""
+        """Return the largest batch, at most ``batch_size``, that the unit's parts divide equally; at least one each."""
         return max(batch_size - batch_size % self.shards, self.shards)
 
     def share(self, batch_size: int, samples: int | None, *, drop_last: bool) -> tuple[int, int]:
@@ -110,7 +110,7 @@ class UnitPlace:
             drop_last: True if a short last step is left out.
 
         Raises:
-            ValueError: The unit's workers cannot divide the samples equally.
+            ValueError: The dataset or ``batch_size`` cannot be divided equally among the unit's workers.
         """
         if samples is None:
             raise ValueError(
@@ -128,7 +128,7 @@ class UnitPlace:
 
 
 def place_in(unit: Unit | int, position: int, store: str) -> UnitPlace:
-    """Return the place of the worker at `position` in the unit."""
+    """Return the place of the worker at `position` in the unit, whose workers meet through the file ``store``."""
     if isinstance(unit, int):
         return UnitPlace(position=position, names=(UNNAMED,), sizes=(unit,), shard=0, shards=1, store=store)
     return UnitPlace(
@@ -142,12 +142,12 @@ def place_in(unit: Unit | int, position: int, store: str) -> UnitPlace:
 
 
 def process_names(worker: str, unit: int) -> tuple[str, ...]:
-    """Return the names of a worker's processes, for monitoring; a unit has several."""
+    """Return the names of a worker's ``unit`` processes, for monitoring: ``w1``, ``w1.1``, ``w1.2``..."""
     return (worker, *(f"{worker}.{position}" for position in range(1, unit)))
 
 
 def nodes_of(place: str, unit: int) -> tuple[str, ...]:
-    """Return the node of each process of a worker with this place (``placement.cluster.cluster.parts``)."""
+    """Return the node of each of a worker's ``unit`` processes; ``place`` names one node or several, ``n1*4+n2*2``."""
     here = parts(place)
     return (place,) * unit if len(here) == 1 else tuple(node for node, count in here.items() for _ in range(count))
 

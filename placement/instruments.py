@@ -49,10 +49,10 @@ class Instrument:
             raise ValueError(f"buckets must be given for a histogram, and for nothing else, but got {self.buckets}")
 
     def sample(self, value: float | None, *labels: str) -> tuple[Sample, ...]:
-        """Return a sample of the value; empty if it is unknown, infinite, or not an increase of a counter.
+        """Return a sample of the value; empty if the value is unknown, infinite, or no increase (of a counter).
 
         Args:
-            value: Value in the metric's unit; None if unknown.
+            value: Value in the metric's unit, or increase of a counter; None if unknown.
             *labels: Values of the labels, in their order.
 
         Raises ValueError: the number of labels differs from the metric's.

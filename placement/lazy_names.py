@@ -10,7 +10,7 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, str], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package's ``__init__``, which import names on first use.
+    """Return ``__getattr__`` and ``__dir__`` for the ``__init__`` of ``package``, which import names on first use.
 
     Args:
         homes: Public names defined in each module, separated by spaces, keyed by module.

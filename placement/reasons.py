@@ -92,7 +92,7 @@ class Reason:
 
     @property
     def words(self) -> str:
-        """Full text of the cause."""
+        """Text of the cause with its facts, without figures."""
         if self.unit == 1 or self.cause is Cause.POLICY:
             return self.cause.words.format(*self.facts)
         facts = (each.replace("worker", "unit") if isinstance(each, str) else each for each in self.facts)
@@ -104,7 +104,7 @@ class Reason:
 
     @property
     def explained(self) -> str:
-        """Text of the cause with all figures."""
+        """Text of the cause with its facts and all figures."""
         whole = f"a unit is {self.unit} workers, on one node if one has room" if self.unit > 1 else ""
         return "; ".join(each for each in (self.words, self.figures, whole) if each)
 
@@ -117,14 +117,14 @@ class Reason:
         return dataclasses.replace(self, figures="; ".join(filter(None, (self.figures, figures))))
 
     def because(self, cause: Reason | None) -> Reason:
-        """Return ``cause`` with this reason's full text as a figure; return this reason if ``cause`` is None."""
+        """Return ``cause`` with this reason's full text as a figure, or this reason unchanged if ``cause`` is None."""
         if cause is None:
             return self
         return cause.with_figures(self.explained)
 
 
 def nodes_of(node_ids: Collection[str]) -> tuple[str, str]:
-    """Return a phrase for these nodes as the subject of a sentence, and its verb's ending ("s" for one node)."""
+    """Return a phrase that names these nodes as the subject of a sentence, and the ending of its verb ("s" or "")."""
     several = len(node_ids) > 1
     return (f"{len(node_ids)} nodes", "") if several else (f"node {next(iter(node_ids))[:8]}", "s")
 

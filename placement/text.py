@@ -45,7 +45,7 @@ def clipped(text: str, most: int = 500) -> str:
 
 
 def short_name(name: str) -> str:
-    """Return a long name with its middle cut out; a short name is unchanged."""
+    """Return the name with its middle cut out if it is long; a short name is unchanged."""
     if len(name) <= _NAME_LENGTH:
         return name
     head = (_NAME_LENGTH - 2) // 2

@@ -54,7 +54,7 @@ _HOME = "ray.train._internal.session"
 
 
 def in_tune(packed: bytes) -> bytes:
-    """Return a packed train loop in which ``ray.tune.report`` and ``get_checkpoint`` call those of ``elastic_ray``."""
+    """Return a pickled train loop in which ``ray.tune.report`` and ``get_checkpoint`` call those of ``elastic_ray``."""
     return pack(_InTune(packed), {})
 
 
@@ -137,17 +137,18 @@ def elastic(
     loader's initial batch size and is scaled from there when the batch grows. The initial batch size may itself be a
     parameter.
 
-    The trial's own process is a light driver on the head node that holds neither CPU nor GPU, so
+    The trial's own process is a light driver on the head node that reserves neither CPU nor GPU, so
     ``TuneConfig(max_concurrent_trials)`` sets how many trials run at a time. ``num_workers`` cannot be searched,
     because sizes change while a trial runs.
 
     Args:
         train_loop_or_trainer: A train loop, or an ``ElasticTrainer`` whose settings apply to all trials (its
-            ``RunConfig`` sets failures and the workers' environment; names and directories are Tune's).
+            ``RunConfig`` sets failures and the workers' environment; Tune sets names and directories).
         train_loop_config: Config shared by all trials; a trial's parameters override it.
         scaling_config: Workers per trial, ``num_workers=(min, max)``, and the resources of each worker.
         elastic_config: As for ``ElasticTrainer``, except that ``warm_workers_per_node`` defaults to 0.
-        scheduling_config: As for ``ElasticTrainer``. If it names no tenant, the sweep becomes a tenant of its own.
+        scheduling_config: As for ``ElasticTrainer``. If it names no tenant (the owner to which the allocator assigns a
+            share of the cluster), the sweep gets a tenant of its own, ``"sweep <name>"``.
         model_fingerprint: Name of the model, by which trials share speed measurements. Set it only if no parameter
             changes the model's speed. By default, trials with the same architecture share measurements.
         weight: Weight of the sweep relative to other jobs; ``AllocatorConfig.tenants`` overrides it.
@@ -240,7 +241,7 @@ class ElasticTrainable(Trainable):
         self._asked_last = False
 
     def step(self) -> dict[str, Any]:
-        """Return the train loop's next report with the number of ``workers``; the first call starts the job.
+        """Return the train loop's next report, with the number of ``workers`` added; the first call starts the job.
 
         The last result of a trial only tells Tune that the trial is done. Raises the error with which the job failed.
         """
@@ -263,9 +264,10 @@ class ElasticTrainable(Trainable):
         return result
 
     def save(self, checkpoint_dir: str | None = None) -> Any:
-        """Return Ray Tune's training result (checkpoint and metrics) for the latest checkpoint of the train loop.
+        """Return Ray Tune's training result (metrics and checkpoint) for the latest checkpoint of the train loop.
 
-        The checkpoint stays at the path where the job stored it; it is None if the train loop has reported none.
+        The checkpoint stays at the path where the job stored it. The result's checkpoint is None if the train loop has
+        reported none.
         """
         if self._reported is not None:
             checkpoint = Checkpoint(self._reported, self._place().storage_filesystem)
@@ -279,9 +281,9 @@ class ElasticTrainable(Trainable):
         """Do nothing, since the workers load the checkpoint themselves."""
 
     def restore(self, checkpoint_path: Any) -> None:
-        """Make the trial start from a checkpoint of its own or of another trial, at its first step.
+        """Set the checkpoint, from this or another trial, that the trial loads at its first step.
 
-        Raises NoCheckpointError: the result contains no checkpoint.
+        Raises NoCheckpointError: ``checkpoint_path`` is a training result without a checkpoint.
         """
         if checkpoint_path.checkpoint is None:
             raise NoCheckpointError(self.trial_id)
@@ -291,7 +293,7 @@ class ElasticTrainable(Trainable):
         self._saved = checkpoint_path
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Reuse this actor for another trial, or for the same trial with other parameters; always True."""
+        """Prepare this actor for another trial, or for the same trial with other parameters; always returns True."""
         self.cleanup()
         self._last_result = None  # Ray leaves the last trial's
         self.setup(copy.deepcopy(new_config))
@@ -456,7 +458,7 @@ def _was_submitted(storage: StorageContext | None) -> bool:
 
 
 def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
-    """Return the promise (comparison rule) of a Tune scheduler; None if it does not stop trials by number of reports.
+    """Return the promise (comparison rule) of a Tune scheduler; None if it does not stop trials by report count.
 
     Supported are ASHA, HyperBand and median stopping with ``time_attr="training_iteration"``.
 

@@ -39,7 +39,7 @@ class Sweep(NamesArguments):
     """Name and limits of a sweep: ``tuning.elastic(train, sweep=Sweep(deadline_s=3600))``.
 
     Attributes:
-        name: Name of the sweep and its tenant; by default the name of the Tune experiment.
+        name: Name of the sweep; by default the name of the Tune experiment.
         deadline_s: Time after ``fit()`` by which all trials should be done [s]; None for no limit. Trials of each rung
             (see ``Promise``) get the cheapest numbers of workers that meet the deadline.
         budget_usd: Limit on the cost of the trials' workers [USD]; None for no limit. Without a deadline, trials get
@@ -72,7 +72,7 @@ class Sweep(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """Training left between the previous rung and this one, summed over all trials."""
+    """Reports still to be made between the previous rung (point where trials are cut) and this one, over all trials."""
 
     trials: int  # that come into it, at least 1
     reports: float  # still to be made by all of them
@@ -90,7 +90,7 @@ class RungSizes:
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
-    """Return one ``Rung`` per rung of the promise, in order; ``records`` are those of trials started so far."""
+    """Return the training left before each cut (rung) of a sweep of ``trials``, given the records of started trials."""
     found, low, expected = [], 0, float(trials)
     for high in promise.rungs:
         made = [min(max(len(each.values) - low, 0), high - low) for each in records]
@@ -119,14 +119,15 @@ def size_rungs(
     seconds: float = math.inf,
     worker_s: float = math.inf,
 ) -> RungSizes:
-    """Return the number of workers for each rung that meets the limits at the lowest cost.
+    """Return the number of workers per trial in each rung that meets the limits at the lowest cost.
 
-    Without a limit on seconds, the fastest sizes within ``worker_s`` are chosen. If the limits cannot be met,
+    Without a limit on ``seconds``, the fastest sizes within ``worker_s`` are chosen. If the limits cannot be met,
     ``feasible`` is False and the sizes are those that come closest.
 
     Args:
         rates: Reports per second of a trial on 1, 2, ... workers; 0 for an invalid size. At least one is above 0.
-        slots: Number of workers that fit on the cluster, of which ``at_once`` trials run at a time at most.
+        slots: Number of workers that fit on the cluster.
+        at_once: Maximum number of trials that run at the same time.
         seconds, worker_s: Time and worker-seconds left.
     """
     points: list[_Point] = [(0.0, 0.0, ())]
@@ -159,7 +160,7 @@ def _front(found: Sequence[_Point]) -> list[_Point]:
 
 
 class SweepPlanner:
-    """Planner that chooses each trial's number of workers while a sweep of ``trials`` trials runs.
+    """Planner that keeps choosing the number of workers per trial while a sweep of ``trials`` trials runs.
 
     Args:
         begun_s: Time at which the sweep started [s since the epoch].
@@ -178,10 +179,10 @@ class SweepPlanner:
         slots: Mapping[str, Sequence[int]],
         now_s: float,
     ) -> dict[str, int]:
-        """Return the number of workers for each running trial (in ``views``); empty until some trial's speed is known.
+        """Return the number of workers for each running trial, keyed by trial; empty until the speed of one is known.
 
         Args:
-            records: Records of all trials so far, keyed by trial.
+            records: Records of all trials so far, keyed by trial; ``views`` are those of the running trials.
             slots: Number of a trial's workers that fit on each node of the empty cluster, keyed by trial.
             now_s: Current time [s since the epoch].
         """

@@ -82,7 +82,7 @@ class SweepDriver:
     trials: int = 0  # in all, with a plan
 
     def planner(self) -> SweepPlanner | None:
-        """Return a planner of the workers per trial in each rung; None if the sweep has no limits or no promise."""
+        """Return a planner of the number of workers per trial; None if the sweep has no deadline, budget or promise."""
         if self.limits is None or not self.limits.planned or self.promise is None:
             return None
         return SweepPlanner(self.limits, self.promise, self.trials, self.begun_s)
@@ -91,10 +91,10 @@ class SweepDriver:
 def this_driver(
     folder: str, promise: Promise | None, limits: Sweep | None = None, trials: int | None = None
 ) -> SweepDriver:
-    """Return a new driver in this process for the sweep whose results are in ``folder``.
+    """Return a new driver, identifying this process, for the sweep whose results are in ``folder``.
 
-    Without a promise, all trials weigh the same. Raises ValueError: the limits have a deadline or budget, but the
-    number of reports or of ``trials`` in all is unknown.
+    Without a promise (comparison rule), all trials weigh the same. Raises ValueError: the limits have a deadline or
+    budget, but the total number of ``trials`` or of reports per trial is unknown.
     """
     if limits is not None and limits.planned:
         if promise is None or promise.max_t is None:
@@ -125,7 +125,7 @@ def sweep_runs(name: str) -> bool:
 
 
 def claim_sweep(name: str, driver: SweepDriver) -> None:
-    """Make ``driver`` the only driver of the sweep ``name``; waits up to 10 s for an earlier driver to end.
+    """Make ``driver`` the only driver of the sweep ``name``; wait up to 10 s for an earlier driver to end.
 
     Raises SweepRunsError: another sweep of this name is running.
     """
@@ -158,11 +158,11 @@ def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
     returns the results so far.
 
     Args:
-        name: Name of the sweep and its tenant: ``tuning.elastic(sweep=...)``, by default the experiment's name.
+        name: Name of the sweep, ``tuning.elastic(sweep=...)``; by default the name of the Tune or NNI experiment.
         reason: Reason recorded in each trial's last event.
 
     Returns:
-        False if no such sweep is running.
+        False if no such sweep is running, True otherwise.
     """
     sweep = find_actor(f"sweep:{name}")
     if sweep is None:
@@ -172,7 +172,7 @@ def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
 
 
 class StopWatch:
-    """Non-blocking check for a stop of the sweeps that this process drives."""
+    """Non-blocking check whether the sweeps driven by this process have been stopped."""
 
     def __init__(self) -> None:
         self._asked: dict[str, Any] = {}
@@ -198,15 +198,18 @@ class StopWatch:
 
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
-    """Return the actor of the sweep ``name``, creating it with ``promise`` if it does not exist."""
+    """Return the actor of the sweep ``name``, or create it if it does not exist.
+
+    A new actor compares the sweep's trials by ``promise``; None gives every trial the same weight.
+    """
     return create_on_head(SweepActor, f"sweep:{name}", name, promise, get_if_exists=True)
 
 
 def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, Promise | None]:
-    """Return a controller that runs this trial, and the promise (rule) by which the sweep compares its trials.
+    """Return a controller actor that runs the trial, and the promise (rule) by which the sweep compares its trials.
 
-    The controller is an idle one of an earlier trial or a new one. If the sweep already has a promise, that is returned
-    instead of ``promise``. Raises SweepStoppedError if the sweep was stopped.
+    The controller is one that an earlier trial no longer needs, or a new one. If the sweep already has a promise, that
+    is returned instead of ``promise``. Raises SweepStoppedError if the sweep was stopped.
     """
     for attempt in range(_ATTEMPTS):
         try:
@@ -233,7 +236,7 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
 
 
 def promised(spec: JobSpec, promise: Promise | None) -> JobSpec:
-    """Return a trial's specification with metric, mode, rungs and ``most_reports`` set from the promise, if any."""
+    """Return a trial's job spec with the promise's metric, mode, rungs and report limit; unchanged without one."""
     if promise is None or spec.trial is None:
         return spec
     most, rungs = promise.max_t, promise.rungs
@@ -287,7 +290,7 @@ class SweepActor:
     async def claim(self, driver: SweepDriver) -> tuple[bool, str] | None:
         """Make ``driver`` the sweep's driver, unless another driver may still be alive.
 
-        Returns None on success; otherwise a flag, True if the other driver is certainly running, and its description.
+        Returns None on success. Otherwise returns whether the other driver is certainly running, and its description.
         """
         now_s, other = time.monotonic(), self._driver
         if other is not None and other.token != driver.token and not _has_ended(other):
@@ -305,7 +308,7 @@ class SweepActor:
         return None
 
     async def release(self, token: str) -> None:
-        """Release the sweep if its current driver, which has ended, has this token."""
+        """Release the sweep's name for other drivers, if its current driver has this token."""
         if self._driver is not None and self._driver.token == token:
             self._driver = None
 
@@ -329,7 +332,7 @@ class SweepActor:
         return controller, self._promise
 
     async def attached(self, spec: JobSpec, controller: Any) -> Promise | None:
-        """Register a running trial whose new driver has found its controller; return the sweep's promise or None."""
+        """Register a running trial that a new driver has reconnected to; return the sweep's promise or None."""
         assert spec.trial is not None, "only trials are attached here"
         run, kind = spec.trial.controller, _kind(spec)
         self._processes.admit(run, kind)
@@ -355,14 +358,14 @@ class SweepActor:
         self._weigh()
 
     async def closed(self, run: str) -> None:
-        """Record that a run has ended; its controller may now run another trial."""
+        """Record that a run (one start of a trial) has ended; its controller may now run another trial."""
         ended = self._busy.pop(run, None)
         if ended is not None:
             self._ending[run] = ended
             self._ended(run, ended)
 
     async def stop(self, reason: str, now: bool = False) -> int:
-        """Stop all running trials and start no more; return the number of trials stopped.
+        """Stop all running trials and start no more; return the number of trials that were running.
 
         Args:
             reason: Reason recorded in the trials' last events.
@@ -376,10 +379,10 @@ class SweepActor:
         return len(self._busy)
 
     async def stopped(self, driver: SweepDriver | None = None) -> str:
-        """Return why the sweep was stopped, once all its trials have ended; empty before that.
+        """Return why the sweep was stopped, once all its trials have ended; empty before that or if not stopped.
 
         Args:
-            driver: The calling driver; None if the caller has not claimed the sweep.
+            driver: The calling driver, which thereby signals that it is alive; None if it has not claimed the sweep.
         """
         if driver is not None and self._driver in (None, driver):
             if self._driver is None:  # this actor was made again
@@ -401,24 +404,24 @@ class SweepActor:
         return True
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """Return a process on the node, and True if it has ever answered; None if the run was not admitted."""
+        """Return a process on the node, and whether it has ever answered; None if the run was not admitted."""
         return await self._processes.lend(run, node)
 
     async def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
-        """Return a process to the pool after its run; ``fit`` is True if another trial may use it."""
+        """Accept a process handed back by a run, and kill it if ``fit`` is False (no other trial can use it)."""
         self._processes.take_back(run, actor, fit=fit)
 
     async def complete(self, run: str, fit: dict[Any, bool]) -> None:
-        """Close a run and release its processes.
+        """Close a run, and kill the processes it still borrows, except those in ``fit``.
 
-        ``fit`` contains the processes that another trial may use, each with True if it has ever answered.
+        ``fit`` maps each process that another trial may use to whether it has ever answered.
         """
         self._processes.complete(run, fit)
 
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:
         """Keep a run's checkpoint in the cluster's memory, so that a trial can start from it without reading storage.
 
-        ``held`` is wrapped in a tuple, because Ray would replace a bare reference with the object that it refers to.
+        ``held`` contains its Ray reference; Ray would replace a bare reference with the object that it refers to.
         """
         if run in self._busy:
             self._cached.hold(run, path, held[0])

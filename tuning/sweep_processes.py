@@ -27,7 +27,7 @@ class _Process:
 
 
 class SweepProcesses:
-    """Pool of worker processes that are lent to runs of trials and returned afterwards.
+    """Pool of a sweep's worker processes, lent to one run (one start of a trial) at a time and returned afterwards.
 
     When a trial stops, its processes are available to other trials at once, without the seconds that starting one
     takes. The pool never holds more processes of a kind on a node than trials of that kind have used there at one time.
@@ -44,14 +44,14 @@ class SweepProcesses:
         self._lent: dict[str, list[_Process]] = {}
 
     def admit(self, run: str, kind: JobSpec) -> None:
-        """Allow a run to borrow processes of this kind until :meth:`settle`; trials of one kind can share processes."""
+        """Allow a run to borrow processes until :meth:`settle`; runs of equal ``kind`` reuse the same processes."""
         self._kinds[run] = kind
         self._lent.setdefault(run, [])
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """Return a process on the node, and True if it has ever answered; None if the run is not admitted.
+        """Return a process on the node, and whether it has ever answered; None if the run is not admitted.
 
-        It is the process of this kind that was handed back last, else one from the warm pool, else a new one.
+        Prefers the idle process of the run's kind that was returned last, then one from the warm pool, then a new one.
         """
         kind = self._kinds.get(run)
         if kind is None:
@@ -75,7 +75,7 @@ class SweepProcesses:
         return process.actor, process.ready
 
     def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
-        """Accept a process handed back by a run, or kill it if it is not ``fit`` for another run."""
+        """Accept a process handed back by a run, and kill it if ``fit`` is False (no other run can use it)."""
         for process in self._lent.get(run, []):
             if process.actor == actor:
                 self._lent[run].remove(process)
@@ -84,10 +84,10 @@ class SweepProcesses:
         ray.kill(actor)  # lent by a sweep's actor that is gone
 
     def complete(self, run: str, fit: Mapping[Any, bool] | None = None) -> None:
-        """Close a finished run, and kill the processes it still borrows, except those that another run may use.
+        """Close a finished run, and kill the processes it still borrows, except those in ``fit``.
 
         Args:
-            fit: Processes that another run may use, each with True if it has ever answered; None for none.
+            fit: Processes that another run may use, each mapped to whether it has ever answered; None for none.
         """
         self._kinds.pop(run, None)
         fit = fit or {}
@@ -102,7 +102,7 @@ class SweepProcesses:
             ray.kill(process.actor)
 
     def expire(self, now_s: float) -> None:
-        """Kill processes idle for longer than their trial's ``keep_s``; ``now_s`` is the time [s, monotonic]."""
+        """Kill processes that have been idle for longer than their trial's ``keep_s`` at ``now_s`` [s, monotonic]."""
         for process in list(self._idle):
             trial = process.kind.trial
             if trial is None or now_s > process.since_s + trial.keep_s:

@@ -101,7 +101,7 @@ def make_template(
     reports_ahead: int = 1,
     sweep: str | Sweep | None = None,
 ) -> Template:
-    """Check and return the settings shared by a sweep's trials; the arguments are those of ``tuning.elastic``."""
+    """Check the arguments of ``tuning.elastic`` and return them as the settings shared by all trials of a sweep."""
     if promise is not None and not isinstance(promise, Promise):
         raise TypeError(f"promise must be a tuning.Promise or None, but got {promise!r}")
     if isinstance(train_loop_or_trainer, ElasticTrainer):
@@ -146,7 +146,7 @@ def make_template(
 
 
 def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a trial's parameters for display: at most 50 numbers and texts, the texts cut to 40 characters.
+    """Return the parameters of a trial to display: at most 50 numbers and strings, each string cut to 40 characters.
 
     The name of a nested parameter contains its path, such as ``"net/width"``; ``prefix`` is put before every name.
     """
@@ -162,13 +162,14 @@ def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, A
 
 
 class TrialJob:
-    """Elastic job of a trial, which the constructor starts, or finds if it is already running.
+    """Elastic job that runs one trial. The constructor starts the job, or reconnects to it if it is still running.
 
     Args:
-        sweep: Name of the sweep if the template has none; also its tenant, unless ``SchedulingConfig`` sets one.
+        sweep: Name of the sweep, unless the template sets one. The trial's tenant (the owner to which the allocator
+            assigns a share) is ``"sweep <name>"``, unless ``SchedulingConfig`` names a tenant.
         config: The trial's parameters; they override ``train_loop_config``.
-        directory: The trial's own directory on ``filesystem``, in which each start makes a run's directory.
-        knowledge_path: Directory for the measurements of all trials.
+        directory: The trial's own directory on ``filesystem``; each start of the trial creates a run directory in it.
+        knowledge_path: Directory for the speed measurements that all trials share.
         start_from: Path of a checkpoint of this or another trial to start from; None starts from scratch.
 
     Raises:
@@ -204,16 +205,16 @@ class TrialJob:
 
     @property
     def status(self) -> JobStatus:
-        """Status of the job when its lease was last renewed."""
+        """Status of the job as of the last renewal of its lease (the driver's claim on the job)."""
         return self._handle.last_status
 
     def next_report(self, timeout: float) -> Report | None:
-        """Return the next report; None if none came within ``timeout`` [s] or the job has ended (:attr:`done`).
+        """Return the trial's next report; None if none came within ``timeout`` [s] or the job has ended (:attr:`done`).
 
         Each call acknowledges the reports returned before. Training blocks in ``report`` when it is more than
         ``reports_ahead`` reports ahead of the last acknowledged one.
 
-        Raises ValueError: no report up to the promise's second rung contained its metric.
+        Raises ValueError: the trial has made ``Promise.patience`` reports, none of which contains the compared metric.
         """
         try:
             report = self._handle.next_report(self._taken, timeout)
@@ -233,11 +234,11 @@ class TrialJob:
         return self._handle.done() and self._handle.next_report(self._taken, 0.0) is None
 
     def raise_error(self) -> None:
-        """Raise the error with which the job failed, if it did."""
+        """Raise the error with which the job failed; return normally if it did not fail."""
         self._handle.result(timeout=_STOP_TIMEOUT_S)
 
     def stop(self, *, paused: bool = False) -> None:
-        """Stop the job at once and release its workers and resources; reports that the sweep has received are kept.
+        """Stop the job at once and release its workers. Checkpoints of reports that were never read are deleted.
 
         Args:
             paused: True if the sweep may resume the trial, although it has no checkpoint to continue from. Resuming
@@ -390,14 +391,14 @@ class TrialJob:
 
 
 def claim_run(filesystem: pyarrow.fs.FileSystem, directory: str, last: str, *, private: bool) -> str:
-    """Return a new directory for one start (run) of a trial, so that no run overwrites another run's checkpoints.
+    """Return the path of a new directory for one start (run) of a trial, so that runs never overwrite each other.
 
-    Its number is higher than those of all existing runs and of the last run, even if that was deleted. On a local file
-    system the directory is created at once, so that two concurrent callers get different ones.
+    The directory's number is higher than those of all existing runs and of the last run, even if the last run was
+    deleted. On a local file system the directory is created at once, so that two concurrent callers get different ones.
 
     Args:
         directory: The trial's directory, which contains its runs.
-        last: Name of the trial's last run; empty for none.
+        last: Name of the trial's last run; empty if there was none.
         private: True if only the user may read the directory.
     """
     entries = filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))

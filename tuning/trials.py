@@ -68,7 +68,7 @@ class Promise(NamesArguments):
 
     @property
     def patience(self) -> int:
-        """Number of reports (the second rung) after which a trial that has never reported the metric fails."""
+        """Number of reports after which a trial that has never reported the metric fails; equal to the second rung."""
         return self.next_rung(self.grace_period)
 
     @property
@@ -82,7 +82,7 @@ class Promise(NamesArguments):
         return tuple(sorted({*found, self.max_t}))
 
     def next_rung(self, reports: int) -> int:
-        """Return the first rung above the given number of reports a trial has made, or ``max_t`` if that is lower."""
+        """Return the first rung above the number of ``reports`` that a trial has made, at most ``max_t``."""
         if self.max_t is not None and reports >= self.max_t:
             return self.max_t
         passed = math.log(max(reports / self.grace_period, 1.0)) / math.log(self.reduction_factor)
@@ -94,16 +94,16 @@ class Promise(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """Metric of one trial after each of its reports, and whether the trial is running."""
+    """History of one trial: its metric after each report, and whether the trial is running."""
 
     trial: str
     values: tuple[float, ...] = ()  # the metric after 1, 2, ... reports; NaN where it was not reported.
     running: bool = True  # whether it still trains; one that was cut or has ended is only compared with
 
     def told(self, before: int, values: tuple[float, ...]) -> TrialRecord:
-        """Return a record in which ``values`` replace all metric values after the first ``before`` reports.
+        """Return a record that keeps the first ``before`` metric values and replaces all later ones with ``values``.
 
-        A run that continues from an earlier checkpoint reports again. Missing values before it are NaN.
+        ``before`` counts the reports made before the trial's current run; those missing from this record become NaN.
         """
         kept = self.values[:before]
         return dataclasses.replace(self, values=(*kept, *(math.nan,) * (before - len(kept)), *values))
@@ -111,7 +111,7 @@ class TrialRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialWeight:
-    """Factor by which a running trial's speed counts in the allocator's decisions (1/4 to 4), with its reason."""
+    """Factor (1/4 to 4) by which a running trial's speed counts in the allocator's decisions, with its reason."""
 
     value: float
     reason: str
@@ -144,7 +144,7 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
 
 
 def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise) -> float:
-    """Return the trial's chance (0 to 1) of passing its next rung, by its rank among those with as many reports."""
+    """Return the trial's chance (0 to 1) of passing its next rung (cut), by its rank among trials that got as far."""
     eta = promise.reduction_factor
     prior = 1.0 / eta
     at = len(trial.values)
@@ -172,10 +172,10 @@ def _expected(trial: TrialRecord, s: float, promise: Promise, longest: int) -> f
 
 
 def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
-    """Return the metric in a report by which trials are compared: NaN if it is not a number, None if missing.
+    """Return a report's metric by which trials are compared: NaN if it is not a number, None if it is missing.
 
     Args:
-        names: Possible names of the metric; the first one that was reported counts.
+        names: Possible names of the metric; the first one in the report is used.
     """
     flat = dict(_flat(metrics))
     value = next((flat[name] for name in names if flat.get(name) is not None), None)
@@ -186,7 +186,7 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
 
 
 def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
-    """Return an error message for a report already known to lack a usable value of the promise's metric."""
+    """Return an error message for a report that lacks the compared metric or holds a non-number for it."""
     flat = dict(_flat(metrics))
     if flat.get(promise.metric) is not None:
         return f"trials are compared by {promise.metric!r}, but {flat[promise.metric]!r} is no number: report one"
@@ -207,7 +207,7 @@ def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
 
 
 def check_searchable(name: object) -> None:
-    """Raise ValueError if a parameter has the name of a setting that the allocator decides (``num_workers``)."""
+    """Raise ValueError if a parameter has the name of a setting that the allocator decides, such as ``num_workers``."""
     if name in ("num_workers", "scaling_config"):
         raise ValueError(
             f"{name!r} cannot be searched: the allocator changes a trial's workers while it runs, within "
@@ -227,23 +227,23 @@ class CheckpointCache:
         self._until_s: dict[str, float] = {}
 
     def hold(self, run: str, path: str, reference: Any) -> None:
-        """Add the reference to a checkpoint that a run has reported; only the run's last two are kept."""
+        """Add the Ray reference to a checkpoint that a run has reported; only the run's last two are kept."""
         mine = self._of_run.setdefault(run, {})
         mine[path] = reference
         while len(mine) > _PER_RUN:
             del mine[next(iter(mine))]
 
     def find(self, path: str | None) -> Any | None:
-        """Return the reference to the checkpoint stored at this path, of any run; None if it is not in the cache."""
+        """Return the reference to the checkpoint at this path, whichever run it belongs to; None if not cached."""
         return next((each[path] for each in self._of_run.values() if path in each), None)
 
     def over(self, run: str, until_s: float) -> None:
-        """Keep an ended run's checkpoints until ``until_s`` [s, monotonic], since PBT may clone a paused trial."""
+        """Keep a finished run's checkpoints until ``until_s`` [s, monotonic], as another trial may start from them."""
         if run in self._of_run:
             self._until_s[run] = until_s
 
     def expire(self, now_s: float) -> None:
-        """Discard the checkpoints of ended runs whose ``until_s`` is before ``now_s`` [s, monotonic]."""
+        """Discard the checkpoints of finished runs whose ``until_s`` is before ``now_s`` [s, monotonic]."""
         for run in [run for run, until_s in self._until_s.items() if now_s > until_s]:
             del self._until_s[run]
             self._of_run.pop(run, None)

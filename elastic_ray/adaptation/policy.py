@@ -55,27 +55,27 @@ class Policy:
     deadline_s: float = 10.0
 
     def before_train(self, view: PolicyView) -> Answer:
-        """Respond to the start of training, before the first step; not called when resuming from a checkpoint."""
+        """Return requests before the run's first step; not called when resuming from a checkpoint."""
         return None
 
     def before_epoch(self, view: PolicyView) -> Answer:
-        """Respond to the start of an epoch; called once per epoch."""
+        """Return requests at the start of an epoch; called once per epoch."""
         return None
 
     def before_step(self, view: PolicyView) -> Answer:
-        """Respond to the start of a step of the training loader; called again if the step is lost and drawn again."""
+        """Return requests before a step of the training loader; called again if the step is lost and drawn again."""
         return None
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Respond to a step that has been committed on all ranks."""
+        """Return requests after a step that has been committed on all ranks."""
         return None
 
     def after_epoch(self, view: PolicyView) -> Answer:
-        """Respond to the end of an epoch."""
+        """Return requests at the end of an epoch."""
         return None
 
     def after_train(self, view: PolicyView) -> Answer:
-        """Respond to the return of the train function; only ``Report`` requests still have an effect."""
+        """Return requests after the train function has returned; only ``Report`` requests still have an effect."""
         return None
 
     def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
@@ -95,7 +95,7 @@ class Policy:
 
 
 def overrides(policy: Policy, hook: str) -> bool:
-    """True if a policy overrides the hook."""
+    """True if the policy's class overrides the ``Policy`` method called ``hook``."""
     return getattr(type(policy), hook) is not getattr(Policy, hook) or hook in vars(policy)
 
 
@@ -122,7 +122,7 @@ def check_policies(given: object) -> tuple[Policy, ...]:
 
 
 def name_of(policy: Policy) -> str:
-    """Return the name of a policy in events."""
+    """Return the name by which events refer to a policy."""
     return type(policy).__name__
 
 
@@ -137,7 +137,7 @@ class HookCaller:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     def call(self, hook: Callable[[], Any], timeout_s: float) -> Any:
-        """Call ``hook`` in the thread, and return its result or raise its error.
+        """Call ``hook`` in the caller's thread, and return its result or raise its error.
 
         If the hook does not return in time, its thread is left running and the next call uses a new thread.
 
@@ -167,7 +167,7 @@ class HookCaller:
         return value
 
     def close(self) -> None:
-        """Let the thread end once its current hook returns."""
+        """End the thread as soon as its current hook returns."""
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None

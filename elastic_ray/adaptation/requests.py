@@ -237,7 +237,7 @@ _KINDS: Mapping[str, type[Any]] = {
 
 
 def is_request(value: object) -> bool:
-    """True if `value` is a request that a policy may return."""
+    """True if `value` is an object that a policy's hook may return as a request."""
     return isinstance(value, tuple(_KINDS.values()))
 
 
@@ -250,7 +250,7 @@ def to_plain(request: Request) -> dict[str, Any]:
 
 
 def from_plain(values: Mapping[str, Any]) -> Request:
-    """Build a request from the plain values of :func:`to_plain`."""
+    """Return the request from which :func:`to_plain` made these values."""
     given = {name: value for name, value in values.items() if name != "kind"}
     if isinstance(given.get("strategy"), Mapping):
         given["strategy"] = Strategy.from_json(given["strategy"]["json"])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True)
 class SharedValues:
-    """Effects of policies on a run (rate factor, batch, wanted workers), equal on all ranks."""
+    """Combined effects of all policies on a run (rate factor, batch, requested workers), equal on all ranks."""
 
     rate_factor: float = 1.0  # product of all ``ScaleRate`` requests
     batch_size: int | None = None  # global batch that a policy has set [samples]; None where the job chooses
@@ -50,10 +50,10 @@ class SharedValues:
     events: int = 0  # how many events there were
 
     def advance(self, passed_s: float, workers: int, samples: int) -> None:
-        """Add a committed step to the elapsed time, the worker-seconds and the samples.
+        """Add a committed step's time, worker-seconds and ``samples`` to the totals of the run.
 
         Args:
-            passed_s: Time since the previous step's end [s].
+            passed_s: Time since the previous step's end [s]; counted once for each of the ``workers``.
         """
         self.elapsed_s += passed_s
         self.worker_s += passed_s * workers
@@ -70,16 +70,16 @@ class SharedValues:
         return before < epoch
 
     def end_epoch(self, epoch: int) -> bool:
-        """Record the end of an epoch; True if it was not recorded before."""
+        """Record that an epoch has ended; return True if that was not recorded before."""
         before, self.ended_epoch = self.ended_epoch, max(self.ended_epoch, epoch)
         return before < epoch
 
     def scale_rate(self, factor: float) -> None:
-        """Multiply the learning rates by another factor."""
+        """Multiply the factor on the run's learning rates by another factor."""
         self.rate_factor *= factor
 
     def hold_batch(self, batch_size: int | None) -> None:
-        """Hold the batch size set by a policy; None lets the job choose again."""
+        """Hold the global batch at ``batch_size`` [samples], as set by a policy; None lets the job choose again."""
         self.batch_size = batch_size
 
     def wish_for(self, bounds: tuple[int | None, int | None]) -> None:
@@ -87,14 +87,14 @@ class SharedValues:
         self.wish, self.wished_by = None if bounds == (None, None) else bounds, -1
 
     def asked_by(self, policy: int) -> None:
-        """Attribute the latest worker request, if it has no owner, to the policy whose requests were just applied."""
+        """Record that the worker request just applied, if any, belongs to the policy with this number."""
         if self.wish is not None and self.wished_by < 0:
             self.wished_by = policy
         if policy in self.off and self.wished_by == policy:
             self.wish_for((None, None))
 
     def add_news(self, text: str, detail: Mapping[str, Any]) -> dict[str, Any]:
-        """Add an event; returns its detail with a number, by which the job recognises duplicates."""
+        """Add an event and return its detail, extended by a number by which the job recognises duplicates."""
         self.events += 1
         numbered = {**detail, "number": self.events}
         self.news.append((text, numbered))
@@ -107,12 +107,12 @@ class SharedValues:
             self.wish_for((None, None))
 
     def to_state(self) -> dict[str, Any]:
-        """Return the effects as plain values."""
+        """Return the policies' effects as plain values, for :meth:`from_state`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SharedValues:
-        """Restore the effects from the output of :meth:`to_state`."""
+        """Return the policies' effects, restored from the plain values that :meth:`to_state` returned."""
         values = cls(**state)
         for name in ("wish", "stopped"):
             pair = getattr(values, name)
@@ -248,7 +248,7 @@ class PolicyRunner:
         return said
 
     def complete(self, step: int) -> None:
-        """Apply the requests that all ranks agreed on with the committed step.
+        """Apply the requests that all ranks agreed on during step ``step``, which has been committed.
 
         Raises PolicyError: a strict policy failed, was refused, or differs between ranks; raised on every rank.
         """
@@ -330,7 +330,7 @@ class PolicyRunner:
         return not known
 
     def check_plain(self) -> None:
-        """Check that the policies' states can be sent to other ranks.
+        """Check that the policies' states consist of plain values, which can be sent to other ranks.
 
         Raises PolicyError: a state cannot be sent; the message names the attribute.
         """
@@ -350,7 +350,7 @@ class PolicyRunner:
         self._caller.close()
 
     def capture(self) -> dict[str, Any]:
-        """Return the policies' states, their pending requests, and their effects."""
+        """Return the policies' states, pending requests, and effects as plain values, for joiners and checkpoints."""
         return {
             "values": self.values.to_state(),
             "states": copy.deepcopy(self._states),
@@ -359,11 +359,11 @@ class PolicyRunner:
         }
 
     def answers(self) -> list[Any]:
-        """Return the policies' pending requests and states as plain values, for :meth:`adopt`."""
+        """Return the policies' pending requests and states as plain values, for :meth:`adopt` on another worker."""
         return [[dataclasses.asdict(pending) for pending in self._pending], self._states]
 
     def adopt(self, answers: Sequence[Any]) -> None:
-        """Adopt the requests and states of the worker that calls the policies for its whole unit."""
+        """Adopt the :meth:`answers` of the worker that calls the policies for its whole unit (group of workers)."""
         pending, self._states = answers
         self._pending = [Pending(**each) for each in pending]
 
@@ -373,7 +373,7 @@ class PolicyRunner:
         return [[name_of(policy), initial] for policy, initial in zip(self._policies, self._initial, strict=True)]
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Restore a captured state; if this run has different policies, their captured states are ignored."""
+        """Restore the result of :meth:`capture`, except all policies' states if the run now has other policies."""
         self.values = SharedValues.from_state(tree["values"])
         same = list(tree["names"]) == [name_of(policy) for policy in self._policies]
         if not same:
@@ -460,7 +460,7 @@ def _check_plain(value: Any, where: str) -> None:
 
 @dataclasses.dataclass(slots=True)
 class Pending:
-    """Requests and failures of one policy on which ranks have not agreed yet; false if there are none."""
+    """Requests and failures of one policy on which ranks have not agreed yet; its truth value is False if empty."""
 
     requests: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # as plain values
     hooks: list[str] = dataclasses.field(default_factory=list)  # which hook asked for each
@@ -482,7 +482,7 @@ class Pending:
 
 
 class Verdict(enum.Enum):
-    """Result of comparing one policy's requests on all ranks."""
+    """Result of comparing one policy's requests on all ranks: none, agreed or different."""
 
     NOTHING = enum.auto()
     AGREED = enum.auto()
@@ -509,7 +509,7 @@ class PolicyBallot:
         self._entered = False
 
     def have(self, policies: int) -> None:
-        """Set the number of policies, which must be equal on all ranks."""
+        """Set the number of policies to compare, which must be equal on all ranks."""
         self._policies = policies
 
     def start(self) -> None:
@@ -526,21 +526,21 @@ class PolicyBallot:
         return _SIZE * self._policies
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this rank's flags and digests."""
+        """Return, for each policy, this rank's flag and digest, to be summed over all ranks."""
         return [value for said in self._said() for value in flag_and_digest(said)] if self._policies else ()
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Compute the result for each policy from the sums over all ranks."""
+        """Compute each policy's result (agreed or not) from the sums of all ranks' values."""
         self._verdicts = tuple(verdict(sums[first : first + _SIZE], world_size) for first in range(0, len(sums), _SIZE))
 
     def take(self) -> tuple[Verdict, ...]:
-        """Return the latest result for each policy, and clear the results."""
+        """Return the latest result for each policy, in order, and clear the results."""
         verdicts, self._verdicts = self._verdicts, ()
         return verdicts
 
 
 def flag_and_digest(said: Any) -> list[float]:
-    """Return one rank's contribution for one policy: 1, then each digit of a digest and its square; zeros for None."""
+    """Return a rank's values for a policy: 1, then each digit of a digest and its square; zeros if it said None."""
     if said is None:
         return [0.0] * _SIZE
     number = int.from_bytes(
@@ -561,7 +561,7 @@ def _canonical(value: Any) -> str:
 
 
 def verdict(sums: Sequence[float], world_size: int) -> Verdict:
-    """Return the result for one policy from the sums of all ranks' contributions."""
+    """Return whether all ranks made the same requests for one policy, from the sums of their values."""
     saying = round(sums[0])
     if saying == 0:
         return Verdict.NOTHING

@@ -86,7 +86,7 @@ class PolicyView:
 
     @property
     def progress(self) -> float | None:
-        """Fraction of the declared epochs completed so far, 0..1; None if no epochs are declared."""
+        """Fraction of the declared epochs completed so far (0 to 1); None if no number of epochs is declared."""
         if not self.epochs:
             return None
         return min(1.0, (self.epoch + self.epoch_progress) / self.epochs)
@@ -100,7 +100,7 @@ class PolicyView:
     def samples_left(self) -> float | None:
         """Samples until the end of the declared epochs, assuming that future epochs are as large as past ones.
 
-        None if no epochs are declared, and before the first sample.
+        None if no number of epochs is declared, and before the first sample.
         """
         done = self.progress
         return self.samples * (1.0 - done) / done if done else None
@@ -131,7 +131,7 @@ class PolicyView:
 
 
 class WatchedMetrics:
-    """Reported metrics that policies watch, sent from rank 0 to all ranks with the control sums of each step."""
+    """Reported metrics that policies watch, which rank 0 sends to all ranks within each step's all-reduced numbers."""
 
     resting: None = None
 
@@ -143,15 +143,15 @@ class WatchedMetrics:
         self.reports = 0  # how many reports that stands for
 
     def watch(self, names: Sequence[str]) -> None:
-        """Watch additional metrics; call this before the first epoch, on all ranks."""
+        """Add metrics to watch; call this before the first epoch, on all ranks with the same names."""
         self._names = tuple(sorted({*self._names, *names}))
 
     def restore(self, latest: Mapping[str, float], reports: int) -> None:
-        """Restore the metrics received from another rank or a checkpoint."""
+        """Restore the watched metrics, and the number of their report, from another rank or a checkpoint."""
         self.latest, self.reports = dict(latest), reports
 
     def reported(self, metrics: Mapping[str, Any], number: int) -> None:
-        """Record this rank's report ``number`` of the run."""
+        """Record the metrics that this rank has reported; ``number`` counts the run's reports."""
         numbers = {name: metrics.get(name) for name in self._names}
         self._own = {
             name: float(value)
@@ -168,7 +168,7 @@ class WatchedMetrics:
         return 1 + 2 * len(self._names) if self._names else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return rank 0's latest report; zeros on other ranks and if there is no new report."""
+        """Return rank 0's new watched metrics, to be summed over ranks; zeros on other ranks or without a report."""
         if not self._names:
             return ()
         if rank != 0 or self._own_reports <= self.reports:
@@ -177,7 +177,7 @@ class WatchedMetrics:
         return [float(self._own_reports), *(value for pair in pairs for value in pair)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Read rank 0's metrics from the sums over all ranks."""
+        """Read rank 0's watched metrics from the sums of all ranks' values."""
         if self._names and sums[0] > 0:
             self.reports = round(sums[0])
             pairs = zip(self._names, sums[1::2], sums[2::2], strict=True)

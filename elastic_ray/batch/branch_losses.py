@@ -21,7 +21,7 @@ class BranchError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BranchPlan:
-    """Settings for branches of a job: short runs from one checkpoint that compare larger batches with the current one.
+    """Settings of a job's branches: short runs from a checkpoint that compare larger batches with the current one.
 
     Raises TypeError, ValueError: A field has the wrong type or is out of range.
     """
@@ -53,7 +53,7 @@ class BranchPlan:
             batch_size: Current batch [samples].
             largest: Largest batch that the loader allows [samples].
 
-        Raises BranchError: The loader allows no batch larger than the current one that could be compared.
+        Raises BranchError: All multiples exceed ``largest``, so that there is nothing to compare.
         """
         batch_size = min(batch_size, largest)  # a division among workers may be a little larger
         larger = [each * batch_size for each in self.factors if each * batch_size <= largest]
@@ -67,7 +67,7 @@ class BranchPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BranchLoss:
-    """Loss of one branch, and how much worse it is than the loss at the current batch."""
+    """Mean loss of one branch (short run at one batch size), and by how much it exceeds that at the current batch."""
 
     batch_size: int
     steps: int  # optimizer steps that it has made
@@ -78,7 +78,7 @@ class BranchLoss:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BranchResult:
-    """Losses of a job's branches, compared after training on equally many samples."""
+    """Losses of a job's branches (short runs at several batch sizes) after training on equally many samples."""
 
     step: int  # of the job, where they began
     samples: int  # that each has trained on
@@ -125,16 +125,17 @@ class BranchResult:
 def compare(plan: BranchPlan, step: int, samples: int, curves: Mapping[int, Curve]) -> BranchResult:
     """Return how the branches' losses compare over the second half of their samples.
 
-    All branches train on the same samples in the same order. Let d_i be the difference of the mean losses in the i-th
-    of n parts of that half, and L the mean loss at the current batch. Then worse = mean(d) / |L|, and error = std(d) /
-    sqrt(n) / |L|.
+    All branches train on the same samples in the same order. Let d_i be the difference between a branch's mean loss and
+    the current batch's in the i-th of n parts of that half, and L the mean loss at the current batch. Then worse =
+    mean(d) / |L|, and error = std(d) / sqrt(n) / |L|.
 
     Args:
+        plan: The metric that is compared, and the tolerance.
         step: Step of the job at which the branches started.
         samples: Number of samples on which each branch has trained.
         curves: Loss curve of each branch, keyed by batch, the current one first.
 
-    Raises BranchError: A branch has fewer than two reports in that half.
+    Raises BranchError: A branch has too few reports in that half, or they are not spread over it.
     """
     halves = {size: [each for each in curve if samples / 2 <= each[0] <= samples] for size, curve in curves.items()}
     parts = min(_BINS, *(len(half) // 2 for half in halves.values()))

@@ -51,7 +51,7 @@ _LEAST_GROWTH = 1.1  # smaller ones are no growth
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBack:
-    """Smaller batch to which the job must return, and the reason."""
+    """Smaller batch to which the job must return, and the reason for it."""
 
     batch_size: int  # global batch to go back to [samples]
     reason: str  # a sentence
@@ -80,12 +80,12 @@ class GrowthWatch:
     def observe(
         self, *, batch_size: int, steps: int, signal: NoiseSignal | None, loss: tuple[int, float] | None = None
     ) -> None:
-        """Record the batch, gradient signal and loss after the latest steps.
+        """Record the batch, the strength of the gradient's signal, and the loss after the latest steps.
 
         Args:
             batch_size: Global batch of the latest steps [samples].
             steps: Steps of the whole run so far.
-            signal: Signal of the gradient. If None (unknown), only ``steps`` is recorded.
+            signal: Strength of the mean gradient relative to its noise. If None (unknown), only ``steps`` is recorded.
             loss: Number of the latest report that had a loss, and the loss; None before the first.
         """
         self._steps = steps
@@ -129,11 +129,11 @@ class GrowthWatch:
 
     @property
     def is_settled(self) -> bool:
-        """True once there are enough estimates for a missing signal to be worth reporting."""
+        """True once there are enough gradient estimates for a missing signal to be worth reporting."""
         return self._signal is not None and self._signal.updates >= _SIZES
 
     def step_back(self) -> StepBack | None:
-        """Return a smaller batch if gradients or losses require one, once for each cause; otherwise None."""
+        """Return a smaller batch if gradients or losses require one, only once for each cause; otherwise None."""
         signal, now = self._signal, self._batch_size
         if signal is None or now <= self._least:
             return None
@@ -179,7 +179,7 @@ Ramp: TypeAlias = "tuple[tuple[float, int], ...]"
 
 
 def read_ramp(batch_size: Any) -> tuple[Any, Ramp]:
-    """Return a loader's initial batch size, and its schedule of (progress, global batch), empty for a single number.
+    """Return a loader's initial batch size, and its schedule of (progress 0 to 1, global batch); empty for a number.
 
     Raises:
         TypeError: An entry is not a pair of numbers.

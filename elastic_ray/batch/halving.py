@@ -49,7 +49,7 @@ class Halving:
         return [(begin, end, min(spacing, most)) for (begin, spacing), end in zip(SPACINGS, ends, strict=True)]
 
     def due(self, step: int, samples: int) -> bool:
-        """True if the next step, after ``step`` committed steps, must be halved.
+        """True if the next step, after ``step`` committed steps, must be split into two halves.
 
         Args:
             samples: Number of samples in the step; each half must have at least ``least``.
@@ -57,7 +57,7 @@ class Halving:
         return self.count(step, step + 1, samples) > 0
 
     def count(self, first: int, last: int, samples: int) -> int:
-        """Return how many of the steps ``first`` to ``last`` - 1 are halved, with ``samples`` samples per step."""
+        """Return how many of the steps ``first`` to ``last`` - 1 are split into halves, at ``samples`` samples each."""
         if samples < 2 * self.least:
             return 0
         start = self.since if self.adapts else 0

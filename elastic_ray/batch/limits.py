@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """Limits of a job's batch size, in samples.
+    """Limits of a job's batch size, in samples; M0 is the initial global batch.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -70,19 +70,19 @@ class BatchLimits:
 
     @property
     def per_worker(self) -> bool:
-        """True if each worker has M0 samples, so that the global batch grows with the number of workers."""
+        """True if each worker has M0 (the initial batch) samples, so that the global batch grows with the workers."""
         return not self.fixed and self.local_bsz_bounds == (self.init_batch_size, self.init_batch_size)
 
     @property
     def one_size(self) -> bool:
-        """True if M0 is the only allowed global batch, although its division may change."""
+        """True if M0 (the initial batch) is the only allowed global batch, although its division may change."""
         return self.max_batch_size in (None, self.init_batch_size)
 
     def size_of(self, cut: BatchChoice, replicas: int) -> int:
-        """Return the global batch [samples] that results from the division ``cut`` on R = ``replicas`` workers.
+        """Return the global batch [samples] of a step divided by ``cut`` among R = ``replicas`` workers.
 
-        The result is R m (s + 1), or the largest allowed batch if that is less. In the latter case, some micro-steps
-        have fewer samples than m, but no worker has fewer than its minimum.
+        It is R m (s + 1), for m samples per micro-step and s accumulating micro-steps, or the largest allowed batch if
+        that is less. Then some micro-steps have fewer samples than m, but no worker has fewer than its minimum.
         """
         size = cut.batch_size(replicas)
         if self.max_batch_size is None:
@@ -164,10 +164,10 @@ def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoi
 
 
 def bounded(limits: BatchLimits, cut: BatchChoice, bound: int | None) -> BatchChoice:
-    """Return the division with at most ``bound`` samples per worker at once (None: any), to fit into memory.
+    """Return the division ``cut``, changed so that a worker processes at most ``bound`` samples at once.
 
-    If the batch is fixed or accumulation is allowed, more and smaller micro-steps keep the batch size. Otherwise, the
-    batch shrinks.
+    ``bound`` is what fits into memory; None means no bound. If the batch is fixed or accumulation is allowed, more and
+    smaller micro-steps keep the batch size. Otherwise, the batch shrinks.
     """
     if bound is None or cut.atomic_bsz <= bound:
         return cut

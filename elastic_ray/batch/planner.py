@@ -30,7 +30,7 @@ _TELL = 0.1  # relative change of a step time that is told
 
 
 class BatchPlanner:
-    """Planner of a job's batch, which collects step reports and keeps a fitted model per GPU type.
+    """Planner of a job's batch, which collects step reports and keeps a fitted speed model per GPU type.
 
     The GPU type is that of the group's nodes. A group on several types has type None, and is measured separately.
 
@@ -75,7 +75,7 @@ class BatchPlanner:
 
     @property
     def model(self) -> GoodputModel | None:
-        """Goodput model on the current GPU type, preferably the job's own; None if no job has measured one."""
+        """Goodput model for the current GPU type: the job's own, else another job's; None if there is neither."""
         return self.tuner.model if self.tuner is not None else None
 
     @property
@@ -85,7 +85,7 @@ class BatchPlanner:
 
     @property
     def wish(self) -> tuple[int | None, int | None]:
-        """Smallest and largest number of workers that a user's policy requests; None for each that it does not.
+        """Smallest and largest number of workers that the user's policy requests; None for either if not set.
 
         Every report repeats the request, so that a restarted controller knows it.
         """
@@ -98,13 +98,13 @@ class BatchPlanner:
 
     @property
     def models(self) -> dict[str, GoodputModel]:
-        """Models that the job has measured itself, keyed by GPU type."""
+        """Goodput models that the job has measured itself, keyed by GPU type."""
         own = {gpu: tuner.own_model for gpu, tuner in self._tuners.items() if gpu is not None}
         return {gpu: model for gpu, model in own.items() if model is not None}
 
     @property
     def own_model(self) -> GoodputModel | None:
-        """Model that the job has measured on the current GPU type (of several, on the fastest); None without one."""
+        """Goodput model measured by this job on the current GPU type (the fastest of several); None without one."""
         own = self.tuner.own_model if self.tuner is not None else None
         if own is not None or self._gpu is not None or not self._shares_by_type:
             return own
@@ -113,14 +113,14 @@ class BatchPlanner:
 
     @property
     def type_speeds(self) -> dict[str, float]:
-        """One worker's samples per second at the same local batch size, keyed by measured GPU type."""
+        """Samples per second of one worker on each measured GPU type, at the same local batch size, keyed by type."""
         samples = self._measured.batch_size / self._measured.replicas if self._measured is not None else 1.0
         each = max(samples, 1.0)
         return {gpu: each / float(model.throughput_model.grad_time(each)) for gpu, model in self.models.items()}
 
     @property
     def observations(self) -> dict[str, tuple[Observation, ...]]:
-        """Step times to share with other jobs, keyed by GPU type; a tuple is replaced if a time changes by 10 %."""
+        """Step times to share with other jobs, keyed by GPU type; a time is updated only if it changes by 10 %."""
         return dict(self._told)
 
     @property
@@ -177,7 +177,7 @@ class BatchPlanner:
         return self._tuners[gpu]
 
     def choose(self, group: GenerationSpec, gpu: str | None = "") -> BatchChoice | None:
-        """Return the division of the batch for a new generation; None before the loader is known.
+        """Return the division of the batch for a new generation (group of workers); None before the loader is known.
 
         Args:
             gpu: GPU type of the generation's nodes; None if they have several types.
@@ -206,19 +206,19 @@ class BatchPlanner:
         self.equal_shares = group.equal_shares
 
     def withdraw(self) -> None:
-        """Withdraw the latest :meth:`choose`, unless its generation has already been formed and sent a report."""
+        """Undo the latest :meth:`choose`, unless its generation (group of workers) has already sent a report."""
         if self.latest is not None and self.latest.generation >= self._chosen_for:
             return
         self._choice, self._replicas, self._gpu = self._before
 
     def advise(self, priors: Mapping[str, Prior]) -> tuple[BatchChoice, str] | None:
-        """Record other jobs' models, keyed by GPU type; return the batch to change to and the reason, else None."""
+        """Record other jobs' models, keyed by GPU type; return the batch to change to and why, None for no change."""
         self._priors.update(priors)
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None
 
     def know(self, strategies: Mapping[str, FoundStrategy]) -> bool:
-        """Record winners of strategy races in jobs of the same model, keyed by group form; True if they changed."""
+        """Record the fastest strategies found by jobs of the same model, keyed by group form; True if they changed."""
         news = strategies != self.known_strategies
         self.known_strategies = strategies
         return news
@@ -253,11 +253,11 @@ class BatchPlanner:
 
     @property
     def unbound_limits(self) -> BatchLimits | None:
-        """Training loader's limits, without the critical batch; None before a worker is ready."""
+        """Training loader's limits on the batch, not reduced by the critical batch; None before a worker is ready."""
         return None if self._unbound is None else self._unbound.limits
 
     def set_critical_batch(self, batch_size: int) -> None:
-        """Limit the global batch to this size [samples], or M0 if larger; replaces the result of earlier branches."""
+        """Limit the global batch to ``batch_size`` [samples], at least the initial M0; replaces an earlier limit."""
         self.critical_batch = batch_size
         self._bound()
 
@@ -332,7 +332,7 @@ class BatchPlanner:
         self._fresh = True
 
     def due(self, now_s: float) -> TunerSnapshot | None:
-        """Return the snapshot to fit now; None without new measurements, or within ``fit_every_s`` of the last fit."""
+        """Return the observations to fit now; None without new ones, or within ``fit_every_s`` of the last fit."""
         if self.tuner is None or not self._fresh or now_s - self._fitted_s < self._fit_every_s:
             return None
         self._fresh, self._fitted_s = False, now_s
@@ -344,7 +344,7 @@ class BatchPlanner:
         return snapshot
 
     def fitted(self, model: GoodputModel | None) -> tuple[BatchChoice, str] | None:
-        """Use the model fitted to :meth:`due`'s snapshot; return the batch to change to and the reason, else None."""
+        """Use a model fitted to :meth:`due`'s snapshot; return the batch to change to and why, None for no change."""
         if self._fitting is None:
             return None
         gpu, snapshot = self._fitting
@@ -353,7 +353,7 @@ class BatchPlanner:
         return self._reconsider() if gpu == self._gpu else None
 
     def close(self) -> None:
-        """Close the planner at the job's end, adding what was measured since the last fit to :attr:`observations`."""
+        """Finish the planner at the job's end, adding measurements since the last fit to :attr:`observations`."""
         for gpu, tuner in self._tuners.items():
             self._log_fit(gpu, tuner.snapshot())
 
@@ -386,10 +386,10 @@ class BatchPlanner:
         return notice
 
     def out_of_memory(self, atomic_bsz: int, *, more_than_equal: bool = False) -> str:
-        """Lower the bound on samples per worker and return a message; raises ``BatchDoesNotFitError`` at the smallest.
+        """Lower the bound on a worker's samples; return a message, or raise ``BatchDoesNotFitError`` at the minimum.
 
         Args:
-            atomic_bsz: Samples with which a worker failed.
+            atomic_bsz: Samples with which a worker ran out of memory.
             more_than_equal: The worker had more than an equal share of the step. Shares are then equal from now on, and
                 the bound stays, because no batch with equal shares has failed.
         """
@@ -405,7 +405,7 @@ class BatchPlanner:
 
 
 def told(before: tuple[Observation, ...], now: Iterable[Observation]) -> tuple[Observation, ...]:
-    """Return the measurements ``now``, each replaced by the one in ``before`` if it has changed by less than a tenth.
+    """Return the measurements ``now``, keeping the one from ``before`` for each that changed by less than a tenth.
 
     Medians move a little with every report, but measurements that are sent every second should rarely change. Counts
     are reported as 1, 10 or 100.

@@ -30,10 +30,11 @@ class NoiseSignal:
 
 
 def outdated(before: str, now: str, *, same_workers: bool) -> bool:
-    """True if times measured under the strategy `before` are obsolete, because the job has changed its strategy.
+    """True if times measured under the synchronisation strategy `before` are obsolete under the strategy `now`.
 
     Args:
-        same_workers: True if both strategies were measured with the same numbers of workers and nodes.
+        same_workers: True if both strategies were measured with the same numbers of workers and nodes. If False, two
+            strategies that were chosen automatically do not make times obsolete.
     """
     both_chosen = before.startswith(CHOSEN) and now.startswith(CHOSEN)
     return before != now and (same_workers or not both_chosen)
@@ -68,7 +69,7 @@ class LoaderInfo:
         return min(most, self.dataset_size) if self.dataset_size else most
 
     def check_shares(self, min_workers: int) -> None:
-        """Check that workers on several GPU types can get shares of the batch by their speeds.
+        """Raise ValueError if the batch is too small to be divided by speed among workers on several GPU types.
 
         Args:
             min_workers: Smallest number of workers of the job; a group on several types has at least two.

@@ -31,7 +31,7 @@ class ScalingRule(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdaScale:
-    """Rule for SGD (with momentum): the gain, the number of small steps that one step at the larger batch replaces.
+    """Learning-rate rule for SGD (with momentum): the gain, the number of small steps that one large step replaces.
 
         factor = (var + sqr) / (var / scale + sqr)        between 1 (no noise) and scale (nothing but noise)
 
@@ -45,7 +45,7 @@ class AdaScale:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdamScale:
-    """Rule for Adam and similar optimizers: the square root of the gain, on preconditioned statistics.
+    """Learning-rate rule for Adam and similar optimizers: square root of the gain, on preconditioned statistics.
 
         factor = ((var + sqr) / (var / scale + sqr))^power,  power = 1/2
 
@@ -65,37 +65,55 @@ class AdamScale:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Adam:
-    """Rule for Adam and similar optimizers: the rate of :class:`AdamScale`, and scaled beta2, eps and weight decay.
+    """Rule for Adam and similar optimizers: the rate of :class:`AdamScale`, and scaled betas, eps and weight decay.
 
     See :func:`adam_options` for the formulas and their sources.
     """
 
     by_noise: bool = True  # the rate's factor is the square root of the gain; else that of the scale, as :class:`Sqrt`
+    least_beta2: float = 0.0  # a larger batch reduces beta2 to this at most; Seesaw: ``LEAST_BETA2``
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least_beta2 < 1:
+            raise ValueError(f"least_beta2 must be 0 or more and below 1, but got {self.least_beta2}")
+
+    def memory_scale(self, beta2: float, scale: float) -> float:
+        """Return e of beta2' = beta2^e: the scale, but at most so much that beta2' >= min(beta2, least_beta2)."""
+        if scale <= 1 or not self.least_beta2:
+            return scale
+        return min(scale, max(1.0, math.log(self.least_beta2) / math.log(beta2)))
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         rule = AdamScale() if self.by_noise else Sqrt()
         return rule.factors(scale, noise, progress)
 
 
-def adam_options(group: Mapping[str, Any], scale: float, factor: float, correction: float) -> dict[str, Any]:
+LEAST_BETA2 = 0.95
+"""What large batches are trained with: v is then the mean of some 20 gradients, and of fewer it is too noisy."""
+
+
+def adam_options(
+    group: Mapping[str, Any], scale: float, factor: float, correction: float, memory: float
+) -> dict[str, Any]:
     """Return the options, except the rate, of an Adam parameter group for a batch of ``scale`` x the initial one.
 
-        beta2'        = beta2^scale                  the second moment's half-life is the same in samples
+        beta1', beta2' = beta1^scale, beta2^memory     with memory = scale, half-lives are the same in samples
         eps'          = eps / sqrt(scale) x c        scales like the gradient noise, to which it is added
         weight_decay' = weight_decay x scale / (factor x c)      its half-life lr x weight_decay is the same in samples
 
-    The last applies to decoupled weight decay (AdamW). Weight decay that is part of the loss stays, and so does beta1.
-    Sources: Marek et al. 2025 (arXiv 2507.07101) for beta2 and beta1; Malladi et al. 2022 (arXiv 2205.10287),
-    definition 5.2, for eps; Wang and Aitchison 2024 (arXiv 2405.13698) for weight decay.
+    The last applies to decoupled weight decay (AdamW). Weight decay that is part of the loss stays.
+    Sources: Marek et al. 2025 (arXiv 2507.07101) for beta2; Malladi et al. 2022 (arXiv 2205.10287), definition 5.2, for
+    beta1 and eps; Wang and Aitchison 2024 (arXiv 2405.13698) for weight decay.
 
     Args:
         group: The user's options, for the initial batch.
         scale: Global / initial batch size.
         factor: Factor of the learning rate, from the scaling rule.
         correction: c, by which the learning rate is also multiplied, see :func:`bias_correction`.
+        memory: e of :meth:`Adam.memory_scale`.
     """
     beta1, beta2 = group["betas"]
-    found: dict[str, Any] = {"betas": (beta1, beta2**scale)}
+    found: dict[str, Any] = {"betas": (beta1**scale, beta2**memory)}
     if isinstance(group.get("eps"), int | float):
         found["eps"] = group["eps"] / math.sqrt(scale) * correction
     if group.get("decoupled_weight_decay") and factor > 0:
@@ -103,30 +121,33 @@ def adam_options(group: Mapping[str, Any], scale: float, factor: float, correcti
     return found
 
 
-def bias_correction(beta2: float, steps: float, initial_steps: float, scale: float) -> float:
-    """Return c, which keeps Adam's bias correction of the second moment exact after changes of the batch.
+def bias_correction(beta: float, steps: float, initial_steps: float, scale: float) -> float:
+    """Return c, which keeps Adam's bias correction of a moment exact after changes of the batch.
 
-        c = sqrt((1 - beta2^s) / (1 - beta2^(scale x t)))
+        c = (1 - beta^s) / (1 - beta^(scale x t))
 
-    Adam divides the second moment by 1 - beta2'^t with the current beta2' = beta2^scale, as if all t steps had used it.
-    In fact they have decayed by beta2^s. Multiplying the rate and eps by c makes the update exact.
+    Adam divides the moment by 1 - beta'^t with the current beta' = beta^scale, as if all t steps had used it. In fact
+    they have decayed by beta^s. Dividing the rate by the first moment's c, and multiplying the rate and eps by the root
+    of the second moment's c, makes the update exact.
 
     Args:
         steps: t >= 1, including the current step.
         initial_steps: s > 0, the sum of the steps' scales.
     """
-    return math.sqrt(-math.expm1(initial_steps * math.log(beta2)) / -math.expm1(scale * steps * math.log(beta2)))
+    if beta == 0.0:
+        return 1.0
+    return math.expm1(initial_steps * math.log(beta)) / math.expm1(scale * steps * math.log(beta))
 
 
 def remembered(held: float, beta2: float, initial_steps: float, scale: float, factor: float) -> float:
-    """Return the mean of 1 / factor^2 over the steps in the second moment v, weighted as in v.
+    """Return the mean of 1 / factor^2 over the steps in Adam's second moment v, weighted as in v.
 
     A rule's factor is sqrt(v(1) / v) for the v that gradients of its batch converge to. Right after a growth, v is
-    still that of smaller batches, v(1) x held, so that a rate of factor x sqrt(held) times its value makes the step
-    that the rule intends. Once v has caught up, factor x sqrt(held) is 1.
+    still that of smaller batches, v(1) x held, so that the rule's rate times factor x sqrt(held) makes the step that
+    the rule intends. Once v has caught up, factor x sqrt(held) is 1.
 
     Args:
-        held: The value before this step; 1 at first.
+        held: The value returned for the previous step; 1 at first.
         initial_steps: As in :func:`bias_correction`, including this step.
     """
     kept = math.exp(scale * math.log(beta2))
@@ -136,7 +157,7 @@ def remembered(held: float, beta2: float, initial_steps: float, scale: float, fa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """Linear rule: factor = scale. Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD"."""
+    """Linear learning-rate rule: factor = scale. Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD"."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         return (_checked(scale),) * len(noise)
@@ -144,7 +165,7 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sqrt:
-    """Square-root rule: factor = sqrt(scale). Keeps a step's variance (Krizhevsky 2014; Hoffer et al. 2017)."""
+    """Learning-rate rule factor = sqrt(scale), which keeps a step's variance (Krizhevsky 2014; Hoffer et al. 2017)."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         return (math.sqrt(_checked(scale)),) * len(noise)
@@ -174,7 +195,7 @@ class Legw:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Unscaled:
-    """Constant rule: factor = 1. The user sets the rate."""
+    """Learning-rate rule factor = 1: the user sets the rate for every batch size."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         return (1.0,) * len(noise)
@@ -215,7 +236,7 @@ def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, .
 
 
 def by_name(name: str) -> ScalingRule:
-    """Return the rule of that name, with its default options.
+    """Return the learning-rate scaling rule of that name, with its default options.
 
     Raises ValueError: No such rule exists; the message lists the known ones.
     """
@@ -230,7 +251,7 @@ def default_rule(*, adam_like: bool) -> ScalingRule:
 
 
 def resolve(rule: ScalingRule | str | None, *, adam_like: bool) -> ScalingRule:
-    """Return the rule given by name or as an object; for None, :func:`default_rule` for ``adam_like`` or not."""
+    """Return the rule given as an object or by name; if ``rule`` is None, return :func:`default_rule`."""
     if rule is None:
         return default_rule(adam_like=adam_like)
     if isinstance(rule, str):

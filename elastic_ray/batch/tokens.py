@@ -51,7 +51,7 @@ def token_count(name: str, value: Any, *, least: int = 1) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """Global batch declared in tokens."""
+    """Global batch declared in tokens, with its conversion to samples."""
 
     # (tokens trained on from which it counts, tokens of a step), by the former; the first begins at 0
     ramp: tuple[tuple[int, int], ...]
@@ -75,9 +75,10 @@ class TokenBatch:
         return None if self.most is None and len(self.ramp) == 1 else self.samples(largest)
 
     def limits(self, limits: BatchLimits, per_sample: float, most: int | None) -> tuple[TokenBatch, BatchLimits]:
-        """Return the batch and its limits in samples, converted at ``per_sample`` tokens per sample.
+        """Return this batch and its limits [samples], both converted again at ``per_sample`` tokens per sample.
 
         Args:
+            limits: Limits whose sizes are replaced.
             most: Samples per epoch, which no batch exceeds; None if unknown.
         """
         batch = dataclasses.replace(self, per_sample=per_sample)

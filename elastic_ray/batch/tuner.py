@@ -101,8 +101,9 @@ _Configuration = tuple[int, int, int, int]  # nodes, replicas, atomic_bsz, accum
 class BatchTuner:
     """Tuner that collects step times of one job and chooses its batch.
 
-    For each configuration (N, R, m, s), the median of the latest reports counts. A warm-up, a pause or another tenant's
-    burst therefore has no effect, while a lasting change of speed has an effect after a few reports.
+    For each configuration (N nodes, R replicas, m samples, s accumulating micro-steps), the median of the latest
+    reports counts. A warm-up, a pause or another tenant's burst therefore has no effect, while a lasting change of
+    speed has an effect after a few reports.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -119,7 +120,7 @@ class BatchTuner:
         self._watch = GrowthWatch(limits.init_batch_size)
 
     def set_limits(self, limits: BatchLimits) -> None:
-        """Replace the limits, because samples turned out to have another length than assumed."""
+        """Replace the limits within which the batch is chosen, because what is known about the samples has changed."""
         self.limits = limits
 
     @property
@@ -143,7 +144,7 @@ class BatchTuner:
 
     @property
     def own_model(self) -> GoodputModel | None:
-        """Model fitted to the job's own measurements; None before the first fit."""
+        """Goodput model fitted to the job's own measurements; None before the first fit."""
         return None if self._throughput is None else self.model
 
     def observe(
@@ -187,7 +188,7 @@ class BatchTuner:
     def set_prior(self, prior: Prior) -> bool:
         """Use a model fitted by other jobs until this tuner has its own fit; True if the tuner's model changes.
 
-        The model's noise is converted to this job's M0, because var = tr(Sigma) / M0.
+        The prior's noise is converted to this job's initial batch M0, because var = tr(Sigma) / M0.
         """
         noise, batch_size = prior.model.noise, self.limits.init_batch_size
         if prior.model.init_batch_size != batch_size:
@@ -198,15 +199,15 @@ class BatchTuner:
         return news
 
     def set_noise(self, noise: NoiseScale | None) -> None:
-        """Use this smoothed noise scale in the goodput model; None (unknown) keeps the existing one."""
+        """Use this smoothed noise scale in the goodput model; None (unknown) keeps the existing noise scale."""
         self._noise = noise or self._noise
 
     def set_signal(
         self, signal: NoiseSignal | None, *, batch_size: int, steps: int, loss: tuple[int, float] | None = None
     ) -> None:
-        """Record the gradient's signal after ``steps`` steps of the run, the latest of them at ``batch_size``.
+        """Record the strength of the gradient's signal after ``steps`` steps of the run, the latest at ``batch_size``.
 
-        ``loss`` is the latest loss that the loop has reported, preceded by the report's number.
+        ``loss`` is the number of the latest report that had a loss, and the loss; None if there was none.
         """
         self._watch.observe(batch_size=batch_size, steps=steps, signal=signal, loss=loss)
 
@@ -222,20 +223,20 @@ class BatchTuner:
         )
 
     def fit(self) -> GoodputModel | None:
-        """Fit the goodput model and return the model in use, which may be a prior; None if there is neither."""
+        """Fit the goodput model; return the model then in use, possibly from other jobs, or None if there is none."""
         self.set_model(fit_snapshot(self.snapshot()))
         return self.model
 
     def set_model(self, model: GoodputModel | None) -> None:
-        """Use a fitted model; None keeps the existing one. The latest noise scale that was set stays in use."""
+        """Use a fitted goodput model; None keeps the existing one. The latest noise scale stays in use."""
         if model is not None:
             self._throughput = model.throughput_model
             self._noise = self._noise or model.noise
 
     def out_of_memory(self, atomic_bsz: int) -> str:
-        """Lower the local bound after a worker failed with this many samples; return a message on the change.
+        """Lower the bound on samples per worker after ``atomic_bsz`` samples did not fit; return a message.
 
-        The new bound is half of the failed batch, or the largest smaller local batch that is known to fit. If several
+        The new bound is half of ``atomic_bsz``, or the largest smaller local batch that is known to fit. If several
         workers report one failure, the bound is lowered once. Call :meth:`decide` afterwards, because the current
         choice may be above the bound.
 
@@ -270,7 +271,7 @@ class BatchTuner:
 
         Args:
             current: The division in use; None before the first.
-            current_replicas: Number of workers that use it, if not ``replicas`` (at a resize).
+            current_replicas: Number of workers that use ``current``; None if equal to ``replicas`` (no resize).
         """
         now = self.limits.size_of(current, current_replicas or replicas) if current else 0
         keep = self._keep(replicas, current, now)

@@ -54,14 +54,14 @@ class StateFile:
 
 
 def write_note(storage: RunStorage, state: StateFile) -> None:
-    """Write the note of an automatic checkpoint, which makes it complete."""
+    """Write the note (JSON file) of an automatic checkpoint; the checkpoint is complete once its note exists."""
     told = {"resume_point": state.resume_point.to_json(), "sha256": state.sha256, "size": state.size}
     content = json.dumps({"format": _FORMAT, **told, "parts": state.parts}).encode()
     write_checked(storage, _note_of(state.path), lambda stream: stream.write(content))
 
 
 def new_path(storage: RunStorage, steps: int, token: str) -> str:
-    """Return the path for an automatic checkpoint after ``steps`` steps; ``token`` makes the path unique."""
+    """Return the path for a new automatic checkpoint after ``steps`` steps; ``token`` makes the path unique."""
     return posixpath.join(storage.path, DIRECTORY, f"step_{steps:012d}_{token}")
 
 
@@ -76,8 +76,8 @@ def state_files(
 
     Args:
         directory: directory that holds the checkpoints; empty for the run's own.
-        pass_over: called with a sentence for each invalid checkpoint, which says why it is not used.
-        heard: called for every checkpoint found, so that a waiting caller sees progress.
+        pass_over: called for each invalid checkpoint, with a sentence that says why it is not used.
+        heard: called for every checkpoint found, so that a waiting caller sees progress; its result is ignored.
 
     Raises OSError: storage cannot be read; checkpoints may exist all the same.
     """
@@ -118,7 +118,7 @@ def _read_note(storage: RunStorage, path: str) -> StateFile:
 
 
 def copy_state(storage: RunStorage, state: StateFile, target: RunStorage) -> None:
-    """Copy an automatic checkpoint into another run on the same file system, writing its note last."""
+    """Copy an automatic checkpoint into the run ``target`` on the same file system, and finally its note."""
     path = posixpath.join(target.path, DIRECTORY, posixpath.basename(state.path))
     make_directory(target.filesystem, path, private=target.private)
     for source, place in ((state.path, path), (_note_of(state.path), _note_of(path))):
@@ -128,7 +128,7 @@ def copy_state(storage: RunStorage, state: StateFile, target: RunStorage) -> Non
 
 
 def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
-    """Delete all automatic checkpoints except ``state`` and the newest ``keep - 1`` with fewer steps.
+    """Delete all automatic checkpoints except ``state`` and the newest ``keep - 1`` with fewer steps than ``state``.
 
     Checkpoints with more steps are always deleted: they were corrupt, and the job continued from an earlier one.
     """
@@ -140,7 +140,7 @@ def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
 
 
 def keep_last(storage: RunStorage, state: StateFile) -> None:
-    """Delete all automatic checkpoints except this one, and mark it as the result of a finished job."""
+    """Delete all automatic checkpoints except ``state``, and mark ``state`` as the result of a finished job."""
     path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
     replace_file(storage.filesystem, path, posixpath.basename(state.path).encode(), private=storage.private)
     for each in state_files(storage):
@@ -150,7 +150,7 @@ def keep_last(storage: RunStorage, state: StateFile) -> None:
 
 
 def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[StateFile, ...]:
-    """Return the ``states`` that do not belong to a finished job, in order. Raises OSError: storage cannot be read."""
+    """Return the ``states`` that do not belong to a finished job, in order; raises OSError if storage fails."""
     path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
     if not states:
         return ()
@@ -176,7 +176,7 @@ def delete_states(storage: RunStorage) -> None:
 
 
 def delete_unfinished(storage: RunStorage) -> None:
-    """Delete checkpoint directories without a note, which were never completed.
+    """Delete directories of automatic checkpoints that were never completed, which have no note.
 
     The caller must ensure that no checkpoint is currently being written.
     """

@@ -36,7 +36,7 @@ def write_checked(
     *,
     named: bool = True,
 ) -> Checksum:
-    """Write a file and return its checksum. After an error, the caller must delete a partly written file.
+    """Write a file by ``write(stream)`` and return its checksum. After an error, the caller must delete the file.
 
     Args:
         go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.

@@ -42,7 +42,7 @@ class UnfitSourceError(SourceError):
 
 @contextlib.contextmanager
 def reading_source() -> Iterator[None]:
-    """Convert file errors in this context to source errors, to distinguish them from errors of the target."""
+    """Convert file errors in this context to ``SourceError``, to distinguish them from errors of the target."""
     try:
         yield
     except FileNotFoundError as error:
@@ -107,8 +107,8 @@ def add_files(
     """Copy the files below ``source`` that ``target`` lacks; returns checksums keyed by path below ``target``.
 
     Args:
-        noted: names of files listed in notes. An unlisted file of the right size comes from an earlier attempt and is
-            included in the result.
+        noted: names of files already recorded with the checkpoint. An unrecorded file of the right size in ``target``
+            was copied by an earlier attempt, and is included in the result.
 
     Raises InterruptedError, SourceError: as in :func:`copy_directory`.
     """

@@ -1,4 +1,4 @@
-"""Interval of automatic checkpoints (pure): balances the cost of a checkpoint against the cost of a loss.
+"""Interval of automatic checkpoints (pure): balances the cost of a checkpoint against the cost of a failure.
 
 With M the mean time between losses of the whole job and C the cost of one checkpoint, the interval that wastes least is
 about ``sqrt(2 C M) - C`` (Young, CACM 1974; Daly, FGCS 2006, equation 13). This holds for C < M / 2; otherwise the
@@ -21,11 +21,11 @@ _MOST_OVERHEAD = 0.005
 
 
 def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
-    """Return M [s], estimated from the observed losses and a prior of one loss a day.
+    """Return the mean time between failures that cost a job all its workers [s]; the prior is one a day.
 
     Args:
-        losses: losses of the whole job so far. A lost member counts as its fraction of the job, because the cause (a
-            node failure, a spot market) often affects other members too.
+        losses: number of such failures so far. The loss of some workers counts as their fraction of the job, because
+            the cause (a node failure, a spot market) often affects other workers too.
         observed_s: duration of the observation [s].
     """
     if not (losses >= 0 and observed_s >= 0):
@@ -39,8 +39,8 @@ def checkpoint_interval_s(cost_s: float, mean_time_s: float) -> float:
     The interval is long enough that checkpoints use at most half a percent of the time (up to the limit of an hour).
 
     Args:
-        cost_s: C, training time that one checkpoint costs [s].
-        mean_time_s: M, mean time between losses of the whole job [s].
+        cost_s: training time that one checkpoint costs [s].
+        mean_time_s: mean time between failures that cost the job all its workers [s].
     """
     if not (cost_s >= 0 and mean_time_s > 0):
         raise ValueError(f"cost_s must be 0 or more and mean_time_s above 0, but got {cost_s} and {mean_time_s}")
@@ -78,9 +78,9 @@ class CheckpointRetention:
         self._kept: list[Kept] = []
 
     def add(self, path: str, metrics: Mapping[str, Any]) -> tuple[str, ...]:
-        """Add a new checkpoint.
+        """Add a new checkpoint, and return the paths of checkpoints that are no longer kept, oldest first.
 
-        Returns the paths of checkpoints that are no longer kept, oldest first; the caller deletes them.
+        The caller deletes these checkpoints. ``metrics`` are those reported with the new one; they may hold its score.
         """
         self._kept = [entry for entry in self._kept if entry[0] != path]
         self._kept.append((path, metrics))

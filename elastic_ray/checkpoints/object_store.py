@@ -23,7 +23,7 @@ _FETCH_S = 30.0
 
 
 def put_checkpoint(checkpoint: Any) -> Any | None:
-    """Put a checkpoint's files into Ray's object store, where they last as long as this process and a reference.
+    """Put a checkpoint's files into Ray's object store, where they last while this process and a reference exist.
 
     Args:
         checkpoint: a ``ray.train.Checkpoint``, or the path of a local directory.

@@ -36,7 +36,7 @@ class ReportedCheckpoints:
     """Storage of the checkpoints that ranks report, in the background.
 
     Args:
-        timeout_s: a checkpoint is abandoned after storage has been silent, or only failed, for this long [s].
+        timeout_s: a checkpoint is abandoned after storage has not answered, or only failed, for this long [s].
     """
 
     def __init__(self, storage: RunStorage, calls: StorageCalls, *, timeout_s: float) -> None:
@@ -85,12 +85,13 @@ class ReportedCheckpoints:
     def store(
         self, checkpoint: Any, index: int, note: CheckpointNote, is_stopping: Callable[[], bool]
     ) -> tuple[str | None, str]:
-        """Store the checkpoint of report ``index``, waiting until it is stored, or ``is_stopping()`` returns True.
+        """Store the checkpoint and ``note`` of report ``index``; return when they are stored or abandoned.
 
         Returns the path of the stored checkpoint and an empty text; or None and the reason why it was abandoned.
 
-        Raises WorkerDismissed: the job ends. SourceError: the checkpoint does not exist or is not readable. If instead
-        the run's storage is missing or denies access, this waits, because an unavailable mount looks the same.
+        Raises WorkerDismissed: ``is_stopping()`` returned True. SourceError: the checkpoint does not exist or is
+        not readable. If instead the run's storage is missing or denies access, this waits, because an unavailable mount
+        looks the same.
         """
         if self._given_up is not None and not self._given_up.answer.done():  # this one would wait for as long
             return None, f"the checkpoint of report {index} was given up: {self._calls.silent_for(self._given_up)}"

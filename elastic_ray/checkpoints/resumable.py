@@ -35,8 +35,8 @@ def find_stored(
     """Find a run's checkpoints in storage and return them.
 
     Args:
-        is_trial: True for a trial, whose own directory is ignored: it starts from ``start_from``, or None for scratch.
-        with_states: also look for automatic checkpoints.
+        is_trial: True for a trial, whose own directory is ignored: it starts at ``start_from`` (None: from scratch).
+        with_states: also search for automatic checkpoints.
         verify: read reported checkpoints completely and compare their checksums.
         heard: called for every checkpoint, so that a waiting caller sees progress.
 

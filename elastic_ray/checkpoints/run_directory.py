@@ -146,7 +146,7 @@ class RunStorage:
         call_storage(self.where, "making the run's directory", self.create, timeout_s=timeout_s)
 
     def check_reachable(self) -> None:
-        """Raise ``FileNotFoundError`` if this node does not see the controller's directory."""
+        """Raise ``FileNotFoundError`` if this node does not see the run's directory that the controller has created."""
         if not self._exists(posixpath.join(self.path, MARKER_FILE)):
             raise FileNotFoundError(
                 f"this node does not see the run's directory {self.path!r} ({self.filesystem.type_name}) "
@@ -155,7 +155,7 @@ class RunStorage:
             )
 
     def write_submission(self, text: str) -> None:
-        """Store the description with which the job can be submitted again, replacing that of an earlier run."""
+        """Store the JSON text from which the job can be submitted again, replacing the text of an earlier run."""
         path = posixpath.join(self.path, SUBMISSION_FILE)
         replace_file(self.filesystem, path, text.encode(), private=self.private)
 
@@ -171,7 +171,7 @@ class RunStorage:
     def read_events(self, most: int | None = None) -> tuple[JobEvent, ...]:
         """Return the last ``most`` events written so far, or all if ``most`` is None.
 
-        Proofs of passes are left out, and so is a line cut short by a crash.
+        Events of kind ``pass`` (proofs of which samples a pass used) and a line cut short by a crash are left out.
         """
         events: deque[JobEvent] = deque(maxlen=most)
         for line in self.event_lines():
@@ -182,7 +182,7 @@ class RunStorage:
         return tuple(events)
 
     def event_lines(self) -> Iterator[str]:
-        """Return an iterator over the lines of ``events.jsonl``, including proofs of passes."""
+        """Return an iterator over all lines of ``events.jsonl``, even those that :meth:`read_events` leaves out."""
         return self._events.read()
 
     def last_written_s(self) -> float:
@@ -196,15 +196,15 @@ class RunStorage:
         self._reports.append(lines)
 
     def read_reports(self, first: int, last: int) -> dict[int, Report]:
-        """Return the reports numbered ``first`` to ``last``, in order.
+        """Return the reports numbered ``first`` to ``last`` (included), keyed by number, in order.
 
-        A restart repeats the reports after its checkpoint; the repeated ones replace the earlier ones.
+        A job that restarts repeats the reports after its checkpoint; the repeated ones replace the earlier ones.
         """
         found = {report.index: report for report in self._each_report(first, last)}
         return dict(sorted(found.items()))
 
     def last_reports(self, first: int, most: int) -> tuple[Report, ...]:
-        """Return the last ``most`` reports with numbers of at least ``first``, in order."""
+        """Return the last ``most`` of the reports numbered ``first`` or higher, in order."""
         found: dict[int, Report] = {}
         for report in self._each_report(first, None):
             found.pop(report.index, None)
@@ -306,7 +306,7 @@ class RunStorage:
         return sorted(files)
 
     def is_storing(self, index: int) -> bool:
-        """True if rank 0 has visibly started to store checkpoint `index`."""
+        """True if rank 0 has started to store checkpoint `index`, judging by the directories in storage."""
         target = f"checkpoint_{index:06d}"
         if not self.local:
             return self._exists(posixpath.join(self.path, target))
@@ -314,7 +314,7 @@ class RunStorage:
         return any(info.base_name.startswith((target, f".part_{index:06d}")) for info in infos)
 
     def load_resume_point(self, checkpoint: str | Checkpoint) -> ResumePoint | None:
-        """Return the resume point of a checkpoint; None if it has none or was not written by elastic_ray."""
+        """Return a checkpoint's resume point (position in training); None if it was stored without one."""
         filesystem, path = self.filesystem, checkpoint
         if not isinstance(path, str):
             filesystem, path = path.filesystem, path.path
@@ -335,7 +335,7 @@ class RunStorage:
         """Return the run's complete checkpoints, oldest first, including those of an earlier run of the same name.
 
         Args:
-            pass_over: called with a sentence for each invalid checkpoint, which says why it is not used.
+            pass_over: called for each invalid checkpoint, with a sentence that says why it is not used.
             heard: called for every checkpoint found, so that a waiting caller sees progress.
             verify: compare checksums in addition to sizes, which reads all files.
 

@@ -37,7 +37,7 @@ class TrackerFiles:
         self._told = False
 
     def folder(self) -> str:
-        """Return a directory on this node, creating it if necessary. Raises OSError: it cannot be created."""
+        """Return the log directory on this node, creating it if necessary. Raises OSError: it cannot be created."""
         with self._lock:
             if not self._local and self._storage.local:
                 make_directory(self._storage.filesystem, self._target, private=self._storage.private)
@@ -49,7 +49,7 @@ class TrackerFiles:
             return self._local
 
     def close(self, timeout_s: float) -> None:
-        """Copy the remaining changes, for at most ``timeout_s`` [s], and stop copying."""
+        """Copy the files that have changed since the last copy, for at most ``timeout_s`` [s], and stop copying."""
         if self._thread is None:
             return
         self._closing.set()

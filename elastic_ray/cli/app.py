@@ -38,7 +38,7 @@ _HOMES = {
 
 
 class Commands(click.Group):
-    """Group of commands that are imported only when called, so that ``--help`` and completion do not wait for Ray."""
+    """Group of commands, each imported only when called, so that ``--help`` and completion do not wait for Ray."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the command names, in the order in which a user needs them."""
@@ -52,7 +52,7 @@ class Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; Ray's errors are shown as one line, while a bug of this package keeps its traceback."""
+        """Run the command. Ray's errors are shown as one line, while a bug in this package keeps its traceback."""
         try:
             return super().invoke(ctx)
         except click.ClickException as error:

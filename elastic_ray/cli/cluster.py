@@ -90,7 +90,7 @@ def session() -> str:
 
 
 def known_jobs() -> tuple[JobAnswers, ...]:
-    """Return the answers of all living controllers: those of jobs and of sweeps' trials."""
+    """Return the status and specification of each running job or trial, as answered by its controller."""
     found = actors_named(_PREFIX)
     calls = {name: (controller.status.remote(), controller.spec.remote()) for name, controller in found}
     refs = [ref for pair in calls.values() for ref in pair]
@@ -117,7 +117,7 @@ def _ready(ref: Any) -> Any | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobClient:
-    """Client of one job's controller."""
+    """Client through which a command calls one job's controller (the actor that manages the job)."""
 
     answers: JobAnswers  # what it had answered when it was looked for
     controller: Any  # handle of its actor
@@ -147,7 +147,7 @@ class JobClient:
         return status
 
     def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """Return the job's events without the oldest ``since``, in order."""
+        """Return the job's events in order, except the first ``since`` of them."""
         return tuple(self.ask("events", since))
 
     def workers(self) -> tuple[WorkerInfo, ...]:
@@ -155,9 +155,9 @@ class JobClient:
         return tuple(self.ask("workers"))
 
     def wait_for(self, reached: Callable[[JobStatus], bool], timeout_s: float) -> JobStatus | None:
-        """Wait until ``reached`` is true of the job's status, and return that status; None on a timeout.
+        """Wait until ``reached`` returns True for the job's status, and return that status.
 
-        If the job ends first, its last known status is returned.
+        Returns None after ``timeout_s`` [s], or the last known status if the job ends first.
         """
         deadline, last = time.monotonic() + timeout_s, self.answers.status
         with contextlib.suppress(JobGoneError):
@@ -176,7 +176,7 @@ class JobGoneError(click.ClickException):
 
 
 def find_jobs(name: str) -> tuple[JobClient, ...]:
-    """Return the job with this name, or else all jobs of the submission with this name; empty if there are none."""
+    """Return clients for the job with this name, else for all jobs of the submission with this name; may be empty."""
     answers = known_jobs()
     chosen = [each for each in answers if each.job == name]
     chosen = chosen or [each for each in answers if each.comes_from(name)]
@@ -185,10 +185,10 @@ def find_jobs(name: str) -> tuple[JobClient, ...]:
 
 
 def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
-    """Return the actors of the sweep called ``name``, else of the sweeps with trials among ``jobs``.
+    """Return the actor of the sweep called ``name``, else those of all sweeps that have trials among ``jobs``.
 
     Args:
-        name: Name of a sweep or a submission; the name of a single job gives no sweeps.
+        name: Name of a sweep or a submission. If it is the name of a job, the result is empty.
     """
     if any(each.answers.job == name for each in jobs):
         return []  # one trial is meant
@@ -199,7 +199,7 @@ def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
 
 
 def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
-    """Stop a sweep and its running trials, start no more trials, and return the number of stopped trials.
+    """Stop a sweep's running trials, start no more, and return the number of stopped trials.
 
     Raises:
         ClickException: The sweep's actor does not answer.
@@ -239,13 +239,13 @@ def ended_jobs() -> tuple[EndedJobNote, ...]:
 
 
 def ended_job(name: str) -> EndedJobNote | None:
-    """Return the note about the job with this name or submission that ended last; None if there is none."""
+    """Return the note about the last job to end with this name or submission; None if there is none."""
     same = [each for each in ended_jobs() if name in (each.status.job, each.submission)]
     return max(same, key=lambda each: each.ended_s, default=None)
 
 
 def not_found(name: str, there: Sequence[str]) -> click.ClickException:
-    """Return an error that says how job ``name`` ended or, if it is unknown, lists the running jobs ``there``."""
+    """Return an error that says how job ``name`` ended or, if it is unknown, which jobs (``there``) are running."""
     if (ended := ended_job(name)) is not None:
         return click.ClickException(f"job {name!r} has ended: {ended.status.phase.value}, {ended.cause}")
     running = f"running: {', '.join(sorted(there))}" if there else "no job runs"
@@ -259,7 +259,7 @@ def snapshot() -> CoreSnapshot | None:
 
 
 def views() -> tuple[JobView, ...]:
-    """Return every job that could run, with its planned nodes and the shared measurements of its model.
+    """Return the allocator's view of every job that could run, with its planned nodes and its model's measurements.
 
     Empty if there is no allocator.
     """
@@ -304,7 +304,7 @@ def set_policy(policy: str) -> None:
 
 
 def operator_settings(file: str) -> OperatorSettings:
-    """Read the operator's settings from a file.
+    """Return the operator's settings for the allocator, read from a file.
 
     Raises:
         click.UsageError: The file is invalid.
@@ -316,7 +316,7 @@ def operator_settings(file: str) -> OperatorSettings:
 
 
 def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-    """Return the operator's settings: the ones in force, or those that applying ``wanted`` would give.
+    """Return the operator's settings: those in force or, with ``wanted``, those that applying it would give.
 
     Raises ClickException: a quota is for a resource that no node has.
     """
@@ -383,9 +383,9 @@ def forgive(name: str) -> str:
 
 
 def living_node(name: str, option: str) -> str:
-    """Return the id of the living node with this address or id prefix.
+    """Return the id of the living node whose address is ``name`` or whose id starts with it.
 
-    Raises ClickException: the name matches no living node, or several.
+    Raises ClickException: the name matches no living node, or several; the message contains ``option``.
     """
     living = [node for node in ray_nodes() if node["Alive"]]
     meant = [n["NodeID"] for n in living if n["NodeID"].startswith(name) or n.get("NodeManagerAddress") == name]
@@ -404,7 +404,7 @@ def ray_nodes() -> list[dict[str, Any]]:
 
 
 def on_every_node(look: Callable[[], Any], node_ids: Sequence[str]) -> Mapping[str, Any]:
-    """Call a function on each of these nodes; return the results, or texts about failures, keyed by node id."""
+    """Call a function on each of these nodes; return each result, or a text about the failure, keyed by node id."""
     task: Any = ray.remote(look)
     calls = {
         node_id: task.options(

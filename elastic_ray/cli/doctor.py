@@ -56,7 +56,7 @@ def _cluster_checks(storage: str, every_node: bool) -> list[Check]:
 
 
 def check_cluster(nodes: int) -> Check:
-    """Return a summary of the cluster and its allocator; never a failure."""
+    """Return a summary of the cluster, which has ``nodes`` nodes, and its allocator; this check never fails."""
     from elastic_ray.cli import cluster
     from placement.ray_cluster.autoscaler_presence import may_autoscale
 

@@ -53,7 +53,7 @@ def jobs(everything: bool, metric: str, as_json: bool) -> None:
 
 
 def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:
-    """Return the rows of all jobs; with ``ended``, submitted scripts that have ended are included."""
+    """Return one row per job; if ``ended``, also for submitted scripts that have ended."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 

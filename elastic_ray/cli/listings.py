@@ -43,13 +43,13 @@ DECISION_COLUMNS = ("WHEN", "TRIGGER", "JOB", "WORKERS", "REASON")
 
 
 def comes_from(own: str, submission: str) -> bool:
-    """True if the submission id ``own`` is ``submission``, or ``submission`` with a number appended."""
+    """True if the submission id ``own`` is ``submission`` itself, or ``submission`` plus a number such as ``.2``."""
     return re.fullmatch(rf"{re.escape(submission)}(\.\d+)?", own) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswers:
-    """Answers of one job's controller."""
+    """Status and spec of one job, as its controller answered; None for each that it did not answer in time."""
 
     actor: str  # the controller's name, ``job:`` included
     status: JobStatus | None = None  # None if it did not answer in time
@@ -61,7 +61,7 @@ class JobAnswers:
 
     @property
     def job(self) -> str:
-        """Name of the job; if the controller does not answer, the name in its actor's name, which may differ."""
+        """Name of the job; if the controller does not answer, derived from the actor's name, which may differ."""
         return self.status.job if self.status is not None else self.actor.removeprefix("job:")
 
 
@@ -126,7 +126,7 @@ class JobRow(JobStatus):
 
 
 def ended_row(ended: EndedJobNote) -> JobRow:
-    """Return the row of a job that has ended."""
+    """Return the table row of a job that has ended."""
     row = with_status(JobRow(job=ended.status.job, phase=ended.status.phase.value), ended.status)
     return dataclasses.replace(
         row,
@@ -141,7 +141,7 @@ def ended_row(ended: EndedJobNote) -> JobRow:
 
 
 def with_status(row: JobRow, status: JobStatus) -> JobRow:
-    """Return the row with its fields updated from a status."""
+    """Return a copy of the row with the fields of a newer status."""
     told = {field.name: getattr(status, field.name) for field in dataclasses.fields(JobStatus)}
     return dataclasses.replace(row, **(told | {"job": row.job, "phase": status.phase.value}))
 
@@ -213,19 +213,19 @@ def _script_row(script: Submission) -> JobRow:
 
 
 def metric_cell(row: JobRow, metric: str = "") -> str:
-    """Return the value of ``metric``, or by default of the job's own metric with its name; empty if not reported."""
+    """Return a job's value of ``metric`` as text, by default its own metric with its name; empty if not reported."""
     name = metric or row.shown_metric
     value = number_in(row.metrics, name)
     return "" if value is None else f"{value:.4g}" if metric else f"{printable(name)} {value:.4g}"
 
 
 def with_metric(columns: Sequence[str], metric: str) -> tuple[str, ...]:
-    """Return the column names, with METRIC replaced by the chosen metric's name."""
+    """Return the column names, with METRIC replaced by ``metric`` if that is not empty."""
     return tuple(metric if each == "METRIC" and metric else each for each in columns)
 
 
 def no_metric(rows: Sequence[JobRow], metric: str) -> str:
-    """Return a message if rows report metrics but none a number of this name; otherwise empty."""
+    """Return a message if rows report metrics but none has a number called ``metric``; empty otherwise."""
     told = [row for row in rows if row.metrics]
     if not metric or not told or any(number_in(row.metrics, metric) is not None for row in told):
         return ""
@@ -237,7 +237,7 @@ def no_metric(rows: Sequence[JobRow], metric: str) -> str:
 
 
 def job_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
-    """Return a job's cells, in the order of ``JOB_COLUMNS``."""
+    """Return the texts of a job's table row, in the order of ``JOB_COLUMNS``."""
     low, high = row.min_workers, row.max_workers
     limits = "" if low is None else f"{low}" if low == high else f"{low}:{high}"
     try:
@@ -315,7 +315,7 @@ def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None)
 
 
 def node_cells(row: NodeRow) -> tuple[str, ...]:
-    """Return a node's cells, in the order of ``NODE_COLUMNS``."""
+    """Return the texts of a node's table row, in the order of ``NODE_COLUMNS``."""
     return (
         row.node_id[:SHORT_ID],
         row.address,
@@ -347,7 +347,7 @@ def _devices(amounts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:
-    """Return a decision's cells, in the order of ``DECISION_COLUMNS``."""
+    """Return the texts of the table row of an allocator's decision, in the order of ``DECISION_COLUMNS``."""
     change = f"{record.from_workers} -> {record.to_workers}" if record.job else ""
     when = f"{ago(now_s - record.time_s)} ago"
     why = str(record.reason) if record.job else " ".join(record.reason.explained.split())
@@ -355,6 +355,6 @@ def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:
 
 
 def decisions(snapshot: CoreSnapshot, job: str | None, last: int) -> tuple[DecisionRecord, ...]:
-    """Return the last ``last`` decisions, oldest first; only those about ``job`` unless it is None."""
+    """Return the allocator's last ``last`` decisions, oldest first; with ``job``, only those about this job."""
     log = [record for record in snapshot.log if job is None or record.job == job]
     return tuple(log[len(log) - min(last, len(log)) :])

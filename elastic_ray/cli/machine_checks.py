@@ -27,7 +27,7 @@ _COPIED_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """Result of one check."""
+    """Result of one check of ``elastic-ray doctor``."""
 
     name: str  # what was looked at
     state: State  # ``warn`` is worth knowing, ``fail`` is in the way of jobs
@@ -36,7 +36,7 @@ class Check:
 
 
 def machine_checks() -> tuple[Check, ...]:
-    """Run all checks of this machine."""
+    """Run all checks of this machine and return their results."""
     looks: Mapping[str, Callable[[], Check]] = {
         "versions": check_versions,
         "GPU": check_gpu,
@@ -209,7 +209,7 @@ def check_traps() -> Check:
 
 
 def is_there(wanted: str, names: list[str]) -> bool:
-    """True if any interface name matches ``wanted`` in NCCL's syntax: prefixes, ``=`` exact, ``^`` excluded names."""
+    """True if NCCL's setting ``wanted`` fits any interface (prefixes; exact names after ``=``; always for ``^``)."""
     if wanted.startswith("^"):
         return True
     exact, given = wanted.startswith("="), wanted.lstrip("=").split(",")

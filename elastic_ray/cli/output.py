@@ -32,7 +32,7 @@ _STYLES = {**PHASE_STYLES, "ok": "green", "warn": "yellow", "fail": "red", "drai
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines with control characters escaped, so that text from others cannot control the terminal."""
+    """Print text with control characters escaped, so that text from others cannot control the terminal."""
     click.echo(printable_lines(text), err=err)
 
 
@@ -130,7 +130,7 @@ def read_workers(ctx: click.Context, param: click.Parameter, value: str | None) 
 
 
 def read_size(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
-    """Parse a number of workers of at least 1; None for ``auto``."""
+    """Parse a number of workers of at least 1; ``auto`` gives None."""
     if value == "auto":
         return None
     if not (value.isascii() and value.isdigit()) or int(value) < 1:

@@ -21,7 +21,7 @@ _END_S = 60.0
 def replay_submitted(path: str, step: int) -> Finding:
     """Retrain the steps around ``step`` with the run's own script, and return the result of the comparison.
 
-    Raises ClickException: the run has no such checkpoint, its code is unknown, or the replay ends too early.
+    Raises ClickException: no checkpoint exists at or after ``step``, the code is unknown, or the replay ends too early.
     """
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs

@@ -58,12 +58,12 @@ class TakenError(Exception):
 
 
 def free_id(name: str, refused: Sequence[str] = ()) -> str:
-    """Return an unused id for a submission of this name: Ray requires unique ids, but a resumed job keeps its name."""
+    """Return an id for a submission of this name that Ray does not have yet, and that is not in ``refused``."""
     return next_id(name, [*(str(each.submission_id or "") for each in _listed()), *refused])
 
 
 def next_id(name: str, taken: Sequence[str]) -> str:
-    """Return ``name`` if it is unused, else ``name`` with a number above all used ones; gaps are not filled.
+    """Return ``name`` if it is unused, else ``name`` with a number above all numbers in ``taken``; gaps stay.
 
     >>> next_id("bert", ["bert", "bert.4", "bert.x", "albert.9"])
     'bert.5'

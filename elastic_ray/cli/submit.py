@@ -23,7 +23,7 @@ SUFFIXES = (".yaml", ".yml")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
-    """Options of ``elastic-ray submit`` read from a file; paths are relative to that file."""
+    """Options of ``elastic-ray submit`` as read from a file; relative paths start at the file's directory."""
 
     script: Path  # that makes an ``ElasticTrainer``
     arguments: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class JobFile:
 
 
 def read_job_file(path: Path) -> JobFile:
-    """Read a job file.
+    """Return the options of ``elastic-ray submit`` in a job file.
 
     Raises InputError: the file cannot be read or has an invalid field; the message names the field and valid values.
     """
@@ -293,9 +293,9 @@ def send_again(
 
 
 def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: str = "python") -> str:
-    """Return the shell command that Ray runs to start the script.
+    """Return the shell command with which Ray starts the script, preceded by environment variables for ``told``.
 
-    The environment variables affect the script's own process only, not processes that it starts through Ray.
+    The variables affect the script's own process only, not processes that it starts through Ray.
     """
     words = [f"{variable}={shlex.quote(value)}" for variable, value in told.environment().items()]
     return " ".join([*words, shlex.join([python, script.as_posix(), *arguments])])
@@ -315,7 +315,7 @@ def check_name(name: str) -> str:
 
 
 def read_env(text: str) -> dict[str, Any]:
-    """Parse a runtime environment from JSON."""
+    """Return Ray's runtime environment, parsed from JSON text."""
     try:
         env = json.loads(text)
     except ValueError as error:

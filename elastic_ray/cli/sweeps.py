@@ -35,7 +35,7 @@ class SweepStatus:
 
 
 def sweeps_of(rows: Iterable[JobRow]) -> dict[str, list[JobRow]]:
-    """Return the trials among the rows, keyed by sweep.
+    """Return the trials among the rows, keyed by the name of their sweep; other jobs are left out.
 
     If several sweeps have the same name, only the trials of the latest one are returned.
     """
@@ -52,7 +52,7 @@ def sweeps_of(rows: Iterable[JobRow]) -> dict[str, list[JobRow]]:
 
 
 def sweep_status(sweep: str, trials: Sequence[JobRow]) -> SweepStatus:
-    """Return the status of a sweep from its trials; there must be at least one."""
+    """Return the status of a sweep, computed from the rows of its trials; there must be at least one."""
     ranked = best_first(trials)
     best = ranked[0] if ranked[0].score is not None else None
     live = [row for row in trials if not _has_ended(row)]
@@ -128,7 +128,7 @@ def grouped(rows: Sequence[JobRow], *, ended: bool = True) -> tuple[JobRow, ...]
     Trials that have ended are left out, as the summary row counts them.
 
     Args:
-        ended: True to keep other jobs that have ended.
+        ended: True to keep jobs that have ended and are not trials.
     """
     sweeps = sweeps_of(rows)
     shown: list[JobRow] = []
@@ -163,7 +163,7 @@ def _sweep_row(trials: Sequence[JobRow]) -> JobRow:
 
 
 def trial_cells(row: JobRow, name: str) -> tuple[str, ...]:
-    """Return a trial's cells, in the order of ``TRIAL_COLUMNS``."""
+    """Return the texts of a trial's table row, in the order of ``TRIAL_COLUMNS``."""
     score = "" if row.score is None else f"{row.score:.4g}"
     eta = ago(row.eta_s) if row.eta_s is not None and not _has_ended(row) else ""
     workers = str(row.workers) if row.workers else ""

@@ -79,13 +79,13 @@ def live(text: str | None, policy: str | None, as_json: bool) -> None:
 
 
 def row(here: Outlook) -> tuple[str, ...]:
-    """Return the cells of a job's outlook on the current nodes."""
+    """Return the texts of a table row: a job's expected size, speed and end on the current nodes."""
     reason = " ".join(here.reason.split())
     return here.job, str(here.workers), _rate(here.goodput), _span(here.ends_s), reason
 
 
 def rows(now: Sequence[Outlook], then: Sequence[Outlook]) -> list[tuple[str, ...]]:
-    """Return the cells of each job's outlook on the current and on the other nodes, such as ``4 -> 8``."""
+    """Return one table row per job that compares its outlook on the current and the other nodes, such as ``4 -> 8``."""
     return [
         (
             there.job,

@@ -20,7 +20,7 @@ _LONGEST_WAIT_S = 60.0
 
 
 class BootstrapRefusedError(Exception):
-    """Error raised if the caller is not a member of a current or announced generation, or exceeds a limit."""
+    """Error raised if the caller is not a member of a current or announced generation (group), or exceeds a limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class BootstrapCall:
 
 
 def call_mac(secret: str, generation: int, worker: str) -> bytes:
-    """Return the message authentication code for a worker's calls in a generation."""
+    """Return the message authentication code of a worker's calls in a generation; ``secret`` is the job's secret."""
     return sign(secret, "bootstrap", generation, worker)
 
 
@@ -76,7 +76,7 @@ class _Table:
 
 
 class Bootstrap:
-    """Rendezvous server through which the members of a job's generations find each other.
+    """Rendezvous server through which the members of a job's generations (groups of workers) find each other.
 
     The server runs in a single event loop. If its data is lost, the generation is not formed.
 

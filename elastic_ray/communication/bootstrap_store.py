@@ -99,7 +99,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return tuple(dict.fromkeys((*keys, *(key for key in wanted if key not in self._known))))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all keys are known locally; watchdogs call this often, so the controller is not called."""
+        """True if this rank's cache holds all keys; watchdogs call this often, so the controller is not called."""
         return all(key in self._known for key in keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -113,7 +113,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a value from this rank's cache only; True if it was there."""
+        """Delete a value from this rank's cache only; return True if the cache held it."""
         return self._known.pop(key, None) is not None
 
     def num_keys(self) -> int:

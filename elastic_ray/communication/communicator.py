@@ -161,7 +161,7 @@ class Communicator:
                 raise CommunicationFailedError(f"{prefix}: rank {peer} cannot prove that it is a worker of this job")
 
     def void(self) -> None:
-        """Cancel the generation: all current and future waits fail. May be called from any thread."""
+        """Cancel the generation (this group of ranks): all current and future waits fail. Call it from any thread."""
         self._voided.set()
         self._wake.set()
         if self._nccl is not None:
@@ -179,7 +179,7 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """Backend of gradients on a GPU, ``nccl`` or ``gloo``; empty for a single rank."""
+        """Backend that reduces gradients on GPUs, ``nccl`` or ``gloo``; empty for a single rank."""
         return "" if self.world_size == 1 else "gloo" if self._nccl is None else "nccl"
 
     def leave(self, timeout_s: float) -> None:
@@ -232,7 +232,7 @@ class Communicator:
         return bool(work.is_completed())
 
     def keep_for(self, work: Any) -> None:
-        """Keep the group's connections open until a started operation has ended, even if nothing else refers to it.
+        """Keep the group's connections open until ``work``, a started operation, has ended, even if otherwise unused.
 
         Dropping a gloo group waits for its operations, but the result of this operation may no longer matter. It ends
         when a peer drops its side.
@@ -308,7 +308,7 @@ class Communicator:
             batched += [work] if work is not None else []
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
-        """Return all ranks' ``values``, equally many, in rank order; ``with_gradients`` uses the gradient group."""
+        """Return all ranks' ``values`` (equally many), in rank order; ``with_gradients`` uses the gradient group."""
         mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
         mine[self.rank] = torch.tensor(list(values), dtype=torch.int64)
         if self.world_size > 1:
@@ -350,7 +350,7 @@ class Communicator:
         return True
 
     def mark_broken(self) -> None:
-        """Mark the communicator as broken, because a peer violated the protocol and operations may never end."""
+        """Mark the communicator as broken, because a peer violated the protocol and its operations may never end."""
         self.broken = True
 
     def wait_all(
@@ -359,11 +359,12 @@ class Communicator:
         """Wait for sends and receives in a separate thread, because gloo can neither poll nor cancel them.
 
         Args:
-            works: works of sends and receives; None for those in a batch.
-            batched: works started by the batch.
-            speak: called again and again during the wait; None for nothing.
+            works: works that :meth:`send` and :meth:`receive` returned; None for those started within :meth:`batch`.
+            batched: works in the list that :meth:`batch` yielded.
+            speak: called repeatedly during the wait; None to call nothing.
 
         Raises CommunicationFailedError: the peer is gone, the timeout has passed, or the generation was cancelled.
+
         The thread ends at the group's timeout at the latest.
         """
         works = [*(work for work in works if work is not None), *batched]
@@ -397,7 +398,10 @@ class Communicator:
             raise CommunicationFailedError(failure[0] if failure else "the generation was called off")
 
     def waited_briefly(self, work: Any) -> bool:
-        """True if a short wait by gloo succeeded, which is cheap but cannot be cancelled; else call :meth:`wait`."""
+        """True if the operation ended within a short wait by gloo, which is cheap but cannot be cancelled.
+
+        If False, call :meth:`wait`.
+        """
         if self._nccl is not None:
             return False
         try:

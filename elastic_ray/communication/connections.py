@@ -27,7 +27,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") el
 
 
 class Connections:
-    """Read-only view of this process's TCP connections, which gloo owns and may close at any time."""
+    """TCP connections of this process, given by descriptor. Gloo owns them and may close them at any time."""
 
     def __init__(self, connections: Collection[Connection] = ()) -> None:
         self._connections = tuple(sorted(connections))
@@ -89,7 +89,7 @@ _KEEPING = threading.Lock()
 
 
 def keep_group(work: Any, group: Any) -> None:
-    """Keep a group alive until an operation started in it has ended."""
+    """Keep the process group ``group`` alive until ``work``, an operation started in it, has ended."""
     drop_ended_groups()
     with _KEEPING:
         _KEPT.append((work, group))

@@ -200,7 +200,7 @@ class ModelExchange:
             self._server.publish(layout, parts)
 
     def arrived(self, into: Sequence[torch.Tensor]) -> bool:
-        """True if a model has been pulled into these tensors since the last call."""
+        """True if another rank's model has been pulled completely into the tensors ``into`` since the last call."""
         pulled = self._pulled
         if pulled is None or not pulled.done():
             return False
@@ -208,7 +208,7 @@ class ModelExchange:
         return self._into is into and pulled.result()
 
     def ask(self, layout: int, into: Sequence[torch.Tensor]) -> bool:
-        """Pull another rank's newest model into these CPU tensors; False if a pull is in progress, or no rank left."""
+        """Start pulling another rank's newest model into these CPU tensors; False if busy, or no rank is left."""
         if self._pulled is not None or self._pulls is None:
             return False
         self._into, self._pulled = into, self._pulls.start(layout, into)

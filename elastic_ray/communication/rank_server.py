@@ -16,7 +16,7 @@ _BACKLOG = 16  # connections that may wait to be accepted, at least
 
 
 class RankServer(ABC):
-    """Server for ``callers`` ranks, which must present its token; it stops listening once all are connected."""
+    """Server for ``callers`` ranks, which must present ``token``; it stops listening once all are connected."""
 
     def __init__(self, host: str, token: bytes, callers: int, name: str) -> None:
         self._token, self._expected, self._name = token, callers, name
@@ -93,7 +93,7 @@ class RankServer(ABC):
 
 
 def shut(one: socket.socket) -> None:
-    """Close a socket, waking any thread that waits on it."""
+    """Close a socket, and wake any thread that is waiting on it."""
     with contextlib.suppress(OSError):
         one.shutdown(socket.SHUT_RDWR)
     one.close()

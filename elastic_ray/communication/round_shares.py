@@ -165,6 +165,8 @@ class RoundShares:
     def enter(self, communicator: Communicator, *, wanted: bool, called_off: Callable[[], bool]) -> None:
         """Enter a group, whose ranks share their steps if ``wanted``; all ranks call this with the same ``wanted``.
 
+        ``called_off`` returns True once the group is no longer wanted, which ends all waits.
+
         Raises CommunicationFailedError: the group broke, or rank 0 cannot be reached.
         """
         self.close()
@@ -203,7 +205,7 @@ class RoundShares:
 
     @property
     def active(self) -> bool:
-        """True in a round whose steps are shared."""
+        """True in a round (local steps between two averages of models) whose steps are shared among ranks."""
         return self._round is not None
 
     def start_round(self, number: int, steps: int) -> None:
@@ -224,7 +226,7 @@ class RoundShares:
                 wait(asking, self._member.timeout_s)
 
     def is_own(self, step: int) -> bool:
-        """True if this rank makes its own step with this number; False if another rank has started it or will.
+        """True if this rank makes its own step number ``step``; False if another rank has started it or will.
 
         Raises CommunicationFailedError: rank 0 is gone.
         """
@@ -237,7 +239,7 @@ class RoundShares:
         return step == self._own
 
     def of_another(self) -> tuple[int, int] | None:
-        """Return the (rank, step number) of a late rank's step that this rank must make now; None if none remains.
+        """Return a late rank's step that this rank must make next, as (rank, step number); None if no step remains.
 
         Raises CommunicationFailedError: rank 0 is gone.
         """

@@ -93,7 +93,7 @@ class UnitGroup:
 
     @property
     def leads(self) -> bool:
-        """True if this worker represents its unit to the job."""
+        """True if this worker represents its unit (workers that act as one rank) to the job."""
         return self.place.position == 0
 
     @property
@@ -107,7 +107,7 @@ class UnitGroup:
         return self._mesh
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return all workers' values (equally many on each), by position in the unit; raises UnitLostError."""
+        """Return the values of all workers of the unit, in order of position; raises UnitLostError if one is gone."""
         rows = torch.zeros(self.place.size, len(values), dtype=torch.float64)
         rows[self.place.position] = torch.tensor(list(values), dtype=torch.float64)
         try:
@@ -118,7 +118,9 @@ class UnitGroup:
         return found
 
     def over_shards(self, sums: list[tuple[tuple[int, int], str, float]]) -> list[tuple[tuple[int, int], str, float]]:
-        """Return (accumulator, name, sum) summed over all parts of the unit's samples, each part counted once.
+        """Return the totals over the unit of ``sums``, which are (accumulator, name, value); called on every worker.
+
+        Workers that process the same samples count once.
 
         Raises:
             UnitLostError: a worker of the unit is gone.
@@ -144,7 +146,7 @@ class UnitGroup:
         return all(bool(row[0]) for row in self.gather([float(well)]))
 
     def of_leader(self, content: bytes) -> bytes:
-        """Return the leading worker's ``content`` on every worker. Raises UnitLostError: a worker is gone."""
+        """Return the leading worker's ``content`` on every worker of the unit; raises UnitLostError if one is gone."""
         size = round(self.gather([float(len(content))])[0][0])
         data = (
             torch.frombuffer(bytearray(content), dtype=torch.uint8)

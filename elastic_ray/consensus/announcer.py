@@ -73,6 +73,11 @@ class Announcer:
     def start(self, what: Announced, loader_steps: int, *, fingerprint: int = 0, payload: Sequence[float] = ()) -> None:
         """Announce this rank's next action. Call :meth:`agree` before starting the action's collectives.
 
+        Args:
+            loader_steps: Number of loader steps that this rank has committed.
+            fingerprint: Fingerprint of this rank's parameters; 0 if not requested.
+            payload: Values to be summed over the ranks.
+
         Raises:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: this rank has not completed its previous announcement.
@@ -95,7 +100,7 @@ class Announcer:
         return self._open is not None
 
     def interject(self, what: Announced) -> None:
-        """Announce a collective in the middle of a phase, and wait for the other ranks; the phase then continues.
+        """Announce a collective while other announced collectives have not started, and wait for the other ranks.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -131,7 +136,7 @@ class Announcer:
             self._post()
 
     def wait(self, work: Any) -> None:
-        """Wait for a reduction that was started quietly; if the wait is long, announce it to the other ranks.
+        """Wait for a reduction after :meth:`start_quietly`; if the wait is long, announce it to the other ranks.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -155,13 +160,13 @@ class Announcer:
         return transfer(peer, tag, received=received), self._transfers[received, peer, tag]
 
     def speak_in_transfer(self, what: Announced, number: int, loader_steps: int, since_s: float) -> None:
-        """Announce that this rank has waited for long for a message, and receive the others' announcements.
+        """Announce that this rank has waited long for a message, and receive the other ranks' announcements.
 
         Args:
             number: the message's number, see :meth:`start_transfer`.
             since_s: start of the wait [s, monotonic].
 
-        Raises RanksDisagreeError: the other rank waits for a message of this one, or has returned.
+        Raises RanksDisagreeError: the other rank has returned, or waits for a message that this rank has not started.
         """
         if time.monotonic() < since_s + _PATIENCE_S or self._open is not None:
             return
@@ -224,12 +229,12 @@ class Announcer:
 
     @property
     def joined_by_idle(self) -> Announced | None:
-        """Announcement of ranks with samples in which ranks without samples can participate; None if there is none."""
+        """Action announced by ranks with samples that ranks without samples can join; None if there is none."""
         return joined_by_idle(self._codes)
 
     @property
     def fingerprints(self) -> list[int]:
-        """Fingerprints in the latest announcement, in rank order; of a rank that waits for a message, its number."""
+        """Latest announced fingerprint of each rank, or the message's number if the rank waits for a message."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
     def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:
@@ -271,7 +276,7 @@ class Announcer:
         return self._work, self._tensor
 
     def check_same_step(self, tags: Sequence[float], note: int) -> bool:
-        """Check that all ranks have reduced gradients of the same step; return True if they read the same data.
+        """Check that all ranks have reduced gradients of the same step; return True if they have read the same data.
 
         Args:
             tags: Sums of :meth:`step_tag` over all ranks.
@@ -295,7 +300,7 @@ class Announcer:
 
     @staticmethod
     def step_tag(loader_steps: int, sample_tag: int = 0) -> tuple[float, float]:
-        """Return a tag of a step, and its square, which each rank adds to a reduction; exact in float32.
+        """Return a number that identifies a step, and its square; each rank adds both to a reduction. Exact in float32.
 
         Args:
             sample_tag: Tag of a sample that all ranks have read for this step; 0 if each rank reads its own samples.

@@ -102,12 +102,12 @@ class AgreedChanges:
         return batch
 
     def is_unrecorded(self) -> bool:
-        """Count a report by a rank other than 0; True at the third one if rank 0 has never reported."""
+        """Count a report by a rank other than 0; return True for the third one if rank 0 has never reported."""
         self._others += 1
         return self._others == _UNRECORDED and not self._heard
 
     def values(self, rank: int) -> list[float]:
-        """Return this rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
+        """Return this rank's control values, which are summed over the ranks (``CONTROL_SIZE``; exact in float32)."""
         wishes = self._wishes
         ahead = float(wishes.prepared_ahead)
         wish = wishes.wanted_batch if rank == 0 else None
@@ -125,7 +125,7 @@ class AgreedChanges:
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Apply the control values summed over all ranks, from which every rank draws the same conclusions."""
+        """Update the agreed decisions from the control values' sums over all ranks, in the same way on every rank."""
         if sums[0] > 0 and (ahead := agreed_generations_ahead(sums[0], sums[1], world_size)):
             self.generation = self._wishes.generation + ahead
         self.stop = self.stop or sums[2] > 0
@@ -181,7 +181,7 @@ class AgreedChanges:
 
 
 def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
-    """Return this rank's sums, with 0 for each name that only rank 0 has used.
+    """Return this rank's sums, with an added 0 for each name that rank 0 has used and this rank has not.
 
     A rank without a batch cannot know these names. Raises CommunicationFailedError: the collective failed.
     """
@@ -217,7 +217,7 @@ class ControlPart(Protocol):
 
     @property
     def resting(self) -> Sequence[float] | None:
-        """Constant contribution of a part that is not in use on this rank and concludes nothing; None if in use."""
+        """Constant values of a part that is not in use on this rank and draws no conclusions; None if it is in use."""
 
     def start(self) -> None:
         """Enter a new group and discard conclusions of the previous one."""
@@ -226,10 +226,10 @@ class ControlPart(Protocol):
         """Return the number of values; equal on all ranks of a group."""
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this rank's contribution, of :meth:`size` values; sums that must be exact have to be so in float32."""
+        """Return this rank's :meth:`size` values; sums that must be exact have to be representable in float32."""
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Apply the sums of :meth:`values` over all ranks, which are equal on every rank that receives them."""
+        """Draw conclusions from the sums of :meth:`values` over all ranks, which are equal on every rank."""
 
 
 class RankConsensus:
@@ -266,7 +266,7 @@ class RankConsensus:
         self._plan: DataPlan | None = None
 
     def add(self, *parts: ControlPart) -> None:
-        """Add parts to the control sums, before the first group; all ranks must add the same parts."""
+        """Add parts, whose values are sent with the control sums; all ranks add the same before the first group."""
         self._parts.extend(parts)
 
     def set_group(self) -> None:
@@ -371,7 +371,7 @@ class RankConsensus:
         return CONTROL_SIZE + sum(part.size(self._group.world_size) for part in self._parts)
 
     def control_values(self, rank: int) -> list[float]:
-        """Return this rank's contribution to the control sums (``control_size`` values, exact in float32)."""
+        """Return this rank's control values, which are summed over the ranks (``control_size``; exact in float32)."""
         return self._changes.values(rank) + self._part_values(rank)
 
     def _part_values(self, rank: int) -> list[float]:
@@ -381,7 +381,7 @@ class RankConsensus:
         return values
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Apply the sums of all ranks' control values, from which every rank draws the same conclusions."""
+        """Draw conclusions from the control values' sums over all ranks, in the same way on every rank."""
         self._changes.conclude(sums[:CONTROL_SIZE], world_size)
         if self._changes.ran_out:
             self._position.fail(RAN_OUT)

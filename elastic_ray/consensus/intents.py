@@ -121,13 +121,13 @@ class Announced:
 
     @property
     def transfer(self) -> tuple[bool, int, int, bool]:
-        """Arguments of :func:`transfer`: True for a receiver, the other rank, the tag, and ``in_vain``."""
+        """Arguments with which :func:`transfer` built this: (``received``, ``peer``, ``tag``, ``in_vain``)."""
         rest, in_vain = divmod(self.detail, 2)
         return bool(self.index), rest >> _TAG_BITS, rest % (1 << _TAG_BITS), bool(in_vain)
 
 
 def transfer(peer: int, tag: int, *, received: bool, in_vain: bool = False) -> Announced:
-    """Return the announcement of a rank that waits for a message from or to another rank.
+    """Return the announcement of a rank that waits for a message to or (if ``received``) from rank ``peer``.
 
     Args:
         in_vain: True if the other rank has returned, or waits for a message of this rank that it has not started.
@@ -137,10 +137,11 @@ def transfer(peer: int, tag: int, *, received: bool, in_vain: bool = False) -> A
 
 
 def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: Sequence[str] = ()) -> str:
-    """Return an error message that lists what each rank does, and how many steps it has committed.
+    """Return an error message that lists each rank's announced action and its number of committed steps.
 
     Args:
         codes: Announced code of each rank; 0 if a rank has announced nothing.
+        loader_steps: Number of steps that each rank has committed.
         strategies: Name of each rank's gradient strategy or collective; empty if unknown.
     """
     doing: dict[str, list[int]] = {}
@@ -164,7 +165,7 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
 
 
 def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
-    """Return the error message for a rank that is about to start a step after another rank has ended training."""
+    """Return the error message for rank ``rank``, about to start a step although rank ``other`` has ended training."""
     return (
         f"the ranks do different things in step {others_steps} (steps of all loaders counted): rank {rank} has "
         f"returned from the train function after {steps} steps; rank {other} begins another step. {_SAME_CALLS}"
@@ -182,7 +183,7 @@ def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
 
 
 def notes_differ(notes: Sequence[int], step: int) -> str:
-    """Return the error message for ranks of which only some added to the gradients of the last update.
+    """Return the error message for a step before which only some ranks cleared the gradients of the last update.
 
     Args:
         notes: Flag of each rank: 1 if it added to the last update's gradients, else 0.
@@ -200,7 +201,7 @@ def notes_differ(notes: Sequence[int], step: int) -> str:
 
 
 def joined_by_idle(codes: Sequence[int]) -> Announced | None:
-    """Return the announcement of ranks with samples in which ranks without samples can participate; None if none.
+    """Return the action announced by ranks with samples that ranks without samples can join; None if there is none.
 
     Args:
         codes: Announced code of each rank; a rank without samples announces the end of step or pass at which it waits.
@@ -247,11 +248,11 @@ def agreed_generations_ahead(sum_of_distances: float, sum_of_squares: float, wor
 
 
 def names_ballot(names: Sequence[tuple[tuple[int, int], str]]) -> list[float]:
-    """Return a digest of the accumulators' names and their number, each with its square; exact in float64."""
+    """Return a digest of the accumulators' names, its square, their number, and its square; exact in float64."""
     digest, count = zlib.crc32(repr(list(names)).encode()) & 0xFFFFF, len(names)
     return [float(digest), float(digest * digest), float(count), float(count * count)]
 
 
 def names_agree(sums: Sequence[float], world_size: int) -> bool:
-    """True if all ranks have contributed the same :func:`names_ballot`, judging by the sums of the ballots."""
+    """True if all ranks have the same names, judging by the sums of their :func:`names_ballot`."""
     return all(world_size * round(b) == round(a) ** 2 for a, b in zip(sums[::2], sums[1::2], strict=True))

@@ -36,7 +36,7 @@ class Saving(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOrder:
-    """Order to write this rank's part of a checkpoint now; all ranks get it at the same step."""
+    """Order to write this rank's part of a checkpoint now; all ranks receive the order at the same step."""
 
     token: str  # tells it apart from others of as many steps
     rank: int  # of this worker
@@ -63,7 +63,7 @@ class SaveAgreement:
         self.refusals = 0
 
     def serve(self, writer: PartSaver) -> None:
-        """Set the object that writes this rank's part."""
+        """Set ``writer``, the object that writes this rank's part of checkpoints."""
         self._writer, self.resting = writer, None
 
     def start(self) -> None:
@@ -74,11 +74,11 @@ class SaveAgreement:
 
     @property
     def together(self) -> bool:
-        """True if all ranks write their parts, as far as this rank knows; otherwise rank 0 saves alone."""
+        """True if, as far as this rank knows, each rank writes its part of a checkpoint; else rank 0 saves alone."""
         return self._writer is not None and not self.given_up and not self.refusals
 
     def ballot(self, rank: int, world_size: int, *, divided: bool, now: bool) -> list[float]:
-        """Return this rank's ballot, whose sum over all ranks :meth:`decide` needs; exact in float64.
+        """Return this rank's ballot (its readiness to save, as numbers exact in float64), for :meth:`decide`.
 
         Args:
             divided: Whether the state is divided among ranks; equal on all ranks.

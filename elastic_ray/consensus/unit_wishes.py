@@ -46,7 +46,7 @@ class UnitWishes:
         self.critical_batch = 0
 
     def complete(self, *, well: bool, due: bool, measured: float = 0.0) -> bool:
-        """Exchange requests with the unit's workers at the same place in the program; True if all are ``well``.
+        """Exchange requests with the unit's workers, which all call this at the same point; True if all are ``well``.
 
         Args:
             well: Whether everything on this worker has succeeded since the last call.
@@ -90,5 +90,5 @@ class UnitWishes:
         return self._unit.agree(well)
 
     def alike(self, value: float) -> list[float]:
-        """Return the value that each worker of the unit has passed, in order of position."""
+        """Return the ``value`` that each worker of the unit passed, in order of position, to check that all agree."""
         return [row[0] for row in self._unit.gather([value])]

@@ -106,7 +106,7 @@ class LoaderArguments:
             raise ValueError(f"with an iterable dataset only collate_fn can be set, but got {', '.join(unknown)}")
 
     def shown(self, name: str) -> Any:
-        """Return the value that a DataLoader with these arguments has for its attribute `name`.
+        """Return the value that a torch DataLoader with these arguments would have for its attribute `name`.
 
         Raises AttributeError: a DataLoader has no such attribute.
         """
@@ -126,7 +126,7 @@ class LoaderArguments:
         return {**own.pop("options"), **own}
 
     def facts(self, *, drop_last: bool) -> dict[str, Any]:
-        """Return the settings that must be equal on all ranks, as plain values keyed by name."""
+        """Return the loader's settings that must be equal on all ranks, as plain values keyed by name."""
         samplers = {"sampler": self.sampler, "batch_sampler": self.batch_sampler}
         return {
             "drop_last": drop_last,
@@ -143,17 +143,17 @@ class LoaderArguments:
 
     @property
     def shuffles(self) -> bool:
-        """True if each epoch has a new order, which is the default except with ``whole_batches``."""
+        """True if each epoch uses the samples in a new order, which is the default except with ``whole_batches``."""
         return (not self.whole_batches) if self.shuffle is None else self.shuffle
 
 
 def batch_of_worker(given: LoaderArguments, *, plain: bool) -> int:
-    """Return the number of samples per worker under ``scale_with_workers``.
+    """Return the batch size per worker for a loader with ``scale_with_workers``, after checking its arguments.
 
     Args:
         plain: True if ``batch_size`` is a single number and ``batch_tokens`` is not given.
 
-    Raises ValueError: another argument decides the batch size.
+    Raises ValueError: another argument (a schedule, ``batch_tokens``, ``whole_batches``) decides the batch size.
     """
     if not plain or given.whole_batches:
         other = "whole_batches" if given.whole_batches else "a ramp of batch_size, or batch_tokens"
@@ -236,7 +236,7 @@ def _order_of(sampler: Any) -> dict[str, Any]:
 
 
 def describe_sample(dataset: Any) -> str:
-    """Return a description of a dataset's samples without loading one, which may be slow or draw random numbers."""
+    """Return a text about a dataset's samples without loading one, which may be slow or draw random numbers."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     tensors = getattr(dataset, "tensors", ())
@@ -245,7 +245,7 @@ def describe_sample(dataset: Any) -> str:
 
 
 def first_length(dataset: Any, tokens_per_sample: Any) -> float | None:
-    """Return the mean length of a few samples; None unless the loop counts tokens and all samples have a length."""
+    """Return the mean length of a few samples; None unless the loop counts tokens and these samples have lengths."""
     if tokens_per_sample != WEIGH or isinstance(dataset, (IterableDataset, DataLoader)):
         return None
     if not isinstance(dataset, Sized):

@@ -147,7 +147,7 @@ class ArrowDataset:
         return [(self._files[file][0], first) for (file, _), first in zip(self._groups, firsts, strict=True)]
 
     def epoch_order(self, seed: int, epoch: int) -> WindowedOrder:
-        """Return the epoch's order: row groups are shuffled, then rows within each window of row groups."""
+        """Return an epoch's order of rows: row groups are shuffled, then the rows within each window of groups."""
         key = sharding.epoch_key(seed=seed, epoch=epoch)
         shuffled = Permutation(samples=len(self._groups), key=key)[:]
         count = -(-len(shuffled) // self._buffer_row_groups)
@@ -190,7 +190,7 @@ class ArrowDataset:
 
 
 class WindowedOrder:
-    """Order that shuffles rows within windows of several row groups; computed on demand.
+    """Order of rows that shuffles them within windows of several row groups; computed on demand.
 
     Args:
         starts: first row number of each row group, followed by the total number of rows.
@@ -205,7 +205,7 @@ class WindowedOrder:
         return int(self._ends[-1])
 
     def __getitem__(self, part: slice | Indices) -> Indices:
-        """Return the row numbers at the given positions."""
+        """Return the row numbers at the given positions of the order."""
         wanted = positions(part, len(self))
         numbers = np.searchsorted(self._ends, wanted, side="right")
         rows = np.empty_like(wanted)

@@ -127,7 +127,7 @@ class StepSplit:
         )
 
     def owed_at(self, position: int) -> int:
-        """Return the prescribed size of the step at ``position``; 0 if its size is not prescribed."""
+        """Return the size that an earlier, lost step prescribes for the step at ``position``; 0 if there is none."""
         return self.owed if position == self._first[0] else 0
 
     def sizes(self, count: int, position: int) -> list[list[int]]:
@@ -145,14 +145,14 @@ class StepSplit:
         return self._sizes[key]
 
     def slices(self, count: int, position: int) -> list[slice]:
-        """Return this rank's slice for each micro-step of the step of ``count`` samples; empty if it gets no sample."""
+        """Return this rank's slice of the step's ``count`` samples for each micro-step; empty if it gets no sample."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._slices:
             self._slices[key] = self.slices_of(self.rank, count, key[1])
         return self._slices[key]
 
     def slices_of(self, rank: int, count: int, micro_steps: int) -> list[slice]:
-        """Return the slices of `rank` in a step of ``count`` samples, one for each micro-step."""
+        """Return the slices of a step's ``count`` samples that `rank` uses, one for each micro-step."""
         found = rank_slices(
             count // self.shards,
             rank=rank,
@@ -164,18 +164,18 @@ class StepSplit:
         return [slice(each.start * self.shards, each.stop * self.shards) for each in found]
 
     def steps_to_come(self, position: int, total: int, most: int) -> list[int]:
-        """Return the sizes of up to ``most`` next steps from ``position`` on, in a pass of ``total`` samples."""
+        """Return the sizes of the next steps, at most ``most``, from ``position`` in a pass of ``total`` samples."""
         return [len(step) for step in itertools.islice(_steps(position, total, self), most)]
 
     def own(self, indices: list[int]) -> list[int]:
-        """Return the part of the rank's indices that this worker of its unit reads."""
+        """Return the part of the rank's indices that this worker reads; all of them unless it is in a unit."""
         size = len(indices) // self.shards
         return indices if self.shards == 1 else indices[self.shard * size : (self.shard + 1) * size]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """The next step of a pass: sizes of all ranks' micro-batches, and functions that fetch this rank's."""
+    """Next step of a pass: the sizes of all ranks' micro-batches, and functions that fetch this rank's ones."""
 
     total: int  # samples of the pass, as far as they are known
     # ``sizes[rank][micro]`` samples of each rank's micro-batches; no rank at all at the end of the pass
@@ -194,27 +194,28 @@ class BatchSource(Protocol):
         """Start or restart at ``position`` of the epoch, for a new pass or after the group or batch changed.
 
         Args:
-            position: samples that the pass has used.
+            position: number of samples that the pass has used.
             cut: division of the next steps among the ranks.
+            new_pass: True at the start of a pass, False if the current pass is continued.
         """
 
     def end(self) -> None:
-        """End the pass."""
+        """End the current pass over the data."""
 
     def close(self) -> None:
         """Close the source at the end of the run."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the step at ``position``, divided as ``cut`` says; called again if the step was voided."""
+        """Return the step at ``position``, divided among the ranks by ``cut``; called again if the step was voided."""
 
     def commit(self) -> None:
         """Mark the samples of the current step as used."""
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return values that must be equal on all ranks for each sample to be used exactly once, keyed by name."""
+        """Return values, keyed by name, that ranks compare: if they are equal, each sample is used exactly once."""
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """True if a group of ``world_size`` ranks may take over at ``position`` of a pass with ``total`` samples."""
+        """True if a group of ``world_size`` ranks can continue at ``position`` of a pass with ``total`` samples."""
 
 
 @runtime_checkable
@@ -224,7 +225,7 @@ class BringsBatches(Protocol):
     known_rows: int | None  # samples of an epoch; None where they are not known
 
     def batch_source(self, collate: Callable[[Any], Any] | None) -> BatchSource:
-        """Return the dataset's batch source, which applies the user's ``collate_fn``."""
+        """Return the source of the dataset's batches, which applies the user's ``collate_fn`` if there is one."""
 
 
 class _PlannedBatches:
@@ -266,7 +267,7 @@ class MapBatches:
 
     Args:
         dataset: dataset of the samples; its length may change between passes.
-        make_order: returns the order for the dataset's current length.
+        make_order: function that returns the order of samples for the dataset's current length.
         fetching: settings for fetching samples.
     """
 
@@ -312,7 +313,7 @@ class MapBatches:
         self._batches = self._loader = None
 
     def end(self) -> None:
-        """End the pass; worker processes also end unless they persist between passes."""
+        """End the pass over the data; DataLoader worker processes end too, unless they persist between passes."""
         self._batches = None
         if not self._keeps_workers:
             self._loader = None
@@ -322,7 +323,7 @@ class MapBatches:
         return functools.partial(_shares, self.indices(epoch), position, cut, self._hashes, sort=self._locality)
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the step at ``position`` of the epoch's order, divided among the ranks as ``cut`` says."""
+        """Return the step at ``position`` of the epoch's order, divided among the ranks by ``cut``."""
         total = self._total
         count = cut.count(position, total)
         if not count:
@@ -342,7 +343,7 @@ class MapBatches:
         self.start(epoch, position + cut.count(position, self._total), cut, new_pass=False)
 
     def step_of(self, rank: int, number: int, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return `rank`'s part of the step that is ``number`` steps after ``position``."""
+        """Return the part that `rank` has in the step ``number`` steps after the one at ``position``."""
         place = next(itertools.islice(_steps(position, self._total, cut), number, None))
         count, micro_steps = len(place), len(cut.sizes(len(place), place.start)[0])
         indices = self.indices(epoch)[place.start : place.stop]
@@ -367,7 +368,7 @@ class MapBatches:
         return self._loader.collate_fn(whole(batch) if whole else [dataset[index] for index in batch])
 
     def hash_of_rest(self, epoch: int, position: int) -> int:
-        """Return the sum of the samples' index hashes from ``position`` to the end of the epoch's order."""
+        """Return the sum of the hashes of the sample indices from ``position`` to the end of the epoch's order."""
         order = self.indices(epoch)
         pieces = (order[begin : begin + _CHUNK] for begin in range(position, len(order), _CHUNK))
         return sum(int(sample_hashes(piece).sum()) for piece in pieces) & BITS
@@ -383,7 +384,7 @@ class MapBatches:
             self._hashes.pop(first, None)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return the dataset's length, the first indices and digest of the epoch's order, and facts about its items."""
+        """Return values that ranks compare: the dataset's length, the epoch's order, and facts about items."""
         order = self.indices(epoch)
         if self._digest is None or self._digest[0] is not order:  # a nested loop asks in each of the steps around it
             self._digest = order, digest(order)
@@ -391,7 +392,7 @@ class MapBatches:
         return {"len(dataset)": len(self._dataset), **item_facts(self._dataset), f"the order of epoch {epoch}": begins}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """True if a group of ``world_size`` ranks may start at ``position``."""
+        """True if a group of ``world_size`` ranks can continue at ``position`` of a pass with ``total`` samples."""
         return can_switch(position=position, total=total, world_size=world_size)
 
 
@@ -480,7 +481,7 @@ class StreamBatches:
         """Do nothing: the stream is read in this process."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the batches of the stream's next step; its ``total`` counts only the samples seen so far."""
+        """Return the stream's next step, divided by ``cut``; its ``total`` counts only the samples read so far."""
         stream = self._stream
         assert stream is not None, "begin() comes first"
         drawn = stream.next_step(
@@ -509,12 +510,12 @@ class StreamBatches:
         return {}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """True if a group of ``world_size`` ranks may start at the stream's current position."""
+        """True if a group of ``world_size`` ranks can continue at the stream's current position."""
         return self._stream is not None and self._stream.can_switch(world_size)
 
 
 class BatchSamplerOrder:
-    """Order given by a batch sampler, and the positions at which its batches end.
+    """Order of samples given by a batch sampler, with the positions at which its batches end.
 
     The sampler is read once per epoch. All random generators that it can use are seeded from the seed and the epoch
     (see ``SamplerOrder``), so that it gives the same batches on every rank.
@@ -530,7 +531,7 @@ class BatchSamplerOrder:
         self.ends: list[int] = []
 
     def epoch_order(self, seed: int, epoch: int) -> Indices:
-        """Return the indices of an epoch's batches in order, and set ``ends``.
+        """Return the sample indices of all of an epoch's batches in order, and set ``ends``, where the batches end.
 
         Raises ValueError: there are no or too many batches, a batch is empty, or an index lies outside the dataset.
         """
@@ -602,7 +603,7 @@ class WholeBatches(MapBatches):
         return StepBatches(total=ends[-1], sizes=[[count] for count in counts], fetches=fetches)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return the facts of ``MapBatches`` and a digest of the positions at which batches end."""
+        """Return the values that ``MapBatches`` compares between ranks, and a digest of where batches end."""
         ends = np.asarray(self.ends(epoch), dtype=np.int64)
         return {**super().facts(epoch), "the batches' ends": f"{digest(ends):016x}"}
 

@@ -58,7 +58,7 @@ class EpochBatch(list[int]):
 
 
 def seed_sample(seed: int, epoch: int, position: int) -> None:
-    """Seed the global generators of torch (CPU), NumPy and Python for one sample.
+    """Seed the global generators of torch (CPU), NumPy and Python for the sample at ``position`` of an epoch.
 
     The random numbers depend on these arguments only, not on the number of workers or the process that loads the
     sample.

@@ -47,7 +47,7 @@ class PlanFacts:
         self._first = item_facts(given.dataset)
 
     def of(self, epoch: int, limits: BatchLimits) -> dict[str, Any]:
-        """Return the settings for one pass, as plain values keyed by name."""
+        """Return the settings that apply to one pass over the data, as plain values keyed by name."""
         batch = dataclasses.asdict(limits)
         items = self._source.facts(epoch)
         return {"batch_size": batch.pop("init_batch_size"), **batch, **self._options, **still_facts(items, self._first)}
@@ -304,14 +304,14 @@ class AdaptiveDataLoader(ResumableLoader):
         return self._session.registry.loaders.leads(self)
 
     def join(self, session: Session) -> None:
-        """Attach this loader to the run of ``session``, in a process that runs several in turn."""
+        """Attach this loader to the run of ``session``, in a process that runs several sessions in turn."""
         if session is not self._session:
             self._session, self._setting, self._passes = session, None, 0
             self._announce()
 
     @property
     def shape(self) -> BatchChoice:
-        """Division of a full step: samples per worker and micro-step, and accumulating micro-steps."""
+        """Division of a full step: samples per worker and micro-step, and how many micro-steps only accumulate."""
         session, limits = self._session, self._limits
         if self._given.whole_batches:
             return BatchChoice(atomic_bsz=limits.init_batch_size)
@@ -343,7 +343,9 @@ class AdaptiveDataLoader(ResumableLoader):
         return self.current_batch_size
 
     def __len__(self) -> int:
-        """Return the number of steps in a pass at the current batch size; with whole batches, of this rank's batches.
+        """Return the number of steps in a pass at the current batch size.
+
+        With ``whole_batches``, return the number of batches that this rank gets.
 
         Raises:
             TypeError: the dataset is iterable, or the batch sampler has no length.
@@ -373,7 +375,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def drop_last(self) -> bool:
-        """True if a tail shorter than a batch is dropped."""
+        """True if the samples at the end of a pass are dropped when they are fewer than a batch."""
         return self._drop_last
 
     def __getattr__(self, name: str) -> Any:
@@ -385,10 +387,10 @@ class AdaptiveDataLoader(ResumableLoader):
         return self.batches()
 
     def batches(self, *, joined_later: bool = False) -> Iterator[Any]:
-        """Iterate over this rank's batches of a pass, like ``iter(loader)``.
+        """Iterate over this rank's batches of one pass, like ``iter(loader)``.
 
         Args:
-            joined_later: no rank joins between the last step and the epoch's end.
+            joined_later: True if no rank will join between the last step and the epoch's end.
         """
         self._join_present_run()
         self._joined_later = joined_later

@@ -33,10 +33,10 @@ _COMPARED = 1024  # indices of an order, from the first on
 
 @runtime_checkable
 class EpochOrder(Protocol):
-    """Protocol of an object that gives each epoch's order. A dataset may implement it, as `ArrowDataset` does."""
+    """Protocol of an object that gives each epoch's order of samples, such as the dataset `ArrowDataset`."""
 
     def epoch_order(self, seed: int, epoch: int) -> Order:
-        """Return indices [n] in the order of use; equal arguments give equal indices in every process."""
+        """Return the sample indices [n] of an epoch in the order of use; equal for equal arguments in every process."""
         ...
 
 
@@ -53,7 +53,7 @@ class IndexOrder:
             raise ValueError(f"the dataset must have at least 1 sample, but has {self.samples}")
 
     def epoch_order(self, seed: int, epoch: int) -> Permutation:
-        """Return the order of an epoch; see `EpochOrder`."""
+        """Return the sample indices of an epoch in the order of use; see `EpochOrder`."""
         chosen = seed if self.own_seed is None else self.own_seed
         key = sharding.epoch_key(seed=chosen, epoch=epoch)
         return Permutation(samples=self.samples, key=key if self.shuffle else "")
@@ -90,7 +90,7 @@ class SamplerOrder:
         self._sampler, self._samples = sampler, samples
 
     def epoch_order(self, seed: int, epoch: int) -> Indices:
-        """Return the order of an epoch; see `EpochOrder`.
+        """Return the sample indices of an epoch in the order of use; see `EpochOrder`.
 
         Raises ValueError or TypeError: the sampler yields nothing, too much, or values that are not indices of the
         dataset.
@@ -126,7 +126,7 @@ class SamplerOrder:
 
 
 def order_for(dataset: Any, *, shuffle: bool = True, sampler: Iterable[Any] | None = None) -> EpochOrder:
-    """Return the epoch order of a map-style `dataset`.
+    """Return the rule that orders the samples of a map-style `dataset` in each epoch.
 
     If a sampler is given, it alone decides and `shuffle` is ignored. Of torch's DistributedSampler only `shuffle` and
     `seed` are used, not its sharding and padding (see also `drops_last`). Without a sampler, `shuffle` selects the
@@ -156,14 +156,14 @@ def order_for(dataset: Any, *, shuffle: bool = True, sampler: Iterable[Any] | No
 
 
 def drops_last(sampler: Iterable[Any] | None, *, drop_last: bool) -> bool:
-    """True if the loader's argument or a DistributedSampler drops a tail shorter than a global batch."""
+    """True if the loader or a DistributedSampler drops an epoch's last samples when they are fewer than a batch."""
     return drop_last or (_is_plain_distributed(sampler) and bool(cast("Any", sampler).drop_last))
 
 
 def digest(order: Order) -> int:
-    """Return a number below 2**63 that ranks compare to detect a sampler that differs between ranks.
+    """Return a number below 2**63 computed from an order; ranks compare it to detect samplers that differ.
 
-    All indices of an array are included; of an order that is computed on demand, only some are.
+    All indices of an array are included. Of an order that is computed on demand, only some are.
     """
     if not isinstance(order, np.ndarray):
         order = order[np.arange(0, len(order), -(-len(order) // _COMPARED))]
@@ -229,7 +229,7 @@ class StreamSharder(Generic[Item]):
         self._skip(position)
 
     def seek(self, position: int) -> None:
-        """Seek to `position` and drop a drawn step: forwards by skipping items, backwards by reopening the stream."""
+        """Move to `position` and discard a drawn step: forwards by skipping items, backwards by reopening."""
         if position < self.position:
             self.start_epoch(self._epoch, position=position)
         else:
@@ -253,9 +253,9 @@ class StreamSharder(Generic[Item]):
         least: int = 1,
         owed: int = 0,
     ) -> StreamStep[Item] | None:
-        """Draw the step at `position`; None at the end of the epoch. See `sharding.step_size` for its size.
+        """Draw the step at `position`, and return this rank's items of it; None at the end of the epoch.
 
-        `micro_steps` may be a function of the step's size. If `owed` is not 0, it is the size of the step.
+        The step's size is `owed` unless that is 0, else see `sharding.step_size`; `micro_steps` may depend on it.
 
         Raises ValueError: an argument is invalid, or the stream is empty.
         """
@@ -315,7 +315,7 @@ class StreamSharder(Generic[Item]):
 
 
 def item_tag(item: Any) -> int:
-    """Return a number, 1 or more, computed from the first values of an item, to distinguish items cheaply."""
+    """Return a number of 1 or more, computed from an item's first values, by which ranks cheaply compare items."""
     return zlib.crc32(repr(_beginning(item)).encode()) + 1
 
 

@@ -27,12 +27,12 @@ class ResumableLoader:
 
     @property
     def drop_last(self) -> bool:
-        """True if a tail shorter than a batch is dropped."""
+        """True if the samples at the end of a pass are dropped when they are fewer than a batch."""
         raise NotImplementedError
 
     @property
     def on_last_batch(self) -> bool:
-        """True if the current micro-batch is the last of its pass, judging by the length of a stream known so far."""
+        """True if the current micro-batch is the last of its pass; for a stream, based on the length known so far."""
         step = self._session.ledger.step
         if step is None or step.micro_steps - 1 > step.micro:
             return False
@@ -41,7 +41,7 @@ class ResumableLoader:
 
     @property
     def batches_left(self) -> int | None:
-        """Number of this rank's micro-batches left in the pass at the current batch size; None between steps."""
+        """Number of this rank's micro-batches left in the pass at the current batch size; None outside a step."""
         step = self._session.ledger.step
         if step is None:
             return None
@@ -78,7 +78,7 @@ class ResumableLoader:
 
 
 def resume_at(run: Session, state: Mapping[str, Any]) -> None:
-    """Make a run start where ``state_dict`` of one of its loaders was called; all loaders share that position.
+    """Make a run start from ``state``, which ``state_dict`` of one of its loaders returned; all loaders share it.
 
     Raises ValueError, RuntimeError: as in :meth:`ResumableLoader.load_state_dict`.
     """

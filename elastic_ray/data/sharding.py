@@ -34,7 +34,7 @@ _LEAST = 2  # samples of a micro-batch: BatchNorm cannot do with one
 class Shares:
     """Weights of ranks for unequal shares of a step, with the fewest and most samples of a micro-batch.
 
-    Raises ValueError: a weight is not positive and finite, or a bound is below 1.
+    Raises ValueError: a weight is not above 0 and finite, or a bound is below 1.
     """
 
     # of the ranks, each above 0; a rank of weight 0.5 takes half as many samples as one of weight 1
@@ -52,13 +52,14 @@ class Shares:
 
 
 def by_weight(count: int, shares: Shares, micro_steps: int) -> list[int]:
-    """Return the number of samples of each rank, minimising the largest value of samples / weight.
+    """Return each rank's number of samples in a step, minimising the largest value of samples / weight.
 
     If the weights are proportional to the ranks' speeds, this division gives the shortest step (Jefferson's method of
     apportionment within bounds). Equal weights give the equal split, larger shares first.
 
     Args:
         count: samples in the step, at least ranks x micro_steps.
+        shares: the ranks' weights, and the bounds on a micro-batch.
         micro_steps: micro-batches per rank; each gets at least one sample.
 
     Returns one size of at least ``micro_steps`` for each rank; the sizes sum to ``count``.
@@ -95,20 +96,20 @@ _FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)  # of we
 
 
 class Order(Protocol):
-    """Protocol of indices in the order of use: an array, or an object that computes any requested part."""
+    """Protocol of sample indices in the order of use: an array, or an object that computes any requested part."""
 
     def __len__(self) -> int:
         """Return the number of indices."""
         ...
 
     def __getitem__(self, part: slice | Indices, /) -> Indices:
-        """Return the indices at the given positions."""
+        """Return the sample indices at the given positions of the order."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permutation:
-    """Indices 0..samples-1 in an order that depends on ``key`` alone; computed on demand.
+    """Indices 0..samples-1 in a pseudo-random order that depends on ``key`` alone; computed on demand.
 
     >>> Permutation(samples=10**12, key="0 0")[7:10].tolist()
     [488436971634, 693908669537, 664861892677]
@@ -127,7 +128,7 @@ class Permutation:
         return self.samples
 
     def __getitem__(self, part: slice | Indices | int) -> Indices:
-        """Return the indices at positions ``part`` of 0..samples-1; a scalar for a single position."""
+        """Return the indices at the positions ``part`` (0..samples-1) of the permutation; a scalar for one position."""
         if isinstance(part, int | np.integer):
             one: Indices = self[np.array([range(self.samples)[part]])][0]
             return one
@@ -263,9 +264,10 @@ def can_switch(*, position: int, total: int, world_size: int) -> bool:
 
 
 def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int = 1) -> int:
-    """Return the number of micro-steps for `count` samples: `micro_steps`, or fewer if some would be below `least`.
+    """Return the number of micro-steps for `count` samples: `micro_steps`, or fewer if they would be too small.
 
-    Returns min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank.
+    Returns min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank. `least` is
+    the fewest samples of a rank in a micro-step.
 
     Raises ValueError: an argument is out of range.
     """
@@ -278,7 +280,7 @@ def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int
 def split(
     count: int, *, world_size: int, micro_steps: int = 1, shares: Shares | None = None, least: int = 1
 ) -> Indices:
-    """Return the sizes of the pieces into which a step of `count` samples is divided.
+    """Return the number of samples of each rank and micro-step in a step of `count` samples.
 
     Returns an array of shape [world_size, micro_steps_for(count, ...)] that sums to `count`; every entry is at least 1.
     The entries of one rank differ by at most 1. Without `shares`, so do all entries and all ranks' sums, and earlier
@@ -347,7 +349,7 @@ def _check_count(name: str, value: Any, *, at_least: int) -> None:
 
 
 def batch_ends(samples: int, batch_size: int, *, drop_last: bool) -> list[int]:
-    """Return the end positions of the batches in an order of ``samples``; a shorter last batch is kept or dropped.
+    """Return the positions at which undivided batches end; with ``drop_last``, a shorter last batch is left out.
 
     >>> batch_ends(7, 3, drop_last=False), batch_ends(7, 3, drop_last=True)
     ([3, 6, 7], [3, 6])
@@ -357,9 +359,10 @@ def batch_ends(samples: int, batch_size: int, *, drop_last: bool) -> list[int]:
 
 
 def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[tuple[int, int]]:
-    """Return the sample range (first, last + 1) of each rank's batch in the step at ``position``.
+    """Return the sample range (first, last + 1) of each rank's undivided batch in the step at ``position``.
 
-    The list is shorter than ``world_size`` if some ranks get no batch, and empty at the end of the pass.
+    ``ends`` holds the end positions of all batches. The result is shorter than ``world_size`` if some ranks get no
+    batch, and empty at the end of the pass.
 
     Raises ValueError: ``position`` is not the start of a batch.
 

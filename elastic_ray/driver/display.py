@@ -61,7 +61,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def status_fields(status: JobStatus) -> dict[str, str]:
-    """Return the known values of a status that are worth showing, keyed by column title."""
+    """Return the values of a status that are known and worth showing, as text keyed by column title."""
     fields = {"workers": _workers(status)}
     if status.batch_size > 0:
         fields["batch"] = f"{status.batch_size}"
@@ -164,7 +164,7 @@ class JobDisplay:
         self._write(f"{_line(job, [])} results in {printable(folder)}")
 
     def close(self) -> None:
-        """Leave the last state on the screen and release the terminal."""
+        """End the display, leaving the last state on the screen, and release the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -238,13 +238,13 @@ class Interrupts:
         signal.default_int_handler(number, frame)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if there was a Ctrl-C."""
+        """Raise KeyboardInterrupt if the user has pressed Ctrl-C."""
         if self._seen:
             raise KeyboardInterrupt
 
 
 def without_traceback(error: BaseException) -> None:
-    """Make Python exit without a traceback if this exception is uncaught, because its meaning has been printed."""
+    """Make Python print no traceback if this exception stays uncaught, because its meaning has been printed."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:

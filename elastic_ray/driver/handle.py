@@ -109,7 +109,7 @@ _LONGEST_ASK_S = 5.0  # of one call, below its time-out
 
 
 def find_controller(job: str) -> Any | None:
-    """Return the handle of a job's controller, or None if there is no such job."""
+    """Return the actor handle of a job's controller; None if there is no such job."""
     return find_actor(f"job:{job}")
 
 
@@ -214,7 +214,7 @@ class JobHandle:
         return self._lease.last
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Return the rank, node and process of every worker in the current group; empty if there is no group."""
+        """Return the rank, node and process of each worker of the current group; empty if there is no group."""
         return tuple(self._ask("workers") or ())
 
     @property

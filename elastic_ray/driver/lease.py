@@ -27,7 +27,7 @@ _COLLECT_TIMEOUT_S = 60.0  # a result may hold a large return value
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndedJob:
-    """Everything the driver keeps of a job that has ended."""
+    """Final information that the driver keeps about a job that has ended."""
 
     status: JobStatus
     events: tuple[JobEvent, ...] = ()  # everything that happened to it
@@ -39,12 +39,12 @@ class EndedJob:
 class LeaseKeeper:
     """Thread that renews a job's lease; when the job ends, it fetches the results and closes the job.
 
-    The user's loop does not renew the lease, because it may block. The thread lives exactly as long as the driver
-    process, which is what the lease proves to the controller.
+    The lease is the driver's claim on the job, which ends without renewal. The user's loop does not renew it, because
+    the loop may block. The thread lives exactly as long as the driver process, which is what the lease proves.
     """
 
     def __init__(self, job: str, controller: Any, *, lease_s: float, away_s: float) -> None:
-        """Start the thread that renews the lease."""
+        """Start the thread that renews the lease; times are in seconds."""
         self._away_s, self._job, self._controller, self._lease_s = away_s, job, controller, lease_s
         self._ended = threading.Event()
         self._wake = threading.Event()
@@ -67,7 +67,7 @@ class LeaseKeeper:
         return self._ending
 
     def wait(self, timeout_s: float | None) -> EndedJob | None:
-        """Wait up to ``timeout_s`` for the job's end (None: for ever); return None if it has not ended by then."""
+        """Wait for the job's end, up to ``timeout_s`` [s] (None: for ever); return None if it has not ended by then."""
         with self._watched():
             self._ended.wait(timeout_s)
         return self._ending

@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_workers(text: str) -> tuple[int, int]:
-    """Parse ``"4"`` as (4, 4) and ``"1:8"`` as (1, 8). Raises ValueError unless 1 <= min <= max."""
+    """Return the (min, max) in a text: ``"4"`` gives (4, 4), ``"1:8"`` gives (1, 8); ValueError if invalid."""
     match = _RANGE.fullmatch(text.strip())
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
@@ -79,7 +79,7 @@ def parse_workers(text: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """Overrides requested by environment variables."""
+    """Settings of ``elastic-ray submit`` that replace those of a script's jobs; passed as environment variables."""
 
     workers: tuple[int, int] | None = None  # (min, max); None leaves it to the script
     use_gpu: bool | None = None  # None leaves it to the script
@@ -93,7 +93,7 @@ class Overrides:
     resume: bool = False  # whether sweeps continue from their directories
 
     def environment(self) -> dict[str, str]:
-        """Return these overrides as environment variables."""
+        """Return these overrides as environment variables, keyed by name; overrides that are not set are left out."""
         values = {
             WORKERS: "" if self.workers is None else ":".join(map(str, self.workers)),
             USE_GPU: "" if self.use_gpu is None else str(int(self.use_gpu)),
@@ -108,7 +108,7 @@ class Overrides:
         return {variable: value for variable, value in values.items() if value}
 
     def named(self, name: str | None) -> str | None:
-        """Return the given job name, with a suffix if the job is a replay; None if no name is given."""
+        """Return the job's name, with ``-replay-STEPS`` appended if the job is a replay; None if ``name`` is None."""
         return f"{name}-replay-{self.replay}" if name is not None and self.replay else name
 
     def scheduled(self, given: SchedulingConfig) -> SchedulingConfig:
@@ -122,7 +122,7 @@ class Overrides:
             raise ValueError(f"{SCHEDULING}: {error}") from None
 
     def scaling(self, given: Any, default: type[Any]) -> Any:
-        """Return a ``ScalingConfig`` with the overridden fields replaced; ``default`` is its class, used for None."""
+        """Return the ``ScalingConfig`` with overridden fields replaced; ``default`` is its class, used for None."""
         config = default() if given is None else given
         if not isinstance(config, default):
             return given  # its reader refuses it
@@ -142,12 +142,12 @@ class Overrides:
 
 
 def as_field(value: Any) -> Any:
-    """Convert a JSON or YAML value to a field's value: lists become tuples."""
+    """Return a JSON or YAML value as the value of a configuration's field: a list becomes a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def read_overrides(environment: Mapping[str, str]) -> Overrides:
-    """Read the overrides from environment variables. Raises ValueError naming a variable with an invalid value."""
+    """Return the overrides set by environment variables. Raises ValueError naming a variable with an invalid value."""
     for unknown in sorted(name for name in environment if name.startswith(_PREFIX) and name not in _KNOWN):
         logger.warning("environment variable %s has no effect%s", unknown, meant(unknown, _KNOWN))
     workers, use_gpu = environment.get(WORKERS, ""), environment.get(USE_GPU, "")

@@ -45,7 +45,7 @@ class RunOptions(RunSettings):
 
 
 def read_scaling(config: ScalingConfig | None) -> Scaling:
-    """Check and read a ``ScalingConfig`` (None: one worker with one CPU).
+    """Return the checked values of a ``ScalingConfig``; None stands for one worker with one CPU.
 
     Raises:
         TypeError: If it is not a ``ray.train.ScalingConfig``.
@@ -160,7 +160,7 @@ def _label_selector(selector: Any) -> dict[str, str]:
 
 
 def read_run(config: RunConfig | None) -> RunOptions:
-    """Check and read a ``RunConfig`` (None: Ray Train's defaults).
+    """Return the checked values of a ``RunConfig``; None stands for Ray Train's defaults.
 
     Raises:
         TypeError: If the configuration or a part of it is not of Ray Train's type.
@@ -247,7 +247,7 @@ def _check_failures(config: FailureConfig) -> None:
 
 
 def job_name(name: Any) -> str | None:
-    """Return the name the user chose, or None for Ray Train's default, which jobs of the same second would share."""
+    """Return the job name that the user chose; None for Ray Train's default, which is not unique within a second."""
     if name is None or (isinstance(name, str) and _RAYS_DEFAULT_NAME.fullmatch(name)):
         return None
     if not isinstance(name, str) or not _JOB_NAME.fullmatch(name):
@@ -307,9 +307,9 @@ _ELSEWHERE = {
 
 
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise TypeError for arguments that an elastic job does not support, naming the alternative.
+    """Raise TypeError if an elastic job does not support an argument in ``given``; the message names an alternative.
 
-    A known unsupported argument is ignored if its value is None.
+    Arguments of ``TorchTrainer`` that are None are ignored. ``known`` are the names to suggest for a misspelt one.
     """
     for name, value in given.items():
         if name in _ELSEWHERE:

@@ -86,7 +86,7 @@ class Window:
                     raise
 
     def compare(self) -> ReplayResult | None:
-        """Compare the models at the end of the range; None until the replay job has stored its model."""
+        """Return how the models at the end of the range differ; None until the replay job has stored its model."""
         stored = next((each for each in state_files(self.replayed) if each.steps == self.after.steps), None)
         if stored is None:
             return None
@@ -112,7 +112,7 @@ class ReplayResult:
 
     @property
     def proven(self) -> bool | None:
-        """True if the models are equal; None if they differ but the batch size changed in the run, else False."""
+        """True if the models are equal; None if they differ but the batch size changed in either run, else False."""
         return True if self.equal else None if self.adapts else False
 
     def __str__(self) -> str:

@@ -24,12 +24,13 @@ def sharded_memory(
 ) -> MemoryNeed:
     """Return the memory that a worker needs to train a model under ``elastic_ray.fully_shard``.
 
-    The result is for ``SchedulingConfig(memory=)``.
+    The result is for ``SchedulingConfig(memory=)``. Without ``shard_size``, it says that each of W workers needs
 
-    The sharded part is three times the sum of all parameters and the optimizer states of trainable parameters, held in
-    two copies. This peak occurs while rows move between workers. Gradients are empty at that moment, and fit into the
-    same memory otherwise. Buffers are counted in full. Activations and gathered parameters are not counted; include
-    them in ``other_bytes``.
+        buffers + other_bytes + 3 (P + optimizer_states T) min(2, W) / W  [bytes]
+
+    with P the bytes of all parameters and T those of the trainable ones. Two ranks hold each shard. The factor 3 is the
+    peak while rows move between workers. Gradients are empty at that moment, and fit into the same memory otherwise.
+    Activations and gathered parameters are not counted; include them in ``other_bytes``.
 
     Args:
         model: The model before ``fully_shard``; on the meta device it uses no memory.

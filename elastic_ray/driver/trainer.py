@@ -77,11 +77,12 @@ def impossible(
     sizes: AllowedSizes = ANY_SIZE,
     unit: int = 1,
 ) -> str | None:
-    """Return the reason why even a job's smallest size could not run on these nodes if they were otherwise empty.
+    """Return why a job could never run on these nodes, even at its smallest size and with nothing else on them.
 
     Args:
         bundle: Resources of one worker.
         nodes: All living nodes; only ``total`` and ``labels`` are used.
+        sizes: Numbers of workers that the job may have.
         unit: Number of workers that form one unit; if above 1, ``bundle`` and sizes are per unit.
 
     Returns:
@@ -389,7 +390,7 @@ def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling
 
 
 def check_resources(spec: JobSpec) -> None:
-    """Raise ImpossibleResourcesError for a job that the cluster could never run.
+    """Raise ImpossibleResourcesError if the cluster could never run the job.
 
     If an autoscaler could add the missing resources, only log a warning.
     """

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """Arguments of ``AdaptiveDataLoader.autoscale_batch_size``, as a framework's user gives them.
+    """Options of ``AdaptiveDataLoader.autoscale_batch_size``, as the user of another framework passes them.
 
     Raises ValueError if other options are given without ``max_batch_size``, or if ``accumulated`` is below 1.
     """
@@ -39,10 +39,10 @@ class BatchOptions:
             raise ValueError("local_bsz_bounds and gradient_accumulation need max_batch_size, which is None")
 
     def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader, *, seed: int = 0) -> er.AdaptiveDataLoader:
-        """Return the user's loader as one whose batches all workers share, ordering samples by ``seed``.
+        """Return the user's loader as an ``AdaptiveDataLoader``, whose batches are divided among all workers.
 
-        An ``AdaptiveDataLoader`` is returned unchanged, as its batch size is already that of all workers. Raises
-        ValueError if ``accumulated`` is above 1 for an ``AdaptiveDataLoader``.
+        ``seed`` determines the order of samples. An ``AdaptiveDataLoader`` is returned unchanged. Raises ValueError if
+        ``accumulated`` is above 1 for an ``AdaptiveDataLoader``.
         """
         if isinstance(given, er.AdaptiveDataLoader):
             if self.accumulated > 1:
@@ -95,7 +95,7 @@ class LoggedValues:
         self._last: dict[str, float] = {}
 
     def report(self, values: Mapping[str, Any]) -> None:
-        """Report the numbers in ``values``, and the last value of every earlier name; every rank must call this."""
+        """Report the numbers in ``values``, and the last value of each name logged before; call on every rank."""
         session = current_session()
         for name, value in values.items():
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # text, or a tensor of several

@@ -23,7 +23,7 @@ class LateWrapped(torch.nn.Module):
         self._wrapped: list[er.AdaptiveDataParallel] = []  # not a module of this one: it holds the same parameters
 
     def make_wrapper(self) -> er.AdaptiveDataParallel | None:
-        """Return the model wrapped with its optimizer, or None while it has no optimizer."""
+        """Return the model wrapped with its optimizer; None while no optimizer is known."""
         raise NotImplementedError
 
     def wrap(self) -> None:

@@ -28,7 +28,7 @@ def check_overridden(library: str, extra: str, names: Mapping[type, Iterable[str
 
 
 def is_newer(version: str, tested: str) -> bool:
-    """Return True if ``version`` belongs to a later minor release than ``tested``."""
+    """True if ``version`` belongs to a later minor release than ``tested``."""
     numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
     return len(numbers) == 2 and numbers > [int(part) for part in tested.split(".")]
 

@@ -27,7 +27,7 @@ from elastic_ray.session.session import Session
 # the code does counts. It does so alone, before it joins, as far as it knows where the others are; and for what is
 # left after it has joined.
 class PassEpochs:
-    """Counter of a run's epochs by passes over its first prepared loader, for code that counts epochs itself."""
+    """Counter of epochs for train functions that declare none: a pass over the first prepared loader is an epoch."""
 
     def __init__(self, session: Session) -> None:
         self._run = weakref.ref(session)
@@ -72,7 +72,7 @@ class PassEpochs:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Run the loop body on a batch that does not count: buffers are restored afterwards, and gradients cleared."""
+        """Run the loop body on a batch that does not count; afterwards restore buffers and clear gradients."""
         kept = [(buffer, buffer.clone()) for module in self._models for buffer in module.buffers()]
         try:
             yield
@@ -125,7 +125,7 @@ _epochs: weakref.WeakKeyDictionary[Session, PassEpochs] = weakref.WeakKeyDiction
 
 
 def epochs_of(session: Session) -> PassEpochs:
-    """Return the :class:`PassEpochs` of a run, creating it on first use."""
+    """Return the epoch counter of a run, creating it on first use."""
     return _epochs.setdefault(session, PassEpochs(session))
 
 
@@ -137,7 +137,7 @@ _WAY_OUT = (
 
 
 def check(function: str, given: Mapping[str, Any]) -> None:
-    """Raise RuntimeError if an elastic job does not support the arguments of Ray Train's function.
+    """Raise RuntimeError if an elastic job does not support the arguments given to Ray Train's ``function``.
 
     The message names an alternative.
     """
@@ -148,23 +148,23 @@ def check(function: str, given: Mapping[str, Any]) -> None:
         )
     if function == "prepare_data_loader" and not given.get("move_to_device", True):
         raise RuntimeError(
-            "prepare_data_loader(move_to_device=False) cannot be kept in an elastic job: leave it out, or pass the "
+            "prepare_data_loader(move_to_device=False) is not supported in an elastic job: leave it out, or pass the "
             "DataLoader to elastic_ray.AdaptiveDataLoader"
         )
 
 
 def model(module: torch.nn.Module, **options: Any) -> RayTrainModel:
-    """Wrap a model for ``prepare_model``; ``options`` are those of DDP, and its device options are ignored."""
+    """Return the model for ``prepare_model``, wrapped later; ``options`` are DDP's (device options are ignored)."""
     return RayTrainModel(module, {name: value for name, value in options.items() if name not in _OF_DDP})
 
 
 def loader(data_loader: DataLoader[Any], device: torch.device, auto_transfer: bool = True) -> RayTrainLoader:
-    """Wrap a loader for ``prepare_data_loader``; ``auto_transfer`` has no effect."""
+    """Return the loader that ``prepare_data_loader`` hands to the user; ``auto_transfer`` has no effect."""
     return RayTrainLoader(data_loader, device)
 
 
 class RayTrainModel(LateWrapped):
-    """A model that is wrapped together with its optimizer when the first epoch starts.
+    """Model that is wrapped together with its optimizer when the first epoch starts.
 
     Raises RuntimeError if training has already started.
     """
@@ -201,7 +201,7 @@ class RayTrainLoader(LoaderOnDevice):
     def __init__(self, data_loader: DataLoader[Any], device: torch.device) -> None:
         if data_loader.batch_size is None:
             raise RuntimeError(
-                "prepare_data_loader() of a DataLoader with a batch_sampler cannot be kept in an elastic job, which "
+                "prepare_data_loader() of a DataLoader with a batch_sampler is not supported in an elastic job, which "
                 "cuts batches by itself: give it batch_size, and a sampler if need be"
             )
         workers = current_session().group.most_workers

@@ -138,7 +138,7 @@ class BranchRun:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One branch: a job at its own batch size."""
+    """Branch of a job: a copy that trains at batch size ``size``, to be compared with other branches."""
 
     size: int  # its batch
     spec: JobSpec
@@ -169,9 +169,9 @@ class Branch:
     def run(
         self, start: Callable[[JobSpec], Any], metric: str, first: int, samples: int, timeout_s: float
     ) -> list[tuple[float, float]]:
-        """Train the branch to its end and return its curve: (samples since step ``first``, reported loss).
+        """Train the branch to its end; return its curve of (samples since step ``first``, value of ``metric``).
 
-        Raises BranchError: the branch fails, or has not ended within ``timeout_s``.
+        Raises BranchError: the branch fails, or has not ended within ``timeout_s`` [s].
         """
         try:
             controller = start(self.spec)
@@ -219,7 +219,7 @@ class Branch:
 
 
 def slots_are_idle(spec: JobSpec) -> bool:
-    """True if the job's smallest size would fit into free resources. Raises RuntimeError: Ray does not answer."""
+    """True if free resources suffice for the job's minimum size. Raises RuntimeError: Ray does not answer."""
     try:
         free = ray.available_resources()  # type: ignore[no-untyped-call]
     except RayError as error:

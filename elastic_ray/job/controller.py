@@ -70,7 +70,7 @@ _PREFIX = "job:"
 
 
 def start(spec: JobSpec) -> Any:
-    """Return the job's new controller, pre-started (warm) if possible. Raises ValueError: one of that name is alive."""
+    """Start and return the job's controller, pre-started (warm) if possible. Raises ValueError: its name is taken."""
     stored = with_stored_train_loop(spec)
     try:
         return _warm(stored) or _create(stored)
@@ -118,7 +118,7 @@ def _warm(spec: JobSpec) -> Any | None:
 
 
 def prepare_next() -> None:
-    """Start an idle (warm) controller for this runtime environment's next job, unless one exists. Blocks briefly."""
+    """Start an idle (warm) controller for the next job with this runtime environment, unless one exists. Blocks."""
     kind = f"{CONTROLLERS}{environment_key({})}/"
     if set(names_of_actors(kind)) <= {own for own, _ in aliases(_PREFIX)}:
         create_on_head(JobController, f"{kind}{secrets.token_hex(4)}", None, spoken(), max_restarts=-1)
@@ -157,7 +157,7 @@ class JobController:
             self._end()
 
     async def take_up(self, spec: JobSpec, own: str, owner: ProcessOwner, theirs: Spoken) -> bool:
-        """Run this job in this warm controller; False if it already has a job, or the job's name is taken.
+        """Run a job in this warm (idle, pre-started) controller; False if it has a job, or the job's name is taken.
 
         Args:
             own: Name of this controller's actor; the job's name is added as an alias.
@@ -176,7 +176,7 @@ class JobController:
             return True
 
     async def leave(self) -> None:
-        """End this warm controller if no job has been assigned to it."""
+        """End this warm (pre-started) controller if no job has been assigned to it."""
         async with self._takes:
             if not self._own_name:
                 self._end()
@@ -217,7 +217,7 @@ class JobController:
             delete_train_loop(self._stored_train_loop)
 
     async def renew_lease(self) -> JobStatus:
-        """Renew the driver's lease and return the job's status."""
+        """Renew the driver's lease, without which the job would end, and return the job's status."""
         await self._known()
         self._lease.heard(_DRIVER)
         return self._job.status()
@@ -245,7 +245,7 @@ class JobController:
         return self._job.workers()
 
     async def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """Return all events from number ``since`` on."""
+        """Return the job's events, starting with event number ``since``."""
         await self._known()
         return tuple(self._job.record.events[since:])
 
@@ -286,21 +286,21 @@ class JobController:
         await self._persist_state()
 
     async def branch(self, plan: BranchPlan) -> None:
-        """Start a comparison of branches of the job. Raises BranchError: the job cannot be branched."""
+        """Start a comparison of branches (copies of the job at other batches). Raises BranchError: impossible."""
         await self._recovered.wait()
         self._job.branches.start(plan, start)
 
     async def branched(self) -> BranchResult | None:
-        """Return the last comparison's result; None while it runs. Raises BranchError: it failed or none exists."""
+        """Return the result of :meth:`branch`; None while it runs. Raises BranchError: it failed or never started."""
         return self._job.branches.outcome()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the next report after number ``after``, waiting up to ``wait_s`` [s]; None if none arrives in time."""
+        """Return the report after number ``after`` (None: the last delivered); None if none comes in ``wait_s`` [s]."""
         await self._recovered.wait()
         return await self._job.reports.next(after, wait_s)
 
     async def stop(self, *, now: bool = False, reason: str = "stop() was called") -> None:
-        """Stop the job: after the current step, with a save if possible, or at once and unsaved if ``now``."""
+        """Stop the job after the current step, saving it if possible; with ``now``, stop at once without saving."""
         await self._known()
         if now:
             self._job.stop_reason = f"{reason}, now"
@@ -324,7 +324,7 @@ class JobController:
         self._closed.set()
 
     async def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """Apply the allocator's decision for this job; same arguments as :meth:`JobSupervisor.allocate`."""
+        """Apply the allocator's decision for this job; the arguments are those of :meth:`JobSupervisor.allocate`."""
         await self._recovered.wait()
         self._job.allocate(nodes, reason, draining)
 
@@ -353,7 +353,7 @@ class JobController:
         return not job.record.phase.ended
 
     async def saved(self, message: StateSaved) -> float:
-        """Record rank 0's automatic checkpoint and return the job's mean time between losses of workers [s]."""
+        """Record rank 0's automatic checkpoint; return the job's mean time between losses of all workers [s]."""
         await self._recovered.wait()
         return self._job.saved(message)
 
@@ -376,7 +376,7 @@ class JobController:
         return await self._bootstrap.meet(call)
 
     async def claim_fault(self, index: int) -> bool:
-        """Claim fault number ``index`` of the test's fault script; True for the first claim only."""
+        """Claim fault ``index`` of the test's fault script; True for the first claim of that fault only."""
         await self._recovered.wait()
         return self._job.claim_fault(index)
 

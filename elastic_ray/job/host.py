@@ -54,7 +54,7 @@ class ControllerHost:
         self._main = loop.create_task(self._watch())
 
     async def take_up(self, spec: JobSpec, owner: ProcessOwner) -> bool:
-        """Run this trial's controller in this process; return False if the host is full or closing, otherwise True."""
+        """Run a trial's controller in this process; return True, or False if the host is full or closing."""
         assert spec.trial is not None, "only trials are hosted"
         run = spec.trial.controller
         if run in self._controllers:
@@ -73,7 +73,7 @@ class ControllerHost:
         return True
 
     async def call(self, name: str, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of a hosted controller. Raises HostedGoneError: the controller has ended."""
+        """Call ``method`` of the hosted controller ``name``. Raises HostedGoneError: the controller has ended."""
         controller = self._controllers.get(name.partition(":")[2])
         if controller is None:
             raise HostedGoneError(name)
@@ -106,7 +106,7 @@ class ControllerHost:
 
 
 class ControllerHosts:
-    """Hosts of a sweep's controllers; the first one is started at once, others when needed."""
+    """Processes that host the controllers of a sweep's trials; one is started at once, others when needed."""
 
     def __init__(self, sweep: str) -> None:
         self._sweep = sweep

@@ -21,7 +21,7 @@ _IDLE_WAITS_S, _WAITS_S = 600.0, 3600.0  # for the end of a branch
 
 
 class JobBranches:
-    """Branches of one job, with at most one comparison at a time."""
+    """Branches of one job (copies at other batch sizes), with at most one comparison at a time."""
 
     def __init__(self, parts: JobContext) -> None:
         self._parts, self._planner = parts, parts.planner
@@ -52,7 +52,7 @@ class JobBranches:
         return self._running is not None and not self._running.done()
 
     def tick(self, start: Callable[[JobSpec], Any], now_s: float) -> None:
-        """Start a comparison on idle slots each time the job's steps have doubled, if ``branch_when_idle`` is set."""
+        """Start a comparison of branches on idle slots whenever the job's steps have doubled, if so configured."""
         if not self._parts.spec.elastic.branch_when_idle or now_s - self._looked_s < _LOOK_S or self._is_running:
             return
         self._looked_s, plan, report = now_s, BranchPlan(), self._planner.latest

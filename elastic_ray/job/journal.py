@@ -38,7 +38,7 @@ def hosted_before(actor: str) -> list[str]:
 
 
 class Journal:
-    """Journal of a controller, written by a thread so that an unreachable control store delays nothing.
+    """Journal of a controller in Ray's control store, from which a replacement continues; written by a thread.
 
     Args:
         controller: Id of the controller's actor, which stays the same when Ray restarts it.
@@ -56,7 +56,7 @@ class Journal:
         self._thread: threading.Thread | None = None
 
     def read(self) -> tuple[ControllerState, tuple[JobEvent, ...]] | None:
-        """Return the state and events of the previous controller; None if there was none. Blocks for milliseconds."""
+        """Return the state and events of the previous controller; None if there are none. Blocks for milliseconds."""
         text: bytes | None = internal_kv._internal_kv_get(self._key("job"), namespace=NAMESPACE)
         if text is None:
             return None

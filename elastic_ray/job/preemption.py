@@ -33,11 +33,11 @@ class Preemption:
         self._since_s, self._reminded_s = now_s, float("-inf")
 
     def adapt(self, then: Allocated) -> None:
-        """Replace the allocation to apply after the save, which still happens, as ranks may already have stopped."""
+        """Replace the allocation to apply after the save; the save still happens, as ranks may already have stopped."""
         self._then = then
 
     def remind(self, now_s: float) -> bool:
-        """True if the request to save must be sent (again) to the workers; records that it is sent now."""
+        """True if the request to save must be sent (again) to the workers now; the request then counts as sent."""
         due = self.active and now_s - self._reminded_s >= _REMIND_S
         if due:
             self._reminded_s = now_s

@@ -37,7 +37,7 @@ class Notifier:
         self._told = False
 
     def tick(self, phase: JobPhase, message: str, now_s: float) -> None:
-        """Report each wait for resources that becomes too long, once."""
+        """Report, once per wait, that the job has waited too long for resources, as of ``now_s`` [s, monotonic]."""
         if phase is not JobPhase.WAITING:
             self._waiting_since, self._told = None, False
             return
@@ -96,7 +96,7 @@ class JobShutdown:
         self.vacated: asyncio.Task[None] | None = None
 
     def record(self, phase: JobPhase, error: BaseException | Raised | None, reason: str, *, complete: bool) -> None:
-        """Record the job's end, or with ``complete=False`` only its phase and reason, until :meth:`record_again`."""
+        """Record the job's end; with ``complete=False``, only its phase and reason, until :meth:`record_again`."""
         self._error = error
         if complete:
             self._record.end(phase, error=error, return_value=self.return_value, message=reason)

@@ -40,7 +40,7 @@ class JobStarter:
 
     @property
     def knows_reports(self) -> bool:
-        """True if all reports that an earlier controller received have been read."""
+        """True if all reports that an earlier controller of the job received have been read."""
         return self._first_report is None or self._caught_up
 
     async def open(self) -> None:
@@ -74,7 +74,7 @@ class JobStarter:
             self._group.machine.reset(first_most=self._record.workers_at_most)
 
     def start_again(self, reason: str) -> None:
-        """Restart with new workers from stored state, because all workers were lost or are of no use."""
+        """Restart from stored state with new workers, because all workers were lost or cannot continue."""
         if not self.looking and not self._record.phase.ended:
             self.looking = True
             self._background.start(self._start_again(reason))

@@ -225,7 +225,7 @@ class JobSupervisor:
             self.record.phase, self.record.message = JobPhase.PAUSED, self._paused
 
     def saved(self, message: StateSaved) -> float:
-        """Record rank 0's automatic checkpoint and return the job's mean time between losses of workers [s]."""
+        """Record rank 0's automatic checkpoint; return the job's mean time between losses of all workers [s]."""
         self.record.saved(message.state)
         if not self._saved:
             self._saved = True
@@ -233,19 +233,19 @@ class JobSupervisor:
         return self._losses.mean_time_s(time.monotonic() - self._begin_s)
 
     def claim_fault(self, index: int) -> bool:
-        """Claim fault ``index`` of the fault script; True if it has not been claimed before."""
+        """Claim fault ``index`` of the test's fault script; True if it has not been claimed before."""
         fresh = index not in self._claimed
         self._claimed.add(index)
         return fresh
 
     def returned(self, worker: str, value: Sealed | None) -> None:
-        """Store a train function's return value; another rank's value counts only until rank 0 returns."""
+        """Store the value returned by the train function of ``worker``; rank 0's value replaces that of other ranks."""
         current = self.group.machine.current
         if current is None or current.rank_of(worker) == 0 or self.shutdown.return_value is None:
             self.shutdown.return_value = value
 
     def happened(self, note: Note) -> None:
-        """Handle a group's note that it started to train, changed or failed; adds an event and updates the phase."""
+        """Handle the report ``note`` that a group started to train, changed or failed; adds an event for the user."""
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
         started = {**history.start_detail(time.monotonic()), "owner": self._spec.owner, "metric": self._spec.metric}
@@ -310,7 +310,7 @@ class JobSupervisor:
         return self._saved or self.group.history.saves_soon(time.monotonic())
 
     def suspend(self, why_not_saved: str) -> None:
-        """End, restart or suspend the job, whose ranks all stopped; ``why_not_saved`` is empty if rank 0 saved it."""
+        """End, restart or suspend a job whose ranks all stopped; ``why_not_saved`` is empty if it was saved."""
         if self._starter.looking or self.record.phase.ended:
             return
         if not self._preemption.active:  # a worker took this controller for gone
@@ -492,14 +492,14 @@ class JobSupervisor:
 
 
 class BatchChanges:
-    """Component that fits the batch planner's model and sends the batches that it chooses to rank 0."""
+    """Component that fits the batch planner's model of step times, and sends the planner's batches to rank 0."""
 
     def __init__(self, parts: JobContext) -> None:
         self._planner, self._group = parts.planner, parts.group
         self._record, self._background, self._events = parts.record, parts.background, parts.events
 
     def tick(self, now_s: float) -> None:
-        """Start a fit of the model if one is due at ``now_s`` [s, monotonic]; called about ten times a second."""
+        """Start a fit of the step-time model if due at ``now_s`` [s, monotonic]; called about ten times a second."""
         snapshot = self._planner.due(now_s)
         if snapshot is not None:
             self._background.start(self._fit(snapshot))
@@ -510,7 +510,7 @@ class BatchChanges:
             self._events.emit(EventKind.BATCH_KEPT, notice)
 
     def advise(self, priors: Mapping[str, Prior]) -> None:
-        """Pass measurements of other jobs, keyed by GPU type, to the planner."""
+        """Pass measurements of other jobs that train the same model, keyed by GPU type, to the batch planner."""
         self._carry_out(self._planner.advise(priors))
 
     def _carry_out(self, change: tuple[BatchChoice, str] | None) -> None:

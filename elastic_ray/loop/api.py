@@ -57,7 +57,7 @@ def session_of_new_model() -> Session:
 
 
 def session_to_build() -> Session:
-    """Return the session in which objects are registered before the first epoch.
+    """Return the session for objects that are registered before the first epoch, such as loaders.
 
     Outside a trainer, a session that failed to start is replaced by a new one.
     """

@@ -46,7 +46,7 @@ class GenerationChanges(Roster):
     """Base class of :class:`elastic_ray.membership.machine.JobMembership`, which decides on the number of workers.
 
     Args:
-        named: Number of the last worker of an earlier job under the same controller.
+        named: Highest worker number used by an earlier job under the same controller; numbers are not reused.
     """
 
     def __init__(self, config: MembershipConfig, *, named: int = 0) -> None:

@@ -28,7 +28,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Instruction to free a worker's resources, and to ``kill`` its process or else let it return to the warm pool."""
+    """Instruction to free a worker's resources; its process is killed if ``kill``, else returned to the warm pool."""
 
     worker: str
     kill: bool

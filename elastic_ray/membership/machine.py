@@ -42,7 +42,7 @@ class JobMembership(GenerationChanges):
         Args:
             first_most: Largest number of workers that the first generation can have at its loader's position; 0 for
                 no limit.
-            named: Number of the last worker of an earlier job under the same controller; names are not reused.
+            named: Highest worker number used by an earlier job under the same controller; numbers are not reused.
         """
         super().__init__(config, named=named)
         self._first_most = first_most
@@ -54,7 +54,7 @@ class JobMembership(GenerationChanges):
         self._first_wish_s: float | None = None
 
     def handle(self, stimulus: Stimulus, now_s: float) -> list[Instruction]:
-        """Handle an event and return the resulting instructions in order; none between the job's end and a reset."""
+        """Handle an event and return the resulting instructions in order; none from the job's end until a reset."""
         self._out = []
         if self._ended:
             return self._out
@@ -104,6 +104,7 @@ class JobMembership(GenerationChanges):
         """Continue with the surviving workers after the controller's process was restarted.
 
         Args:
+            target: Number of workers that the job should have on each node.
             issued: Latest generation that was saved; workers may know later ones.
             world_size: Number of workers of the current generation, as saved.
             announced: Members of the latest generation announced since the last start, as saved. If none of them
@@ -149,7 +150,7 @@ class JobMembership(GenerationChanges):
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:
-        """True if the worker has joined, or is about to join, training workers, and holds no state that they lack."""
+        """True if the worker has joined workers that train, or is about to, and holds no state that they lack."""
         record = self.workers.get(worker)
         if record is None or self.current is None:
             return False
@@ -346,7 +347,7 @@ class JobMembership(GenerationChanges):
 
 
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-    """Return (members that must leave their nodes, other workers to release at once), given the target.
+    """Return (members that must leave their nodes, other workers to release at once) to reach the target.
 
     Members marked for replacement leave once as many new workers are ready, or if the target has no room for them.
 

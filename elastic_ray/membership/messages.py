@@ -41,7 +41,7 @@ class Returned:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSpec:
-    """Generation as announced by the controller. Generation numbers only ever increase."""
+    """Generation (numbered list of a job's workers) as announced by the controller. Numbers only ever increase."""
 
     generation: int  # number of the generation, from 1
     members: tuple[Member, ...]  # its workers in rank order: those that stay first, so that rank 0 always holds state
@@ -125,7 +125,7 @@ class StopJob:
     """Message from the controller to end the job cleanly after the current step.
 
     Attributes:
-        save: Whether the job is preempted. If so, rank 0 first saves the state, from which the job continues later.
+        save: True if the job is preempted: rank 0 first saves the state, from which the job continues later.
     """
 
     save: bool = False
@@ -133,7 +133,7 @@ class StopJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategiesKnown:
-    """Message with the fastest strategies that jobs of the same model have found, keyed by the form of the group."""
+    """Message with the fastest strategies that earlier jobs have found, keyed by model number and kind of group."""
 
     strategies: Mapping[str, FoundStrategy]
 

@@ -35,7 +35,7 @@ class SurvivingWorker:
 
     @property
     def leaving(self) -> bool:
-        """True if the worker is leaving."""
+        """True if the worker is leaving its group."""
         return self.spec is not None and self.spec.rank_of(self.worker) is None
 
     @property

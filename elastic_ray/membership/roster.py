@@ -14,7 +14,7 @@ from elastic_ray.membership.signals import Switched
 
 
 class WorkerPhase(enum.Enum):
-    """Phase of a worker's life."""
+    """Phase of a worker, from the request for its resources until it leaves or finishes."""
 
     RESERVING = "reserving"
     STARTING = "starting"
@@ -43,7 +43,7 @@ class WorkerRecord:
 
     @property
     def stays(self) -> bool:
-        """True if the worker is neither leaving nor marked for replacement."""
+        """True if the worker is neither leaving its group nor marked for replacement."""
         return self.phase is not WorkerPhase.LEAVING and not self.replaced
 
     @property
@@ -61,7 +61,7 @@ class WorkerRecord:
         self.loaded, self.has_state = loaded, has_state or self.has_state
 
     def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
-        """Record that the worker restarts in its process, keeping the state of ``state_generation`` if it has any."""
+        """Record that the worker reruns its train function in its process, keeping a trained state if ``has_state``."""
         self.enter(WorkerPhase.READY if self.rebuilt else WorkerPhase.STARTING, now_s)
         self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 
@@ -94,7 +94,7 @@ class InFlight:
 
     @property
     def pause(self) -> Pause:
-        """Longest pause of any worker; zero for the first generation, which interrupts no training."""
+        """Longest pause in training of any worker that entered the generation; zero for the first generation."""
         longest = max(self.pauses.values(), key=lambda pause: pause.pause_s, default=Pause())
         return longest if self.from_workers else Pause()
 
@@ -165,11 +165,11 @@ class Roster:
 
     @property
     def expects_joiners(self) -> bool:
-        """True if any worker is starting or ready, but not a member yet."""
+        """True if any worker is starting, or is ready, without being a member of a group yet."""
         return bool(self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY))
 
     def entering(self) -> list[WorkerRecord]:
-        """Return the joiners of the announced generation, once it is certain that its members enter it."""
+        """Return the joiners of the announced generation (group), once it is certain that its members enter it."""
         return self.planned() if self.in_flight is not None and self.in_flight.begun else []
 
     def silent(self, flight: InFlight) -> list[WorkerRecord]:

@@ -21,7 +21,7 @@ class Reserved(Signal):
 
 
 class Left(Signal):
-    """Signal that the worker has left its generation and its train function has unwound."""
+    """Signal that the worker has left its generation, and that its train function has ended."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Finished(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun(Signal):
-    """Signal that the worker ran out of memory and restarts in its process; ``has_state`` if it kept its full state."""
+    """Signal that the worker ran out of memory and reruns its train function; ``has_state`` if it kept its state."""
 
     has_state: bool = True
 
@@ -57,7 +57,7 @@ class Lost(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed(Signal):
-    """Signal that a collective of ``generation`` failed on the worker, which waits for the next generation."""
+    """Signal that a collective of group number ``generation`` failed on the worker, which waits for the next group."""
 
     generation: int
     cause: str
@@ -65,7 +65,7 @@ class StepFailed(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareFailed(Signal):
-    """Signal that the worker could not form the group of ``generation``."""
+    """Signal that the worker could not form the group of generation number ``generation``."""
 
     generation: int
     cause: str
@@ -73,7 +73,7 @@ class PrepareFailed(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Switched(Signal):
-    """Signal that the worker has entered ``generation`` and trains in it."""
+    """Signal that the worker has entered group number ``generation`` and trains in it."""
 
     generation: int
     pause: Pause  # the time since its last committed step
@@ -92,7 +92,7 @@ class Allocated:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replace:
-    """Signal that exactly these members must leave once replacements are ready."""
+    """Signal that the listed members must leave once replacements are ready; members not listed need no replacement."""
 
     workers: frozenset[str]
     reason: str

@@ -38,7 +38,7 @@ class CommunicatorFactory(Protocol):
 
 
 class LostGroupError(RuntimeError):
-    """Error raised if no generation with which to continue was announced in time."""
+    """Error raised if no new generation (group) with which to continue was announced in time."""
 
 
 class WorkerMembership:
@@ -56,8 +56,8 @@ class WorkerMembership:
         voided: Whether the current generation was cancelled.
         prepared_ahead: Number of the prepared generation minus that of the current one; 0 if none is prepared.
         wanted_batch: Batch shape that the controller requests in the current generation; None for no change.
-        known_strategies: Fastest strategies for this model from other jobs, keyed by the form of the group; None
-            until they arrive.
+        known_strategies: Fastest strategies for this model from other jobs, keyed by a description of the group;
+            None until they arrive.
         critical_batch: Critical batch measured by the job's branches [samples]; 0 if unknown.
         stop_requested, preempting: Whether the job must stop for good, or must stop to continue later.
     """
@@ -122,7 +122,7 @@ class WorkerMembership:
         self.voided = self.communicator is not None and self.communicator.voided
 
     def give_up(self, why: str) -> None:
-        """Stop expecting further generations; calls that wait for one raise an error with this reason at once."""
+        """Stop expecting further generations (groups); calls that wait for one raise an error with ``why`` at once."""
         with self._news:
             self._hopeless = why
             self._news.notify_all()
@@ -146,7 +146,7 @@ class WorkerMembership:
         self._forming.start()
 
     def is_void(self, generation: int) -> bool:
-        """True if the generation was cancelled, or is older than the oldest valid one."""
+        """True if the generation (group) was cancelled, or is older than the oldest valid one."""
         return generation < self._void_below or generation in self._cancelled
 
     def _void_groups(self) -> None:

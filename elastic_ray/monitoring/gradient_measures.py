@@ -26,7 +26,7 @@ class GradientVariance:
 
     @property
     def total(self) -> float:
-        """tr(Sigma) of the whole model."""
+        """Variance tr(Sigma) of one sample's gradient, over the whole model."""
         return math.fsum(self.groups)
 
     @property
@@ -84,9 +84,10 @@ class StepMeasures:
 
     @property
     def noise_batch(self) -> float | None:
-        """B_simple = tr(Sigma) / ||G||^2 [samples], 0 or more; None until there is an estimate.
+        """Batch size at which the gradient's noise equals its signal [samples]; None until there is an estimate.
 
-        For batches far below it, a larger batch helps almost as much as more steps; far above it, hardly at all.
+        B_simple = tr(Sigma) / ||G||^2, 0 or more. For batches far below it, a larger batch helps almost as much as more
+        steps; far above it, hardly at all.
         Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", eq. 2.9 and appendix A.
         """
         if self.noise is None or self.noise.sqr <= 0:

@@ -73,7 +73,7 @@ class WorkerMeasures:
 
 
 def busiest(by_position: Sequence[Sequence[WorkerMeasures]]) -> tuple[WorkerMeasures, ...]:
-    """Return, for each unit of workers, the measures of the worker that was busy for longest.
+    """Return, for each unit (workers that act as one rank), the measures of the worker that was busy for longest.
 
     Args:
         by_position: ``by_position[p][u]`` is the measures of the worker at position p within unit u.
@@ -93,14 +93,14 @@ def mib(count: int) -> float:
 
 
 def traffic_fields(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, float]:
-    """Return the data passed between two readings of bytes by operation, as fields of ``WorkerMeasures`` [MiB]."""
+    """Return the increase between two readings of bytes per operation, as fields of ``WorkerMeasures`` [MiB]."""
     return {f"{name}_mib": mib(count - before.get(name, 0)) for name, count in after.items()}
 
 
 def packed(own: WorkerMeasures, rank: int, world_size: int) -> list[float]:
-    """Return a worker's measures as one row, placed at the position of ``rank``, with zeros elsewhere.
+    """Return values to be summed over all ranks: this worker's measures at the place of ``rank``, zeros elsewhere.
 
-    The sum of all ranks' rows contains every worker's measures.
+    The sum contains every worker's measures.
     """
     values = [0.0] * (len(FIELDS) * world_size)
     first = len(FIELDS) * rank
@@ -109,7 +109,7 @@ def packed(own: WorkerMeasures, rank: int, world_size: int) -> list[float]:
 
 
 def unpacked(sums: Sequence[float], world_size: int) -> tuple[WorkerMeasures, ...]:
-    """Return all ranks' measures from the sum of their rows; the inverse of :func:`packed`."""
+    """Return the measures of each rank's worker, given the sum of all ranks' :func:`packed` values."""
     count = len(FIELDS)
     rows = (sums[count * rank : count * (rank + 1)] for rank in range(world_size))
     return tuple(WorkerMeasures(**dict(zip(FIELDS, row, strict=True))) for row in rows)

@@ -58,11 +58,11 @@ class Monitoring:
             self.loss = number, float(loss)
 
     def add_model(self, measures: Callable[[], StepMeasures]) -> None:
-        """Add a wrapped model, given a function that returns its measures."""
+        """Add a wrapped model; ``measures`` is a function that returns the model's current measures."""
         self._models.append(measures)
 
     def measures(self, model: int = 0) -> StepMeasures:
-        """Return the measures of the model with this index; before it is wrapped, only those of the workers."""
+        """Return the measures of model number ``model``; before that model is wrapped, only the workers' measures."""
         if model < len(self._models):
             return self._models[model]()
         return StepMeasures(workers=self.meter.workers)
@@ -70,7 +70,7 @@ class Monitoring:
 
 # No clock but the monotonic one is read here. It measures nothing, and nothing rides, until someone asks.
 class StepMeter:
-    """Meter of this worker's steps, whose values travel with the group's control sums.
+    """Meter of this worker's steps, whose values are all-reduced together with the group's control values.
 
     Args:
         clock: Function that returns the time [s]; only differences matter.
@@ -134,7 +134,7 @@ class StepMeter:
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
 
     def leave_out(self) -> None:
-        """Exclude a step that was started here, but is executed by another worker, from the averages per step."""
+        """Exclude the current step from the averages per step, because another worker executes it instead."""
         self._of = max(1, self._of - 1)
 
     def waited_for_data(self, seconds: float) -> None:
@@ -142,7 +142,7 @@ class StepMeter:
         self._data_s += seconds
 
     def end_step(self) -> None:
-        """Stop timing the step, which has been committed."""
+        """Stop timing the current step, which has been committed (counted as done by all ranks)."""
         if not self.on:
             return
         if self._gather is not None:
@@ -182,7 +182,7 @@ class StepMeter:
         return len(FIELDS) * world_size if self.on else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this worker's measures for the control sums, fixed when its gradients are first complete."""
+        """Return this worker's measures for the control sums; they no longer change once its gradients are complete."""
         if not self.on:
             return ()
         self._waits_since_s = now_s = self._clock()
@@ -199,7 +199,7 @@ class StepMeter:
         return packed(self._own, rank, world_size)
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Unpack all ranks' measures from the control sums."""
+        """Read all ranks' measures from ``sums``, the control values summed over all ranks."""
         if not self.on:
             return
         if self._waits_since_s is not None:
@@ -265,7 +265,7 @@ def major_faults() -> int:
 
 
 def memory_used() -> float:
-    """Return the largest used fraction (0 to 1) of the host's, control group's and device's memory."""
+    """Return the largest used fraction (0 to 1) among the memory of the host, the container (cgroup) and the GPU."""
     return max(_host_used(_PROC), _group_used(_PROC, _CGROUPS), _device_used())
 
 

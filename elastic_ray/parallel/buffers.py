@@ -65,7 +65,7 @@ class SavedBuffers:
         self._step: LoaderStep | None = None
 
     def save(self, step: LoaderStep | None, *, goes_on: bool) -> None:
-        """Save the buffers, unless this update has: in the same `step`, or with ``goes_on`` in an earlier one."""
+        """Copy the buffers, unless that was done for this update: in this `step` or, with ``goes_on``, earlier."""
         if self._saved and (goes_on or step is self._step):
             return
         self._step = step
@@ -77,7 +77,7 @@ class SavedBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the saved buffers, because the update was skipped."""
+        """Restore the copied buffers, because the update was skipped."""
         for buffer, before in self._saved:
             buffer.copy_(before)
 

@@ -112,13 +112,13 @@ class FiniteWatch:
 
 
 class LaggingLook:
-    """Delayed check of numbers on a GPU, which never blocks on the GPU."""
+    """Delayed check of numbers on a GPU, which never waits for the GPU."""
 
     def __init__(self) -> None:
         self._going: collections.deque[tuple[torch.cuda.Event, torch.Tensor]] = collections.deque()
 
     def are_finite(self, number: torch.Tensor) -> bool:
-        """Queue a number; True unless a queued number that the GPU has computed since the last call is not finite."""
+        """Queue a number to be checked; False if a number queued earlier, and computed by now, is not finite."""
         finite = True
         while self._going and self._going[0][0].query():  # type: ignore[no-untyped-call]
             finite = math.isfinite(self._going.popleft()[1]) and finite

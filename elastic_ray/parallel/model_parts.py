@@ -67,7 +67,7 @@ def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Op
 
 
 def schedulers_of(given: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]]:
-    """Return the schedulers of each optimizer; schedulers without an ``optimizer`` attribute belong to the first."""
+    """Return a list of schedulers for each optimizer; schedulers that name none of these belong to the first."""
     found: list[list[Any]] = [[] for _ in optimizers]
     places = {id(each): number for number, each in enumerate(optimizers)}
     for scheduler in given if isinstance(given, (list, tuple)) else [given]:
@@ -108,7 +108,7 @@ class KeptModel:
     """Components that keep one model synchronised on all ranks.
 
     Attributes:
-        optimizers: For each optimizer, the object that decides with the other ranks on updates and applies them.
+        optimizers: For each optimizer, the object that agrees with the other ranks on updates and applies them.
         measured: For each optimizer, a function that runs an update and measures how far it moves the parameters.
     """
 

@@ -125,7 +125,7 @@ class Untouched:
         self._versions = [(each, each._version) for each in (*params, *held)]
 
     def undo(self) -> bool:
-        """Discard the states that the failed step created; False if it changed a parameter or an existing state."""
+        """Discard the states that the failed step created; False if it has changed a parameter or an older state."""
         if any(each._version != version for each, version in self._versions):
             return False
         for param in set(self._optimizer.state) - self._had:

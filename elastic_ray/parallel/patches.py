@@ -26,10 +26,10 @@ class DividedOptimizer(Protocol):
     """Protocol of an optimizer whose state is divided among the ranks."""
 
     def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
-        """Return all states on rank 0, keyed by parameter; None if this rank has them. Call this on every rank."""
+        """Return all states on rank 0, keyed by parameter ({} elsewhere); None if undivided. Call it on every rank."""
 
     def loaded(self) -> None:
-        """Divide among the ranks the complete states that were just loaded into the optimizer."""
+        """Keep only this rank's part of the complete states that all ranks have just loaded into the optimizer."""
 
 
 _installed = False  # the watch of backward passes
@@ -76,7 +76,7 @@ def patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
 
 
 def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:
-    """Call ``then`` each time the optimizer has cleared the gradients of its parameters."""
+    """Call ``then`` each time after the optimizer has cleared the gradients of its parameters."""
     original = optimizer.zero_grad
 
     @functools.wraps(original)
@@ -113,7 +113,7 @@ def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer
 
 
 def check_schedule(schedule: Any) -> None:
-    """Raise ValueError unless ``schedule`` is a known unit in which schedulers count."""
+    """Raise ValueError unless ``schedule`` is one of ``SCHEDULES``, the units in which schedulers count."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, but got {schedule!r}")
 
@@ -179,7 +179,7 @@ def _undo_scale(scaler: Any, kept: Any) -> None:
 
 
 def patch_scaler(scaler: Any, run: Run) -> None:
-    """Make an AMP scaler keep its scale during gradient accumulation and agree with the other workers of its unit."""
+    """Make an AMP scaler keep its scale while gradients accumulate, and agree on overflows within a unit of workers."""
     _keep_scale_while_accumulating(scaler, run.ledger)
     if run.unit is not None and scaler.is_enabled():
         _agree_on_overflow(scaler, run.unit)
@@ -275,7 +275,7 @@ def complete(optimizer: torch.optim.Optimizer) -> None:
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers with separate state that ``optimizer`` wraps, keyed by its attribute's name."""
+    """Return the optimizers with separate state that ``optimizer`` wraps, keyed by the attribute that holds them."""
     return {
         name: each
         for name, each in vars(optimizer).items()
@@ -309,7 +309,7 @@ def refuse_several_evaluations(optimizer: torch.optim.Optimizer) -> None:
 def evaluated(
     optimizer: torch.optim.Optimizer, closure: Callable[[], Any], arguments: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Call a closure once before the update; return its value, and the arguments for the optimizer's own step.
+    """Call the closure of an optimizer step before the update; return its value, and new arguments for the step.
 
     The closure in these arguments only returns the known value. Ranks thus see the gradients of the whole group when
     they decide whether to apply them, and at what rate.

@@ -55,7 +55,7 @@ def refuse_options(options: Mapping[str, Any]) -> None:
 
 
 def refuse_in_unit(module: torch.nn.Module) -> None:
-    """Raise ValueError for models that ``AdaptiveDataParallel`` does not support in a job of units."""
+    """Raise ValueError for models that ``AdaptiveDataParallel`` does not support if workers form units."""
     for name, param in module.named_parameters():
         mesh = getattr(param, "device_mesh", None)
         if mesh is not None and mesh.mesh_dim_names == ALONE:
@@ -83,7 +83,7 @@ def check_stragglers(response: Any) -> StragglerConfig:
 
 
 def warn_of_no_effect(asked: StragglerConfig, *, lacking: bool) -> None:
-    """Warn if the trainer's configuration, which decides, does less about slow workers than the loop requests."""
+    """Warn, if ``lacking``, that a loop's response to slow workers has no effect, because the trainer's decides."""
     if lacking:
         logger.warning(
             "AdaptiveDataParallel(stragglers=%r) has no effect under a trainer: ask for it with "

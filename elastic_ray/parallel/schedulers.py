@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from elastic_ray.adaptation.policies.seesaw import Seesaw
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.scaling_rules import (
+    LEAST_BETA2,
     Adam,
     AdamScale,
     AdaScale,
@@ -46,7 +47,7 @@ class Schedulers:
     """Schedulers of one model's optimizer.
 
     Args:
-        name: Name that distinguishes the optimizer from others of the run.
+        name: Name that distinguishes the optimizer from other optimizers of the run.
         schedule: Unit in which schedulers that step with every batch count; see ``AdaptiveDataParallel``.
     """
 
@@ -164,8 +165,9 @@ class LearningRates:
         self._by_default = rule is None
         self._warms = not isinstance(self._rule, _BY_SCALE_AND_NOISE)
         self._noise, self._epochs_done, self._policies, self._held = noise, epochs_done, policies, held
-        self._by_noise = isinstance(self._rule, (AdaScale, AdamScale)) or self._rule == Adam()
-        self._adam = adam_steps if isinstance(self._rule, Adam) and has_second_moments(optimizer) else None
+        adam = self._rule if isinstance(self._rule, Adam) else None
+        self._by_noise = adam.by_noise if adam else isinstance(self._rule, (AdaScale, AdamScale))
+        self._adam = adam_steps if adam and has_second_moments(optimizer) else None
         self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
         self.factor = 1.0  # what the latest step has multiplied them by; the mean over the parameter groups
 
@@ -176,7 +178,7 @@ class LearningRates:
         return f"scaling_rule {type(self._rule).__name__}" if asked else ""
 
     def scale(self, scale: float, *, has_statistics: bool) -> list[dict[str, Any]] | None:
-        """Set the learning rates for a batch of ``scale`` x the initial batch.
+        """Set the learning rates for a batch of ``scale`` times the initial batch size.
 
         Args:
             has_statistics: True if the strategy provides gradient statistics; the default rule is off without them.
@@ -186,8 +188,9 @@ class LearningRates:
         as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not has_statistics)
         by_policy = self._policies.values.rate_factor
         if self._adam is not None:
-            self._count(self._adam, scale)
-        if as_it_is and by_policy == 1.0 and (self._adam is None or self._adam[0] == self._adam[1]):
+            memory = self._memory_scale(scale)
+            self._count(self._adam, memory)
+        if as_it_is and by_policy == 1.0 and (self._adam is None or self._adam[::2] == [self._adam[1], 1.0]):
             self._held[:] = ()
             self.factor = 1.0
             return None
@@ -198,14 +201,14 @@ class LearningRates:
             self._held[:] = factors
         mean = sum(factors) / max(1, len(factors))
         if self._adam is not None:
-            self._remember(self._adam, scale, mean)
+            self._adam[2] = remembered(self._adam[2], self._beta2, self._adam[1], memory, mean)
         self.factor = by_policy * mean
         before: list[dict[str, Any]] = []
         try:
             for group, factor in zip(groups, factors, strict=True):
                 options = {"lr": group["lr"] * factor * by_policy}
                 if self._adam is not None and is_adam_group(group):
-                    options |= _scaled_options(group, scale, factor, self._adam)
+                    options |= _scaled_options(group, scale, memory, factor, self._adam)
                     options["lr"] *= by_policy
                 before.append({name: group[name] for name in options})
                 group.update(options)
@@ -219,17 +222,19 @@ class LearningRates:
         for group, options in zip(self._optimizer.param_groups, before, strict=False):
             group.update(options)
 
+    @property
+    def _beta2(self) -> float:
+        return next(float(each["betas"][1]) for each in self._optimizer.param_groups if is_adam_group(each))
+
+    def _memory_scale(self, scale: float) -> float:
+        return self._rule.memory_scale(self._beta2, scale) if isinstance(self._rule, Adam) else scale
+
     def _count(self, steps: list[float], scale: float) -> None:
         """Count an optimizer step at this scale; steps made before wrapping count as steps at the initial batch."""
         if not steps[0]:
             made = next((float(s["step"]) for s in self._optimizer.state.values() if "step" in s), 0.0)
             steps[:] = made, made, 1.0
         steps[:] = steps[0] + 1.0, steps[1] + scale, steps[2]
-
-    def _remember(self, steps: list[float], scale: float, factor: float) -> None:
-        """Add this step to the record of noise in the second moments."""
-        beta2 = next(float(each["betas"][1]) for each in self._optimizer.param_groups if is_adam_group(each))
-        steps[2] = remembered(steps[2], beta2, steps[1], scale, factor)
 
     def _rule_factors(self, scale: float) -> Sequence[float]:
         noise, progress = self._noise(), self._epochs_done()
@@ -248,7 +253,7 @@ def policies_of(schedule: str) -> list[Policy]:
 def rules_of(
     rule: ScalingRule | str | None, schedule: str, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[ScalingRule | str | None]:
-    """Return the scaling rule of each optimizer, which for ``"seesaw"`` is chosen by the schedule.
+    """Return the learning-rate scaling rule of each optimizer, which the schedule ``"seesaw"`` chooses itself.
 
     Raises ValueError: ``"seesaw"`` is combined with a rule, or the rule ``"adam"`` applies to no optimizer.
     """
@@ -258,7 +263,8 @@ def rules_of(
                 f"schedule={SEESAW!r} decides how rates follow the batch, so scaling_rule must be left out, but got "
                 f"{rule!r}"
             )
-        return [Adam(by_noise=False) if is_adam_like(each) else Linear() for each in optimizers]
+        adam = Adam(by_noise=False, least_beta2=LEAST_BETA2)
+        return [adam if is_adam_like(each) else Linear() for each in optimizers]
     named = isinstance(rule, Adam) or rule == "adam"
     if named and not any(map(has_second_moments, optimizers)):
         names = ", ".join(type(each).__name__ for each in optimizers)
@@ -300,13 +306,17 @@ def is_adam_group(group: dict[str, Any]) -> bool:
     return "eps" in group and isinstance(betas, tuple | list) and len(betas) == 2 and 0.0 < float(betas[1]) < 1.0
 
 
-def _scaled_options(group: dict[str, Any], scale: float, factor: float, steps: Sequence[float]) -> dict[str, Any]:
+def _scaled_options(
+    group: dict[str, Any], scale: float, memory: float, factor: float, steps: Sequence[float]
+) -> dict[str, Any]:
     """Return a group's options for this scale, including the learning rate."""
     made, initial, held = steps
-    correction = bias_correction(float(group["betas"][1]), made, initial, scale)
-    if abs(correction - 1.0) < _SETTLED:
-        correction = 1.0
+    beta1, beta2 = map(float, group["betas"])
+    # Where a least beta2 holds, ``initial`` is too small for the first moment, by next to nothing after some steps.
+    first, second = bias_correction(beta1, made, initial, scale), bias_correction(beta2, made, initial, memory)
+    correction = 1.0 if abs(second - 1.0) < _SETTLED else math.sqrt(second)
     lag = factor * math.sqrt(held)
     if abs(lag - 1.0) > _CAUGHT_UP:
         correction *= lag
-    return {"lr": group["lr"] * factor * correction, **adam_options(group, scale, factor, correction)}
+    factor = factor if abs(first - 1.0) < _SETTLED else factor / first
+    return {"lr": group["lr"] * factor * correction, **adam_options(group, scale, factor, correction, memory)}

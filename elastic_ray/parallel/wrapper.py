@@ -84,7 +84,7 @@ _ADDED_UP = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSteps:
-    """Optimizer of a model, with the helpers of its steps."""
+    """One optimizer of a wrapped model, with the objects that check, scale and apply its updates."""
 
     optimizer: torch.optim.Optimizer
     groups: slice  # places of its parameter groups among those of all
@@ -375,7 +375,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return self._sync.no_sync()
 
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Return a context that does nothing; unlike DDP, no join is needed, as all ranks get equally many batches."""
+        """Return a context that does nothing; unlike DDP, no join is needed, as all ranks have equally many batches."""
         return nullcontext()
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:

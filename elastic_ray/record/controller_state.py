@@ -83,7 +83,7 @@ def run_of(spec: JobSpec) -> str:
 
 
 def as_text(value: Sealed | None) -> str | None:
-    """Return a train function's return value as text for a note; None if there is none or it is too large."""
+    """Return a train function's return value as text, to be stored; None if there is none or it is too large."""
     return base64.b64encode(value.pickled).decode() if value is not None and len(value.pickled) <= _MOST_VALUE else None
 
 

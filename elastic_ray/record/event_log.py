@@ -24,7 +24,7 @@ class EventLog:
         self._spec, self._record, self._machine, self._keep = spec, record, machine, keep
 
     def add(self, kind: EventKind, before: int, after: int, reason: str, **facts: Any) -> None:
-        """Add an event; ``before`` and ``after`` are the numbers of workers."""
+        """Add an event; ``before`` and ``after`` are the job's numbers of workers, and ``facts`` further fields."""
         facts = {"generation": self._machine.generation} | facts
         if before != after and self._record.cost_usd is not None:
             facts["detail"] = {**facts.get("detail", {}), "cost_usd": self._record.cost_usd}

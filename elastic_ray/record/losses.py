@@ -1,4 +1,4 @@
-"""Losses of workers and of the whole job so far, and the history of the job's size (pure)."""
+"""Counts of lost workers and of complete losses of a job so far, and the history of the job's size (pure)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_FRUITLESS = 3  # restarts without a new checkpoint between them: what ends 
 
 
 class Losses:
-    """Counts of lost workers and of losses of the whole job, which limit restarts.
+    """Counts of lost workers and of failures that cost a job all its workers, which limit the job's restarts.
 
     The loss of all workers is a failure, and so is the loss of one worker to its own exception.
     ``FailureConfig.max_failures`` limits the number of failures. If it is 0, Ray Train's default, the job restarts as
@@ -49,7 +49,7 @@ class Losses:
         vars(self).update({name: getattr(state, name) for name in self.counts})
 
     def some_lost(self, before: int, after: int) -> None:
-        """Count lost workers, each as its fraction of the job, because workers are often lost together."""
+        """Count lost workers, each as its fraction of the job, which had ``before`` workers and has ``after`` left."""
         self.lost += max(0.0, 1.0 - after / max(before, 1))
 
     def one_raised(self) -> bool:
@@ -81,7 +81,7 @@ class Losses:
         return self._restart and self.fruitless <= MOST_FRUITLESS
 
     def mean_time_s(self, observed_s: float) -> float:
-        """Return the mean time between losses of the whole job [s], given the observed time ``observed_s`` [s]."""
+        """Return the mean time between losses of all workers [s]; ``observed_s`` is the time of observation [s]."""
         return mean_time_between_losses_s(self.lost, observed_s)
 
 
@@ -143,7 +143,7 @@ class SizeHistory:
         self._launched_s = self.launched_at_s = None
 
     def settled(self, note: Note, now_s: float) -> None:
-        """Record that a new group is training."""
+        """Record that the new group described by ``note`` is training."""
         self.settled_s = now_s
         if self._launched_s is not None:
             self.start_s = now_s - self._launched_s
@@ -155,7 +155,7 @@ class SizeHistory:
             self.resize_cost_s += 0.3 * (note.pause.pause_s - self.resize_cost_s)
 
     def is_stuck(self, steps: int) -> bool:
-        """True if many consecutive groups failed without progress (ranks that run different code, a broken network).
+        """Count a failed group; True if many in a row failed without progress (different code, broken network).
 
         Args:
             steps: Number of committed steps when the current group failed.
@@ -164,5 +164,5 @@ class SizeHistory:
         return self._stuck[1] > STUCK_FAILURES
 
     def saves_soon(self, now_s: float) -> bool:
-        """True if the job has not trained long enough to be expected to have saved its first automatic checkpoint."""
+        """True if the job has trained too briefly to be expected to have saved its first automatic checkpoint."""
         return now_s - (self._first_s or 0.0) < 2.0 * FIRST_INTERVAL_S

@@ -44,13 +44,13 @@ class TimeSpent:
         return min(1.0, self.training_s / self.total_s) if self.total_s > 0 else None
 
     def without_group(self, lasted_s: float, started_for_s: float) -> TimeSpent:
-        """Return the times after another ``lasted_s`` without a group, with processes starting at its end."""
+        """Return a copy with ``lasted_s`` added: ``started_for_s`` to starting processes, the rest to waiting [s]."""
         starting_s = min(max(0.0, started_for_s), lasted_s)
         waiting_s = self.waiting_s + (lasted_s - starting_s)
         return dataclasses.replace(self, waiting_s=waiting_s, starting_s=self.starting_s + starting_s)
 
     def with_group(self, lasted_s: float, paused_s: float, *, catching_up: bool) -> TimeSpent:
-        """Return the times after another ``lasted_s`` in which a group trained, except for ``paused_s`` of pauses."""
+        """Return a copy with ``lasted_s`` added: ``paused_s`` to pauses, the rest to training or catching up [s]."""
         pause_s = min(max(0.0, paused_s), lasted_s)
         name = "catching_up_s" if catching_up else "training_s"
         trained_s = getattr(self, name) + (lasted_s - pause_s)
@@ -89,7 +89,7 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
 
 
 def steps_to_reach(events: Iterable[JobEvent]) -> int:
-    """Return the step up to which a job redoes steps that it lost, according to its events; 0 if none were lost."""
+    """Return the step that a job had reached before it lost steps that it is now redoing; 0 if it redoes none."""
     goal = 0
     for event in events:
         goal = _goal(goal, event)
@@ -107,11 +107,11 @@ def _goal(before: int, event: JobEvent) -> int:
 
 
 def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float | None) -> Pause | None:
-    """Return the latest pause among a job's events; None if there was none.
+    """Return the latest pause of training among a job's events; None if there was none.
 
     Args:
-        generation: Generation to which ``first_step_s`` belongs.
-        first_step_s: Duration of that generation's first step [s]; None if unknown.
+        generation: Number of the current generation (group).
+        first_step_s: Duration of this group's first step [s], used if the pause led to this group; None if unknown.
     """
     for event in reversed(events):
         if event.kind in (EventKind.RESIZE, EventKind.FAILURE) and event.pause_s > 0:
@@ -130,10 +130,9 @@ def number_of(detail: Mapping[str, Any], name: str) -> float:
 
 
 def with_length(progress: Progress | None, dataset_size: int | None, init_batch_size: int | None) -> Progress | None:
-    """Return the progress with the length of an epoch, assumed to be dataset / M0 iterations in the first epoch.
+    """Return a job's progress with an estimate of its iterations per epoch, dataset size / M0, in the first epoch.
 
-    This is the length at the initial batch M0. A larger batch needs fewer iterations, as the first completed epoch
-    shows.
+    M0 is the initial batch size. A larger batch needs fewer iterations, which the first completed epoch shows.
     """
     if progress is None or progress.epoch_ends or progress.usual_epoch is not None:
         return progress

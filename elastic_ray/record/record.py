@@ -54,7 +54,7 @@ class JobRecord:
         self.looked = False  # whether it is known what storage has
 
     def found(self, stored: StoredProgress) -> tuple[str, ...]:
-        """Apply the stored state of this run or an earlier one; return paths of checkpoints that are no longer kept.
+        """Apply the run's checkpoints found in storage; return paths of checkpoints that are no longer kept.
 
         Storage overrides the state in memory: a message about a new checkpoint may have been lost, or a user may have
         deleted a checkpoint.
@@ -77,14 +77,14 @@ class JobRecord:
 
     @property
     def restart_point(self) -> tuple[str | None, ResumePoint | None]:
-        """Latest checkpoint and its resume point (None if it has none); (None, None) before the first checkpoint."""
+        """Latest reported checkpoint and its resume point (None if unknown); (None, None) if there is no checkpoint."""
         latest = self._retention.latest
         path = latest[0] if latest is not None else self._start
         return (path, self._resume) if path is not None else (None, None)
 
     @property
     def states(self) -> tuple[StateFile, ...]:
-        """Automatic checkpoints at later steps than the restart point, newest first."""
+        """Automatic checkpoints that are further than the latest reported checkpoint, newest first."""
         point = self.restart_point[1]
         steps = point.steps if point is not None else 0
         newer = self._since_checkpoint
@@ -150,7 +150,7 @@ class JobRecord:
         self.events = list(events)
 
     def report(self, message: WorkerReport, workers: int = 0) -> tuple[str, ...]:
-        """Store a report of rank 0; return the paths of checkpoints that are no longer kept."""
+        """Store a report of rank 0 from a group of ``workers``; return paths of checkpoints that are no longer kept."""
         report = report_of(message, workers)
         self._put(report)
         if report.checkpoint is None:
@@ -201,6 +201,7 @@ class JobRecord:
 
         Args:
             lines: Event lines that are missing from ``events.jsonl``.
+            first_report: Number of the run's first report; 0 if unknown.
         """
         for line in lines:
             self.unwritten_events.add(line)

@@ -119,7 +119,7 @@ class ReportQueue:
     Only the latest reports are kept; earlier ones must be read from the run's file, see :meth:`gone`.
 
     Args:
-        taken: Number of the last report before this run; a run that continues from a checkpoint counts on from it.
+        taken: Number of the last report before this run, which continues from its checkpoint; numbers continue too.
         ahead: Number of undelivered reports that training may make before it waits for the reader; None for no limit.
     """
 
@@ -159,12 +159,12 @@ class ReportQueue:
             await self._changed.wait()
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after``, and mark it and all earlier reports as delivered.
+        """Mark reports up to number ``after`` as delivered and return the next one, waiting up to ``wait_s`` [s].
 
         Args:
-            after: Number of the last report that the reader has processed; None if it has processed none of this run.
+            after: Number of the last report that the reader has processed; None for the last one marked as delivered.
 
-        Returns None if there is no such report yet, or the queue was closed.
+        Returns None if there is no such report in time, or the queue was closed.
         """
         after = self._taken if after is None else after
         if after > self._taken:

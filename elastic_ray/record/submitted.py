@@ -57,7 +57,7 @@ class SubmittedJob:
 
     @property
     def next_submission(self) -> str:
-        """Id of the submission that would continue the script; deterministic, so that Ray rejects duplicates."""
+        """Id of the Ray job submission that would continue the script; deterministic, so Ray rejects duplicates."""
         token = hashlib.sha256(f"{self.session} {self.submission}".encode()).hexdigest()[:8]
         return f"{self.submission.partition(_RESUMED)[0]}{_RESUMED}{token}"
 

@@ -18,7 +18,7 @@ _HOUR_S = 3600.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
-    """Row of usage; its fields are those of ``--json``."""
+    """Row of a usage report; its fields are those of ``elastic-ray usage --json``."""
 
     user: str | None = None  # owner of the jobs; None where the row stands for several, as in the next three
     tenant: str | None = None
@@ -54,7 +54,7 @@ def week_of(time_s: float) -> str:
 
 
 def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]:
-    """Return the usage of one job, with a row for each user, tenant and week.
+    """Return the usage of one job, with a row for each user, tenant (such as a team) and week.
 
     Args:
         seen_s: Time at which the last run was last known to be active [s since the epoch]; used if it has not ended.
@@ -83,9 +83,9 @@ def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]
 
 
 def total(rows: Iterable[UsageRow], by: Sequence[str]) -> list[UsageRow]:
-    """Return the sums of rows that agree in the given ``DIMENSIONS``, sorted by these dimensions.
+    """Return the sums of rows that agree in the dimensions ``by`` (of ``DIMENSIONS``), sorted by these dimensions.
 
-    A sum of rows without any known cost has no cost; otherwise, rows without a cost count as 0.
+    The cost of a sum is None if no row has a known cost; otherwise, rows without a cost count as 0.
     """
     sums: dict[tuple[str, ...], UsageRow] = {}
     for row in rows:

@@ -1,7 +1,7 @@
 """Verification of a run's events: identical group state, each sample once per epoch, repeated steps (pure).
 
-Each proof is a link of a hash chain (``elastic_ray.state.progress``). A missing, added or modified line breaks the
-chain.
+Each event of kind ``pass`` proves facts about one pass over the data, and is a link of a hash chain
+(``elastic_ray.state.progress``). A missing, added or modified line breaks the chain.
 """
 
 from __future__ import annotations

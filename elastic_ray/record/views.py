@@ -285,7 +285,7 @@ def _remarks(record: JobRecord, planner: BatchPlanner, report: StepReport | None
 
 
 def wish_note(planner: BatchPlanner) -> str:
-    """Return a note about the sizes that the user's policies request; empty if they request none."""
+    """Return a note about the numbers of workers that adaptation policies request; empty if they request none."""
     match planner.wish:
         case (None, None):
             return ""

@@ -154,7 +154,7 @@ class WorkerErrors:
     def record(
         self, node: str, worker: str, cause: str, *, starting: bool, now_s: float, of_device: bool = False
     ) -> None:
-        """Record a worker's failure, to be reported to the allocator."""
+        """Record a worker's failure, to be reported to the allocator as a possible fault of its node."""
         told = {"node": node, "worker": worker, "cause": cause[:_CAUSE]}
         failure = NodeFailure(**told, age_s=0.0, starting=starting, of_device=of_device)
         self._noted = [*self._noted, (now_s, failure)][-_MOST_NOTED:]

@@ -22,23 +22,23 @@ class ControllerClient(Protocol):
         Args:
             loader: Limits of the training loader; None without one.
             has_state: True if this worker has kept a trained state in memory.
-            loaded: Step count of the automatic checkpoint that it loaded instead; 0 if none.
+            loaded: Step count of the automatic checkpoint that this worker has loaded; 0 if it has loaded none.
         """
 
     def failed(self, generation: int, cause: str) -> None:
         """Report a failed collective of ``generation``; this worker waits for the next generation."""
 
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
-        """Report that this worker now trains in ``generation``, with its pause and the proof of its state."""
+        """Report that this worker now trains in ``generation``, after a ``pause``, with a proof (hash) of its state."""
 
     def report_soon(self) -> None:
         """Request that rank 0's next step report be sent early, because it holds something urgent."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
-        """Report rank 0's metrics, and its checkpoint unless None; block until the checkpoint's files are copied."""
+        """Make report ``index`` of rank 0: metrics and, unless None, a checkpoint; block until its files are copied."""
 
     def add_files(self, checkpoint: Any, index: int) -> None:
-        """Add another rank's files to the checkpoint that rank 0 reports as number ``index``; block until received."""
+        """Add another rank's files to the checkpoint of rank 0's report ``index``; block until they are copied."""
 
     def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Report an event to the job's user: its kind, a sentence, and further values."""
@@ -47,4 +47,4 @@ class ControllerClient(Protocol):
         """Return a directory on this node for the train function's logs, the same for every rank 0 of the run."""
 
     def claim_fault(self, index: int) -> bool:
-        """Return True if this process may inject fault ``index`` of the script."""
+        """Return True if this process may inject fault ``index`` of the test's fault script."""

@@ -40,13 +40,13 @@ class Participant:
         """Prepare for an optimizer step, when user code has called the optimizer."""
 
     def applied(self) -> None:
-        """Record that the optimizer steps."""
+        """Record that the optimizer applies its update in this step."""
 
     def scale_moments(self, optimizer: Any) -> None:
-        """Set the second moments of an optimizer that has stepped with this rank's gradient to the whole batch's."""
+        """Correct an optimizer's second moments, after a step with this rank's gradient, to the whole batch's."""
 
     def prepare_average(self) -> None:
-        """Start the work for which :meth:`after_step` waits, before the ranks vote on a round that has ended."""
+        """Start the work for which :meth:`after_step` waits, before the ranks vote on a round of local steps."""
 
     def after_step(self, *, agree_on_scale: bool) -> None:
         """Average the replicas if due, after all ranks have committed a step that trained.
@@ -57,7 +57,7 @@ class Participant:
         """
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
-        """Start or stop measuring per-example gradient noise in the model's layers; True if the layers allow it.
+        """Start (if ``wanted``) or stop measuring per-example gradient noise in layers; True if the layers allow it.
 
         Args:
             every: Steps from one measurement to the next; None for as often as is cheap.
@@ -65,7 +65,7 @@ class Participant:
         return False
 
     def join(self, what: Announced) -> None:
-        """Join collectives of the model that other ranks announced, because this rank has no samples in the step."""
+        """Join the action ``what`` that other ranks have announced, because this rank has no samples in the step."""
 
     def remember(self) -> Any:
         """Return the values needed to undo the step that is about to start."""
@@ -83,12 +83,12 @@ class Participant:
 
     @property
     def local(self) -> bool:
-        """True if accumulated gradients differ from rank to rank, so that a planned change should wait."""
+        """True if accumulated gradients differ from rank to rank, so that a planned change of group should wait."""
         return False
 
     @property
     def drifts(self) -> bool:
-        """True while replicas intentionally diverge, until they are averaged."""
+        """True while replicas intentionally diverge (drift), until their models are averaged."""
         return False
 
     @property
@@ -107,7 +107,7 @@ class Participant:
         return False
 
     def enter_exchange(self, communicator: Communicator) -> None:
-        """Exchange the model with the ranks of a group; raises CommunicationFailedError if the group breaks."""
+        """Start exchanging models with the ranks of a group; raises CommunicationFailedError if the group breaks."""
 
     @property
     def may_train(self) -> bool:
@@ -121,7 +121,7 @@ class Participant:
 
     @property
     def settled(self) -> bool:
-        """True if replicas are identical after the committed steps, and this rank holds everything to be saved."""
+        """True if replicas are identical after the committed steps, and this rank holds the whole state to be saved."""
         return True
 
     @property
@@ -131,7 +131,7 @@ class Participant:
 
     @property
     def tabled(self) -> bool:
-        """True if the model has sharded tables, which only rank 0 saves."""
+        """True if the model has sharded tables (embeddings divided by rows), which only rank 0 saves."""
         return False
 
     @property
@@ -146,7 +146,7 @@ class Participant:
 
     @property
     def marker(self) -> int:
-        """Marker of the last average completed on this rank: a larger one is later, 0 before the first."""
+        """Number of the last average of the model completed on this rank; higher for later ones, 0 before the first."""
         return 0
 
     @property
@@ -161,12 +161,12 @@ class Participant:
 
     @property
     def strategy_key(self) -> str | None:
-        """Key under which step times may be pooled, by strategy; None while a strategy is being chosen."""
+        """Key of the current strategy, by which step times are grouped; None while a strategy is being chosen."""
         return ""
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
-        """Strategies that have won races (timed comparisons), keyed by the form of the group."""
+        """Strategies that have won races (timed comparisons), keyed by model number and kind of group."""
         return {}
 
     def set_strategy(self, strategy: object) -> None:
@@ -196,10 +196,10 @@ class Participant:
         """Collect on rank 0, before it saves, the state that only other ranks hold; called on every rank."""
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Equalise state that differs from rank to rank, before a planned change; called on every rank.
+        """Equalise state that differs from rank to rank, before a planned change of group; called on every rank.
 
         Args:
-            stays: For each rank, whether it is also in the next group. State that only leavers hold is handed over.
+            stays: ``stays[r]`` is True if rank r is in the next group too. State that only leavers hold is handed over.
 
         Raises CommunicationFailedError: The current group broke meanwhile.
         """
@@ -208,8 +208,9 @@ class Participant:
         """Merge the replicas of ranks that hold a trained state, in a new group and before it exchanges state.
 
         Args:
+            marker: Marker of the latest average that any of these ranks has completed.
             holds: True if this rank holds a trained state.
-            counts: True if this rank's own marker equals ``marker``, so that it contributes to the merged model.
+            counts: True if this rank has completed that average, so that it contributes to the merged model.
         """
 
     def enter_group(self) -> None:
@@ -220,4 +221,4 @@ class Participant:
         return {}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state."""
+        """Restore a state returned by :meth:`capture`."""

@@ -84,7 +84,7 @@ class ModelRegistry:
         return len(self.infos) - 1
 
     def noise(self) -> NoiseScale | None:
-        """Return the noise scale of the first model; None before it is estimated."""
+        """Return the gradient noise scale of the first model; None before it is estimated."""
         return self.first.noise() if self.first is not None else None
 
     def gain(self, scale: float) -> float:
@@ -109,7 +109,7 @@ class LoaderRegistry:
         self._made: list[weakref.WeakMethod[Any]] = []
 
     def lead(self, loader: object, info: LoaderInfo, *, in_processes: bool = False) -> None:
-        """Make this loader the leading one; with ``in_processes``, worker processes load its samples."""
+        """Make this loader the one that sets the job's limits; with ``in_processes``, worker processes load samples."""
         if self._fixed_batch:
             if info.limits.per_worker:
                 raise ValueError(
@@ -197,7 +197,7 @@ class Registry:
 
     @property
     def peak_s(self) -> float | None:
-        """Time that all models together need per sample at the GPU's peak [s]; None if unknown."""
+        """Time that all models together would need per sample at the GPU's peak performance [s]; None if unknown."""
         found = [effort() for effort in self.efforts]
         return sum(each for each in found if each) if found and None not in found else None
 
@@ -228,7 +228,7 @@ class Registry:
 
     @property
     def found_strategies(self) -> dict[str, FoundStrategy]:
-        """Strategies that have won races (timed comparisons) for the models, keyed by the form of the group."""
+        """Strategies that have won races (timed comparisons), keyed by model number and kind of group."""
         return {form: found for each in self.gradients for form, found in each.found_strategies.items()}
 
     @property
@@ -247,8 +247,8 @@ class Registry:
     def halving(self, steps: int) -> Halving | None:
         """Return the rule for splitting steps of a single rank in two, after ``steps`` committed steps.
 
-        Return None for no steps. Splitting measures the gradient noise, unless the models' layers can measure it
-        themselves.
+        The gradients of two halves show the gradient noise. Return None to split no steps, for example if the models'
+        layers can measure the noise themselves.
         """
         wanted = self._wanted_halving(steps)
         by_layers = wanted is not None and not self._needs_halves and self.monitoring.request.variance_every is None
@@ -329,7 +329,7 @@ class Registry:
         return digest(found) if found else 0
 
     def enter_exchanges(self, communicator: Communicator) -> None:
-        """Exchange models with the ranks of a group; raises CommunicationFailedError if the group breaks."""
+        """Start exchanging models with the ranks of a group; raises CommunicationFailedError if the group breaks."""
         for each in self.gradients:
             if each.pulls:
                 each.enter_exchange(communicator)
@@ -366,7 +366,7 @@ class Registry:
 
     @property
     def marker(self) -> int:
-        """Marker of the last average completed on this rank: a larger one is later, 0 before the first."""
+        """Number of the last average of models completed on this rank; higher for later ones, 0 before the first."""
         return max((each.marker for each in self.gradients), default=0)
 
     def drift_layout(self, *, trained: int) -> int:
@@ -394,7 +394,7 @@ class Registry:
             each.after_step(agree_on_scale=shared)
 
     def join(self, what: Announced) -> None:
-        """Join a model's collectives that other ranks have announced, because this rank has no samples in the step."""
+        """Join the action ``what`` that other ranks have announced, because this rank has no samples in the step."""
         self.gradients[what.index].join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
@@ -407,7 +407,7 @@ class Registry:
             each.collapse(gather=gather)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
-        """Make diverged replicas identical in a new group, before its ranks exchange state."""
+        """Make diverged replicas identical in a new group before it exchanges state (:meth:`Participant.reconcile`)."""
         counts = holds and self.marker == marker
         for each in self.gradients:
             each.reconcile(communicator, marker, holds=holds, counts=counts)
@@ -421,7 +421,7 @@ class Registry:
         """Prepare all models for a change of group on which the ranks have agreed.
 
         Args:
-            stays: For each rank, whether it is in the next group.
+            stays: ``stays[r]`` is True if rank r is also in the next group.
 
         Raises CommunicationFailedError: The current group broke meanwhile.
         """

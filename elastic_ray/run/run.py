@@ -148,8 +148,8 @@ class Run:
 
         Args:
             failure: Why the work failed on this worker; None if it succeeded.
-            saves: Save the state even if no save is due.
-            measured: Number of parameter groups whose statistics were measured, which all workers learn.
+            saves: Request a checkpoint even if none is due.
+            measured: Number of parameter groups whose statistics this worker has measured, sent to the other workers.
 
         Returns the failure of this worker or of another one; None if all succeeded.
         """
@@ -230,7 +230,7 @@ class Run:
         return True
 
     def bound_memory(self, step: LoaderStep) -> None:
-        """Limit the samples per forward pass on all ranks, after a step that exceeded a worker's memory."""
+        """Limit the samples per forward pass on all ranks, after ``step`` exceeded a worker's memory."""
         failed, progress, info = max(map(max, step.sizes)), self.states.progress, self.registry.loaders.info
         progress.bound_memory(failed)
         assert info is not None and progress.memory_bound is not None, "the loader leads"
@@ -249,7 +249,7 @@ class Run:
         )
 
     def set_shape(self, shape: BatchChoice | None) -> None:
-        """Use another batch shape from the next step on; None for the loader's own."""
+        """Use the batch shape ``shape`` from the next step on; None for the loader's own."""
         self.states.shape = shape
         self.shape_changes += 1
         self.registry.call(HookPoint.SHAPE_CHANGED)
@@ -257,7 +257,7 @@ class Run:
     def add_model(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, facts: ModelFacts
     ) -> int:
-        """Register a newly wrapped model; return its number, in order of wrapping.
+        """Register a newly wrapped model; return its number, counted from 0 in order of wrapping.
 
         Raises:
             RuntimeError: Training has started.

@@ -75,7 +75,7 @@ def install_unit(unit: UnitGroup) -> None:
 
 
 def uninstall_unit(unit: UnitGroup) -> None:
-    """Destroy the fixed group of a unit after its run."""
+    """Destroy the default process group that :func:`install_unit` made, after the unit's run."""
     if unit in _UNITS:
         _UNITS.remove(unit)
         _ORIGINALS["destroy_process_group"]()

@@ -149,7 +149,7 @@ class GroupChanges:
         return 0 < self._steps_waited <= _LONGEST_WAIT
 
     def regroup(self, cause: str) -> int:
-        """Find a group to continue with after a failure; return the number of passes that its furthest rank ended.
+        """Enter a new group after a failure; return how many loader passes its most advanced rank has ended.
 
         Raises CommunicationFailedError: The group cannot change.
         """
@@ -375,7 +375,7 @@ _NUMBERS = 255  # that a rank tells the others, beside 0 for one within a step
 
 @dataclasses.dataclass(slots=True)
 class CollectiveResults:
-    """Recorded results of user collectives, in order, since all ranks were last known to be at the same point."""
+    """Recorded results of user code's collectives since all ranks were last known to be at the same point."""
 
     first: int = 0
     contents: list[bytes] = dataclasses.field(default_factory=list)

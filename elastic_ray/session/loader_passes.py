@@ -49,7 +49,7 @@ class LoaderPasses:
         self._stepped_in = 0  # latest generation in which a step that is within no other was committed
 
     def check_group(self, loader_pass: PassProgress) -> None:
-        """Switch to the next group before a step is divided among ranks, if the current group was called off."""
+        """Enter the next group if the current one was called off, before a step is divided among ranks."""
         run = self._run
         known = run.membership if run.wishes is None else run.wishes  # what all workers of a unit know
         if known.voided and run.ledger.depth == 0:
@@ -160,7 +160,7 @@ class LoaderPasses:
     def end_after_step(self) -> None:
         """End the innermost pass after the current step, once that step is committed.
 
-        A lost step is drawn again, and the call must then be repeated. ``break`` does not allow that.
+        If the step is lost and drawn again, user code must make this call again; a ``break`` could not be repeated.
         """
         step = self._run.ledger.step
         assert step is not None, "a pass ends after a step"
@@ -198,7 +198,7 @@ class LoaderPasses:
     def edge(
         self, loader_pass: PassProgress | None = None, *, ends_pass: bool = False, abandoned: bool = False
     ) -> bool:
-        """Commit a step whose body has run; if it is lost, find a group to continue with and draw its batch again.
+        """Commit a step whose body has run; if it is lost, enter another group and draw the step's batch again.
 
         Args:
             loader_pass: The pass to which the step belongs; None for the innermost.
@@ -299,7 +299,7 @@ class LoaderPasses:
         Args:
             ends_pass, abandoned: Same as in :meth:`edge`.
 
-        Returns True if its steps are committed; otherwise they must be drawn again.
+        Returns True if the round's steps are committed; otherwise they must be drawn again.
         """
         run, ledger = self._run, self._run.ledger
         ended = ledger.round
@@ -386,9 +386,9 @@ class LoaderPasses:
 
         Args:
             total: Number of samples in the pass.
-            put_off: The user's code after the loop has already run. Actions between two steps are postponed until the
+            put_off: True if user code after the loop has already run. Actions between two steps are postponed until the
                 progress includes that code, so that a joiner, or the job when resumed, does not run it again.
-            abandoned: The loop was left before its end.
+            abandoned: True if the loop was left before its end.
             rest: Returns the hashes of the samples that the pass leaves out; None if the pass is not meant to use each
                 of its samples once.
 

@@ -247,7 +247,7 @@ class Session:
             ) from error
 
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
-        """Return (states by name, progress) with which a rerun in this process continues.
+        """Return the states keyed by name, and the progress, from which a rerun of the train function continues.
 
         Rolls back the step in progress. None if this worker has not joined, or the failure came during an update.
         """
@@ -280,7 +280,7 @@ class Session:
         return self.passes.enter()
 
     def resume_point(self) -> ResumePoint:
-        """Return the resume point of a checkpoint saved now; includes a current step that the model contains."""
+        """Return the resume point of a checkpoint saved now; the current step counts if the model has its update."""
         return self.ledger.resume_point(self.registry.models.gain)
 
     def warn_of_early_report(self) -> None:
@@ -303,7 +303,7 @@ class Session:
         return reports
 
     def may_save(self) -> bool:
-        """True if all ranks hold the same model; if not, request that models are made equal after the next step."""
+        """True if all ranks hold the same model; if False, the models are made equal after the next step."""
         settled = self.registry.settled
         if not settled:
             self.run.agreed.wants_consensus = True
@@ -317,7 +317,7 @@ class Session:
 
     @property
     def takes_more(self) -> bool:
-        """True if this rank's largest micro-batch in the step exceeds that of an equal division."""
+        """True if this rank's largest micro-batch in the step is larger than if all ranks had equally many samples."""
         step = self.ledger.outermost
         return step is not None and self.atomic_bsz > step.equal_bsz
 

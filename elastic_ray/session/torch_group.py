@@ -68,7 +68,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     # -- its place -----------------------------------------------------------------------------------------------------
 
     def rank(self) -> int:
-        """Return this worker's rank; during catch-up, a rank in the group whose results are replayed."""
+        """Return this worker's rank; during catch-up, at most the last rank of the group whose results are replayed."""
         session = session_of_thread()
         return 0 if session is None else min(session.group.rank_info.rank, self.size() - 1)
 

@@ -126,7 +126,7 @@ class StandaloneController:
         self.metrics: dict[str, Any] = {}
 
     def measure(self, session: Session) -> None:
-        """Read step measurements from rank 0's session, once its loader is known to adapt its batch size."""
+        """Read step measurements from rank 0's ``session``, once its loader is known to adapt its batch size."""
         self._session = weakref.ref(session)  # a session that is forgotten ends the thread that looks at it
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:

@@ -16,7 +16,7 @@ class Generators:
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
-        """Restore the generators, so that they draw the same numbers again."""
+        """Restore the generators to the snapshot, so that they draw the same numbers again."""
         torch.set_rng_state(self._cpu)
         np.random.set_state(self._numpy)  # noqa: NPY002
         random.setstate(self._python)

@@ -36,10 +36,10 @@ class Facts:
         return json.dumps(self.facts).encode()
 
     def difference(self, communicator: Communicator, fingerprints: Sequence[int]) -> str:
-        """Return an error text on how the ranks differ; empty if they agree. Call this on every rank.
+        """Return an error text on how the ranks' facts differ; empty if they agree. Call this on every rank.
 
         Args:
-            fingerprints: Fingerprint of each rank; 0 for a rank without one.
+            fingerprints: Fingerprint of each rank's facts; 0 for a rank without one.
 
         Raises CommunicationFailedError: The group broke meanwhile.
         """
@@ -64,13 +64,13 @@ class Facts:
 
 
 def common_rank(fingerprints: Sequence[int], joined: Sequence[bool]) -> int:
-    """Return the first rank with the most common fingerprint (0: none), preferring ranks that have not just joined."""
+    """Return the first rank with the most common fingerprint but 0, preferring ranks that have not just joined."""
     known = [rank for rank, value in enumerate(fingerprints) if value]
     return min(known, key=lambda rank: (joined[rank], -fingerprints.count(fingerprints[rank]), rank))
 
 
 def differing(ones: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """Return the names of facts that differ, ignoring None; floats are compared with a tolerance of 1 %."""
+    """Return the names of facts that differ; None equals anything, and floats are equal within 1 %."""
     return [name for name in dict.fromkeys([*ones, *others]) if not _alike(ones.get(name), others.get(name))]
 
 
@@ -156,6 +156,7 @@ def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
 
     Args:
         samples: Samples per epoch of each rank; below 0 if the rank does not know them.
+        joins: ``joins[r]`` is True if rank r is joining; empty if unknown.
 
     Raises ReplicasDifferError: Two ranks know different lengths.
     """

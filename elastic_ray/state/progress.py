@@ -69,7 +69,7 @@ class PassProgress:
     hashed: int | None = 0
 
     def advance(self, samples: int, hashes: int | None = None) -> None:
-        """Count a committed step of samples with the sum of their index hashes (None if unknown)."""
+        """Count a committed step of ``samples`` samples; ``hashes`` sums their index hashes, None if unknown."""
         self.position += samples
         self.hashed = None if self.hashed is None or hashes is None else (self.hashed + hashes) & BITS
 
@@ -165,7 +165,7 @@ class RunProgress:
         self.done += gain
 
     def count_weights(self, weight: float, samples: int) -> None:
-        """Add a step's total weight (its tokens) and samples to the mean number of tokens per sample."""
+        """Update the mean number of tokens per sample with a step's tokens (``weight``) and samples."""
         self.weighed += weight
         self.weighed_samples += samples
         mean = self.weighed / self.weighed_samples
@@ -204,13 +204,13 @@ class RunProgress:
     def bound_memory(self, failed: int) -> None:
         """Bound the samples processed at once, after a worker ran out of memory with ``failed`` samples.
 
-        The bound is half of ``failed``, or the largest number known to fit if that is at most 90 % of ``failed``.
+        The bound is half of ``failed`` or, if larger, the largest number known to fit, unless above 90 % of ``failed``.
         """
         fits = self.fits if self.fits <= 0.9 * failed else 0
         self.limit_memory(max(1, failed // 2, fits))
 
     def limit_memory(self, bound: int | None) -> None:
-        """Limit the samples that any worker processes at once, never above an earlier limit; None for no limit."""
+        """Limit the samples that any worker processes at once, never above an earlier limit; None changes nothing."""
         if bound is not None:
             self.memory_bound = bound if self.memory_bound is None else min(bound, self.memory_bound)
 
@@ -221,12 +221,12 @@ class RunProgress:
             sums[name] = sums.get(name, 0.0) + value
 
     def keep_sums(self) -> None:
-        """Drop sums of other epochs, but keep sums made before the first epoch, for code after the loop."""
+        """Drop all sums except those of the current epoch and those made before the first, for code after the loop."""
         kept = (-1, self.epoch)
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
 
     def reset_sums(self, key: tuple[int, int]) -> None:
-        """Set the accumulator with this key to empty, creating it if needed."""
+        """Empty the sums of the accumulator with this key, adding the key if it is new."""
         self.sums[key] = {}
 
     def restore_effects(self, effects: Effects) -> None:
@@ -250,7 +250,7 @@ class RunProgress:
         return done
 
     def summary(self) -> Progress:
-        """Return the progress for the allocator, in which ``stride`` epochs count as one."""
+        """Return the progress for the allocator, in which ``stride`` epochs count as one to limit its size."""
         epochs = None if not self.epochs else self.epochs / self.stride
         return Progress(done=self.done, epoch_ends=tuple(self.epoch_ends), epochs=epochs, stride=self.stride)
 

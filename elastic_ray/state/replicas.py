@@ -71,7 +71,7 @@ class Replicas:
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
         """True if the ranks must compare all parameters after ``steps`` steps: after 1, 10 and every 100.
 
-        Also due if ``always``, or ``at_end`` of a pass if many steps were made since the last comparison.
+        Also True if ``always``, or ``at_end`` of a pass if many steps were made since the last comparison.
         """
         late = at_end and steps - self._checked >= min(_EVERY, self._checked // _PART_OF_ALL)
         due = always or late or steps in _EARLY or steps % _EVERY == 0
@@ -87,7 +87,7 @@ class Replicas:
         return hash(tuple((p.data_ptr(), p._version) for p in parameters))
 
     def leave(self, steps: int, loader_steps: int) -> None:
-        """Record a fingerprint at the end of the loop over epochs, before code changes parameters on one rank alone.
+        """Record the parameters' fingerprint when the loop over epochs ends, before one rank alone changes them.
 
         Nothing is recorded if code in the last epoch has already changed them after its steps.
         """
@@ -279,7 +279,7 @@ def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], 
 
 
 def check_alike(ranks: Sequence[int], joined: Sequence[bool], told: str, step: int) -> None:
-    """Raise ReplicasDifferError, with the text ``told``, if any of these differing ranks has not just joined."""
+    """Raise ReplicasDifferError with the text ``told`` unless all of ``ranks``, which differ, have just joined."""
     if any(not joined[rank] for rank in ranks):
         raise ReplicasDifferError(
             f"all ranks must hold the same state before a group starts, but after {step} steps {told}. Code that "

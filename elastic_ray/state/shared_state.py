@@ -138,7 +138,7 @@ class SharedState:
         check_plain(self.capture())
 
     def snapshot(self) -> None:
-        """Copy the state from :meth:`register_rollback` at the start of a step.
+        """Copy the state registered with :meth:`register_rollback`, at the start of a step.
 
         Raises RuntimeError: A state cannot be captured; the message names it.
         """
@@ -262,7 +262,7 @@ class SharedState:
         Raises:
             RuntimeError: This rank registered a state that is not among the captured ones, or a state cannot be
                 restored. The message names it.
-            CorruptStateError: The checkpoint from which they come can no longer be read.
+            CorruptStateError: The checkpoint that holds the states can no longer be read.
         """
         missing = self._states.keys() - trees.keys()
         if missing:
@@ -277,7 +277,7 @@ class SharedState:
                     state.restore(tree)
 
     def resume(self, trees: dict[str, Any], *, loaded: bool) -> None:
-        """Continue from captured states: kept through a rerun or, if ``loaded``, from an automatic checkpoint.
+        """Continue from ``trees``, captured before a rerun or, if ``loaded``, read from an automatic checkpoint.
 
         Raises RuntimeError: As in :meth:`install`.
         """
@@ -293,7 +293,7 @@ class SharedState:
 
     @property
     def unique(self) -> bool:
-        """True if this worker has state beyond a checkpoint that it loaded, which would be lost with the worker."""
+        """True if this worker's state is more than a checkpoint that it loaded, and would be lost with the worker."""
         return self.complete and not self.loaded
 
     def _adopt_progress(self, progress: RunProgress) -> None:
@@ -312,7 +312,7 @@ class SharedState:
         Args:
             ledger: Ledger of this rank, which leaves a step if other ranks will draw it again or have completed it.
             replicas: Merges replicas that differ among ranks at the same progress. Before anything is sent, the ranks
-                that hold a state replace it by the mean over those of them that had completed the last average.
+                that hold a state replace it by the mean over the ranks among them that completed the last average.
             samples: Samples per epoch of this rank's training data; None if unknown.
 
         Raises:
@@ -525,7 +525,7 @@ class ModuleExtras:
         return any(_has_own(part) or (self._sums and _keeps_sums(part)) for part in self._module.modules())
 
     def capture(self) -> Any:
-        """Return modes, states and sums, each keyed by submodule name."""
+        """Return training modes, extra states and sums of metrics, each keyed by submodule name."""
         parts = dict(self._module.named_modules())
         return {
             "training": {name: part.training for name, part in parts.items()},

@@ -200,14 +200,14 @@ def send_state(communicator: Communicator, destination: int, trees: Mapping[str,
 def receive_state(
     communicator: Communicator, source: int, own: Callable[[str], Any | None]
 ) -> tuple[dict[str, Any], set[str]]:
-    """Receive the states that :func:`send_state` sent.
+    """Receive the states that :func:`send_state` sent from rank ``source``.
 
     Args:
         own: Returns, for a key, this rank's captured tree if its tensors may be overwritten in place, else None.
 
     Returns the trees, and the keys whose tensors were received in place (which need no restoring).
 
-    Raises CommunicationFailedError: The peer is lost or sent invalid data. Nothing of it was adopted.
+    Raises CommunicationFailedError: The peer is lost or sent invalid data, of which nothing was adopted.
     """
     with communicator.together():
         return _received(communicator, source, own)
@@ -451,7 +451,7 @@ def from_bytes(content: bytes) -> Any:
 
 
 def on_device_of(tree: Any, own: Any) -> Any:
-    """Return the tree with its tensors moved to the device of the tensors of ``own``."""
+    """Return the tree ``tree`` with its tensors moved to the device of the tensors of ``own``."""
     device = next((tensor.device for tensor in pack(own)[1]), torch.device("cpu"))
     if device.type == "cpu":
         return tree

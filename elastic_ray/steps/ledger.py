@@ -27,7 +27,7 @@ class Replay:
     """Rerun of user code until this worker catches up with the other ranks; effects on received state are undone.
 
     Args:
-        between_epochs: True if the code first passes through loader passes of earlier epochs.
+        between_epochs: True if the code must first run through loader passes of earlier epochs.
     """
 
     def __init__(self, state: SharedState, *, between_epochs: bool = False) -> None:
@@ -41,11 +41,11 @@ class Replay:
 
     @staticmethod
     def needed(progress: RunProgress) -> bool:
-        """True if the other ranks have begun a loader pass or collective of the epoch, which this rank must replay."""
+        """True if other ranks have started a loader pass or collective of the epoch, which this rank must replay."""
         return bool(progress.passes) or progress.joined_at is not None
 
     def reach_pass(self, ordinal: int) -> bool:
-        """Record that the code has reached the epoch's pass `ordinal`; True if it has caught up with the others."""
+        """Record that the code has reached the epoch's pass `ordinal`; True if this rank has caught up with others."""
         if ordinal < self._ordinal:
             return False
         self.before_pass = False
@@ -53,7 +53,7 @@ class Replay:
         return self._collective is None
 
     def reach_collective(self, number: int) -> bool:
-        """Record that the code has reached its collective number `number`; True if it has caught up with the others."""
+        """Record that the code has reached collective `number`; True if this rank has caught up with the others."""
         if self.before_pass or self._collective is None or number < self._collective:
             return False
         self._take_back()
@@ -95,7 +95,8 @@ class StepLedger:
 
     def __init__(self, state: SharedState, *, moment: Callable[[str], None] | None = None) -> None:
         self.state, self._moment = state, moment
-        self.step: LoaderStep | None = None  # the innermost step in progress, None between steps
+        # the innermost step that user code is in, None between steps; one left by `break` is still to be committed
+        self.step: LoaderStep | None = None
         self.round: StepRound | None = None  # that the outermost step is in; None where each step is voted on
         # the training step in progress, also while an evaluation pass runs inside it
         self.outermost: LoaderStep | None = None
@@ -105,6 +106,7 @@ class StepLedger:
         self.trains_in_rounds = False  # the last round in this group has trained
         # called for each own step of a round that another rank makes: what the loop's code would have moved on
         self.on_given: list[Callable[[], None]] = []
+        self._inner: LoaderStep | None = None
         self._outer: list[LoaderStep] = []
         self.next_ordinal = 0  # ordinal that the next loader pass of this epoch would get
         self._in_epoch = False
@@ -128,12 +130,6 @@ class StepLedger:
         return step is not None and not step.is_last_micro and self.abandoned < self.depth
 
     @property
-    def unleft(self) -> LoaderStep | None:
-        """Innermost step that user code has not left by ``break``; the outermost if it has left all."""
-        steps = (*self._outer, self.step)
-        return steps[max(self.depth - self.abandoned - 1, 0)]
-
-    @property
     def epochs_done(self) -> float:
         """Number of epochs of data trained on so far, including fractions."""
         step = self.outermost
@@ -142,9 +138,9 @@ class StepLedger:
 
     @property
     def initial_steps(self) -> int:
-        """Number of initial-batch steps to which the current step's samples correspond; 1 outside steps.
+        """Number of steps at the initial batch size that use as many samples as the current step; 1 outside steps.
 
-        Over a pass, they sum to the number of steps at the initial batch, however the batch changes meanwhile.
+        Over a pass, these numbers sum to the pass's steps at the initial batch, however the batch changes meanwhile.
         """
         step = self.outermost
         if step is None or self._counts_one or self.abandoned >= self.depth:
@@ -154,7 +150,7 @@ class StepLedger:
 
     @contextmanager
     def counting_one(self) -> Iterator[None]:
-        """Make ``initial_steps`` 1 within the block, for counters of epochs, which move in an epoch's last step."""
+        """Make ``initial_steps`` 1 within the block, for schedulers stepped once per epoch in the epoch's last step."""
         self._counts_one = True
         try:
             yield
@@ -169,11 +165,11 @@ class StepLedger:
     def number_in_step(self, place: str) -> int | None:
         """Return an unused number for an accumulator that code at ``place`` makes within a step; None between steps.
 
-        It follows from the steps committed before, where nested passes are, the place in the code, and how often the
-        step has been there. A step that is drawn again thus gives the same numbers again, whichever accumulators
-        outlived its loss, and a worker that has joined meanwhile gives them too.
+        The number depends on the steps committed before, the positions of nested passes, the place in the code, and how
+        often the step has been there. A step that is drawn again thus gives the same numbers again, whichever
+        accumulators outlived its loss, and a worker that has joined meanwhile gives them too.
         """
-        steps = (*self._outer, self.step)[: max(self.depth - self.abandoned, 0)]
+        steps = (*self._outer, self._inner)[: max(self.depth - self.abandoned, 0)]
         first, last = self.outermost, steps[-1] if steps else None
         if first is None or last is None:  # code after `break` is also run by workers that join later
             return None
@@ -193,7 +189,7 @@ class StepLedger:
         """Start to replay user code up to the others' position; the received state already contains its effects.
 
         Args:
-            between_epochs: True to replay up to the next pass that starts, False up to the others' place in the epoch.
+            between_epochs: True to replay up to the start of the next pass, False up to their place in the epoch.
         """
         if between_epochs and self.replays_passes:
             return
@@ -202,12 +198,12 @@ class StepLedger:
 
     @property
     def replaying(self) -> bool:
-        """True while the loop's code runs only to catch up with the other ranks."""
+        """True while the loop's code runs only to catch up with the other ranks, without effect on shared state."""
         return self._replay is not None
 
     @property
     def replays_passes(self) -> bool:
-        """True during a replay that has not reached the others' latest pass."""
+        """True during a replay (rerun of user code to catch up) that has not reached the other ranks' latest pass."""
         return self._replay is not None and self._replay.before_pass
 
     def reach_collective(self, number: int) -> None:
@@ -220,7 +216,7 @@ class StepLedger:
 
         Raises RuntimeError: A pass over whole batches is in progress.
         """
-        if self.step is not None and self.step.whole:
+        if self._inner is not None and self._inner.whole:
             raise RuntimeError(
                 "no loader may be iterated within a pass over whole_batches=True: towards its end some ranks have no "
                 "batch there, and would miss that loop; iterate one after the other"
@@ -239,15 +235,16 @@ class StepLedger:
 
     def abandon(self, left: PassProgress) -> None:
         """Record that user code left this pass in the middle of a step, by ``break`` or an exception."""
-        if any(step.loader_pass is left for step in (*self._outer, self.step) if step is not None):
+        if any(step.loader_pass is left for step in (*self._outer, self._inner) if step is not None):
             self.abandoned += 1
+            self._update()
 
     def pop_abandoned(self) -> LoaderStep | None:
         """Return the innermost abandoned step, which must now be committed; None if there is none left."""
-        if not self.abandoned or self.step is None:
+        if not self.abandoned or self._inner is None:
             return None
         self.abandoned -= 1
-        return self.step
+        return self._inner
 
     def start_round(self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool) -> None:
         """Start a round of ``steps`` local steps, which the ranks commit together after averaging their models.
@@ -288,23 +285,24 @@ class StepLedger:
 
     def start(self, step: LoaderStep) -> None:
         """Start a step, before its first micro-batch is handed out."""
-        if self.step is not None:
+        if self._inner is not None:
             self._around = (self._failure, self.depth) if self._failure is not None else self._around
-            self._outer.append(self.step)
+            self._outer.append(self._inner)
         else:
             self._updates_asked = 0
             self._failure, self._around = None, (None, 0)
             self.reduced = self._trains = False
             step.loader_steps = self.state.progress.loader_steps
             self.state.snapshot()
-        self.step = step
+        self._inner = step
         self._update()
 
     def _update(self) -> None:
         """Update cached attributes after steps have started or ended, or a failure has changed."""
-        outer, step = self._outer, self.step
+        outer, step = self._outer, self._inner
         self.outermost = outer[0] if outer else step
         self.depth = len(outer) + (step is not None)
+        self.step = (*outer, step)[max(self.depth - self.abandoned - 1, 0)] if self.abandoned else step
         cause, steps = self._around
         self.failure = self._failure if self._failure is not None or self.depth > steps else cause
         self.failed = self.failure is not None
@@ -320,26 +318,26 @@ class StepLedger:
         """
         if self.updating:
             self._check_updated()
-        if expected is not None and self.step is None:
+        if expected is not None and self._inner is None:
             raise RuntimeError(
                 "an iterator over an AdaptiveDataLoader belongs to the epoch in which it was made, and that epoch has "
                 "ended: call iter(loader) again in each epoch"
             )
-        if expected is not None and self.step is not None and self.step.loader_pass is not expected:
+        if expected is not None and self._inner is not None and self._inner.loader_pass is not expected:
             raise RuntimeError(
                 "loops over AdaptiveDataLoaders may be nested but not interleaved, as in zip(loader_a, loader_b): "
                 "use one loader over a dataset that yields both items"
             )
-        if self.step is None:
+        if self._inner is None:
             raise AssertionError("an edge without a step")
-        step, self.step = self.step, self._outer.pop() if self._outer else None
+        step, self._inner = self._inner, self._outer.pop() if self._outer else None
         self._update()
         return step
 
     @property
     def needs_vote(self) -> bool:
         """True if the step that has just ended had no collective that could carry the ranks' vote."""
-        return self.step is not None or not self.reduced
+        return self._inner is not None or not self.reduced
 
     @property
     def trains(self) -> bool:
@@ -353,16 +351,16 @@ class StepLedger:
 
         Args:
             generation: Current generation, recorded as that of the last step.
-            gain: Returns the statistical progress of a step at a given scale.
+            gain: Returns the statistical progress of a step at a given scale (global / initial batch size).
             hashes: Sum of the hashes of the step's sample indices (in a round, of this rank's); None if unknown.
 
-        Returns whether the step trained; always False for a step nested in another.
+        Returns True if the step trained; always False for a step nested in another.
         """
-        within = self.round if self.step is None else None
+        within = self.round if self._inner is None else None
         if not step.taken:
             step.loader_pass.advance(step.count, hashes if within is None or hashes is None else 0)
             self.state.progress.commit(generation)
-        if self.step is not None:
+        if self._inner is not None:
             return False
         # Passes nested in the step are over with it: every step counts them from the same number again.
         self._discard_nested(step)
@@ -382,7 +380,7 @@ class StepLedger:
         """Undo a lost step: restore state that user code changed in it. Call :meth:`resume` with the result afterwards.
 
         Args:
-            gradients_wait: Whether gradients of the surrounding step wait for an update.
+            gradients_wait: True if accumulated gradients of the surrounding step have not been applied yet.
         """
         lost = self.lost_within(gradients_wait=gradients_wait)
         if not lost.nested:
@@ -392,7 +390,7 @@ class StepLedger:
 
     def lost_within(self, *, gradients_wait: bool) -> LostStep:
         """Return the facts about a loss in a pass, for :meth:`resume`; ``gradients_wait`` is as in :meth:`undo`."""
-        return LostStep(self.step is not None, gradients_wait or self._around[1] > 0, self._place)
+        return LostStep(self._inner is not None, gradients_wait or self._around[1] > 0, self._place)
 
     def resume(self, lost: LostStep, cause: str) -> None:
         """Resume in the group found after :meth:`undo`; a surrounding step that no rank finished is also drawn again.
@@ -418,7 +416,7 @@ class StepLedger:
 
         Raises RuntimeError: The pass is for evaluation only.
         """
-        if (step := self.unleft) is not None and step.whole:
+        if self.step is not None and self.step.whole:
             raise RuntimeError(
                 "backward() within a pass over whole_batches=True, which is for evaluation: towards its end some ranks "
                 "have no batch. To train, leave whole_batches out; where a loss needs several samples together, make "
@@ -448,7 +446,7 @@ class StepLedger:
 
     @property
     def depth_in_group(self) -> int:
-        """Number of nested passes whose current step this rank shares with the others; -1 during a replay."""
+        """Number of nested passes whose current step this rank shares with the other ranks; -1 during a replay."""
         return -1 if self.replaying else self.depth if self._left is None else self._left.depth
 
     @property
@@ -458,7 +456,7 @@ class StepLedger:
 
     def leave_steps(self, depth: int) -> None:
         """Leave the steps nested deeper than ``depth`` in a change of group; their code runs on without effect."""
-        step = (*self._outer, self.step)[depth]
+        step = (*self._outer, self._inner)[depth]
         assert step is not None, "this rank is in more steps than the others"
         sums = copy.deepcopy(self.state.progress.sums) if self._left is None else self._left.sums
         if not depth and self.round is not None:
@@ -469,7 +467,7 @@ class StepLedger:
         self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
 
     def end_left(self, step: LoaderStep) -> bool:
-        """End a step that was left, and adopt the group's progress; True if the other ranks have committed the step."""
+        """End a step that this rank had left, and adopt the group's progress; True if other ranks have committed it."""
         left, self._left = self._left, None
         assert left is not None and left.progress is not None, "a group was entered"
         if not left.depth:
@@ -519,7 +517,7 @@ class StepLedger:
         """Return the resume point of a checkpoint saved now; a step counts as done if the model contains its update.
 
         Args:
-            gain: Returns the statistical progress of a step at a given scale.
+            gain: Returns the statistical progress of a step at a given scale (global / initial batch size).
         """
         step = self.outermost
         if step is None or self.state.progress.optimizers_stepped == 0:
@@ -541,7 +539,7 @@ class StepSums:
         return scope, number
 
     def expected(self, progress: RunProgress) -> bool:
-        """True if the current epoch or code outside epochs has accumulators, to which any rank may have added."""
+        """True if accumulators exist in the current epoch or outside epochs; any rank may have added to them."""
         return bool(progress.sums) or -1 in self._made or progress.epoch in self._made
 
     def add(self, depth: int, key: tuple[int, int], name: str, value: float) -> None:
@@ -550,7 +548,7 @@ class StepSums:
         sums[name] = sums.get(name, 0.0) + value
 
     def of(self, depth: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
-        """Return the sums of the step at nesting depth ``depth``, by accumulator key and name."""
+        """Return the sums of the step at nesting depth ``depth``, keyed by accumulator and then by name."""
         return self._pending.get(depth, {})
 
     def undo_beyond(self, depth: int) -> None:
@@ -559,7 +557,7 @@ class StepSums:
 
 
 class SampleTally:
-    """Tally of the samples that a step has used, summed over the ranks in the step's vote: a ``ControlPart``.
+    """Tally of the samples that a step has used, summed over the ranks with the step's control values.
 
     Each rank contributes the hashes of the samples that its loader has handed out for the step.
 
@@ -594,6 +592,6 @@ class SampleTally:
         self._heard = (round(low) + (round(middle) << _WIDTH) + (round(high) << 2 * _WIDTH)) & BITS
 
     def take(self, step: LoaderStep | StepRound) -> int | None:
-        """Return the sum of the hashes of all ranks' samples, modulo 2^32, and clear it; None if unknown."""
+        """Return the sum of the hashes of all ranks' samples in a step, modulo 2^32, and clear it; None if unknown."""
         heard, self._heard, self.ended = self._heard, None, None
         return heard if step.hashed is not None else None

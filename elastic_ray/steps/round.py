@@ -12,7 +12,7 @@ from elastic_ray.steps.step import LoaderStep
 
 @dataclasses.dataclass(slots=True)
 class StepRound:
-    """Round in progress: the steps until the models are next averaged.
+    """Round in progress: the local steps from one average of the ranks' models to the next.
 
     Attributes:
         loader_pass: The pass to which the round belongs.
@@ -23,7 +23,7 @@ class StepRound:
         steps: Steps that this rank has completed.
         trained: True if any step has trained.
         last: The latest step of this rank; None before the first.
-        made_at: Places in the code at which this rank has made accumulators in it, and how many.
+        made_at: Places in the code at which this rank has made accumulators in the round, and how many.
     """
 
     loader_pass: PassProgress

@@ -108,7 +108,7 @@ class LoaderStep:
 
     @property
     def work(self) -> Sequence[Sequence[float]]:
-        """``work[rank][micro]``: weights that the loop has set, if known for all ranks, else numbers of samples."""
+        """``work[rank][micro]`` is the weight set by the loop, if known for all ranks, else the number of samples."""
         return self.counts if self.counts is not None and len(self.counts) == len(self.sizes) else self.sizes
 
     @property
@@ -146,9 +146,9 @@ class LoaderStep:
     def weight(self, rank: int) -> float:
         """Return the weight of a rank's current micro-batch in the step's mean gradient (by samples, not by ranks).
 
-        If the loop sets weights, this rank's value is provisional until :attr:`counts` are known: a unit of weight
-        counts like one sample. The weights of a step's earlier micro-batches are then correct up to one common factor,
-        ``count / sum of the counts``.
+        If the loop sets weights, this rank's value is provisional until :attr:`counts` are known: until then, a unit of
+        weight counts like one sample, and the weights of a step's earlier micro-batches are correct up to one common
+        factor, ``count / sum of the counts``.
         """
         if not self.own_counts:
             return self.sizes[rank][self.micro] / self.count
@@ -157,7 +157,7 @@ class LoaderStep:
         return _part(self.counts[rank][self.micro], sum(map(sum, self.counts)))
 
     def own_weight(self, rank: int) -> float:
-        """Return the current micro-batch's fraction of the rank's own samples; provisional, as in :meth:`weight`."""
+        """Return the current micro-batch's fraction of the samples of ``rank``; provisional, as in :meth:`weight`."""
         if not self.own_counts:
             return self.sizes[rank][self.micro] / sum(self.sizes[rank])
         if self.counts is None:
@@ -237,14 +237,14 @@ class StepClock:
         self._last_edge_s, self._last_micro_s = now_s, now_s
 
     def micro(self) -> None:
-        """Record the end of a micro-step that does not synchronise."""
+        """Record the end of a micro-step that does not synchronise gradients."""
         now_s = time.monotonic()
         if self._last_micro_s is not None and not self._skip:
             self._micros.append(now_s - self._last_micro_s)
         self._last_micro_s = now_s
 
     def change_begins(self) -> None:
-        """Record the start of a change of group, whether the ranks agreed on it or a failure caused it."""
+        """Record the start of a change of group, which either the ranks agreed on or a failure caused."""
         self._change_s = time.monotonic() if self._change_s is None else self._change_s
 
     def group_stands(self) -> None:
@@ -270,7 +270,7 @@ class StepClock:
         return pause
 
     def take(self) -> tuple[BatchChoice | None, int, float, float]:
-        """Return shape, number of steps, median step time [s] and median micro-step time [s] since the last call."""
+        """Return (batch shape, number of steps, median step time, median micro-step time) since the last call [s]."""
         steps, micros = self._steps, self._micros
         self._steps, self._micros = deque(maxlen=_KEPT), deque(maxlen=_KEPT)
         return (

@@ -42,7 +42,7 @@ def lower_median(values: Sequence[float]) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Base class of records of a group's steps, whose fields are numbers or tuples with one entry per rank."""
+    """Base class of records of a group's steps; each field is a number, or a tuple with one entry per rank."""
 
     def to_state(self) -> dict[str, Any]:
         """Return the fields as plain values, for :meth:`from_state`."""
@@ -120,23 +120,23 @@ class SpeedTrace(Trace):
         return self.steps >= MIN_STEPS
 
     def ratio(self, rank: int, among: Sequence[int]) -> float:
-        """Return a rank's average time divided by the median of the ranks ``among``; 1 before the first step."""
+        """Return a rank's average time for equal work, divided by the median of ``among``; 1 before the first step."""
         return self.busy[rank] / self._usual(among) if self.steps else 1.0
 
     def last_ratio(self, rank: int, among: Sequence[int]) -> float:
-        """Return a rank's median time over the last five steps, divided by the median of the ranks ``among``."""
+        """Return a rank's median time for equal work in the last five steps, divided by the median of ``among``."""
         middle = [lower_median(times) for times in zip(*self.last, strict=True)]
         return middle[rank] / lower_median([middle[other] for other in among])
 
     def slow(self, rank: int, among: Sequence[int]) -> bool:
-        """True if the rank is a straggler: on average, in most recent steps, and by more than noise explains."""
+        """True if the rank is slower than the ranks ``among``: on average, in most recent steps, and beyond noise."""
         if not self.ready or self.recent[rank].bit_count() < _SLOW_STEPS:
             return False
         excess = self.busy[rank] - self._usual(among)
         return THRESHOLD * self.ratio(rank, among) > 1.0 and excess > _SIGNIFICANT * self.deviation
 
     def waits_for_data(self, rank: int, among: Sequence[int]) -> bool:
-        """True if the rank spends most of its time in excess of the median waiting for data."""
+        """True if the rank spends most of its time beyond the median of ``among`` waiting for data."""
         usual = lower_median([self.data[other] for other in among])
         return 2.0 * (self.data[rank] - usual) > self.busy[rank] - self._usual(among)
 
@@ -145,7 +145,7 @@ class SpeedTrace(Trace):
 
 
 def moved(before: Sequence[float], now: Sequence[float], part: float) -> tuple[float, ...]:
-    """Return the averages after moving each towards its new value by the fraction ``part`` of the difference."""
+    """Return the averages ``before``, each moved towards its value in ``now`` by the fraction ``part`` of the gap."""
     return tuple(old + part * (new - old) for old, new in zip(before, now, strict=True))
 
 
@@ -212,7 +212,7 @@ class SendTrace(Trace):
 
 
 def plus(before: Sequence[float], now: Sequence[float]) -> tuple[float, ...]:
-    """Return the sums after adding new values; an empty ``before`` counts as zeros."""
+    """Return the elementwise sums of ``before`` and ``now``; an empty ``before`` counts as zeros."""
     return tuple(now) if not before else tuple(old + new for old, new in zip(before, now, strict=True))
 
 

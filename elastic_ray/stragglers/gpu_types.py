@@ -71,7 +71,7 @@ class TypeShares:
         return self._mixed
 
     def weights(self, others: Sequence[float] | None) -> tuple[float, ...] | None:
-        """Return each current rank's weight in a step's samples, times ``others`` if given; None if all are equal."""
+        """Return each rank's weight in dividing a step's samples, times ``others`` if given; None if all are equal."""
         if not self.mixed:
             return tuple(others) if others is not None else None
         known = self._known()
@@ -166,7 +166,7 @@ class TypeShares:
         return {gpu: lower_median(found) for gpu, found in sorted(by_type.items())}
 
     def take(self) -> tuple[MeasuredPart, ...]:
-        """Return the mean measures of each GPU type since the last call; empty if there was one type or no step."""
+        """Return the mean measures of each GPU type since the last call; empty without steps or with a single type."""
         seen, self._reported = self._reported, {}
         members = [member.gpu_type for member in self._members()]
         if not self.mixed or any(sums.busy_s <= 0 for sums in seen.values()):

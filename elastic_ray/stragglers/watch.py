@@ -101,7 +101,7 @@ class StragglerWatch:
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """Share of each current rank in a step's samples; None if the shares are equal."""
+        """Weight of each rank in the division of a step's samples; None if all ranks have equal shares."""
         if not self.slow or self._equal() or not any(each.weight < 1.0 for each in self.slow):
             return None
         weights = {each.worker: each.weight for each in self.slow}
@@ -341,7 +341,7 @@ def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecentSteps(Trace):
-    """Sums over the latest steps, which are merged while they are short."""
+    """Sums of the ranks' measures over the latest steps, until these have lasted long enough to be evaluated."""
 
     work: tuple[float, ...] = ()  # samples of each rank
     # time of each rank until its gradients were complete [s]

@@ -285,11 +285,11 @@ class SMA(_Averaging):
 class PairAveraging(_Averaging):
     """Strategy that averages each model with a random other rank's newest model (KungFu: PairAveragingOptimizer).
 
-    During a step, each rank pulls the newest model of a random other rank; after the step, it averages its own model
-    with the pulled one. No rank waits for a model, so runs are not reproducible.
+    During a step, each rank pulls the newest model of a random other rank; before its next update, it averages its own
+    model with the pulled one. No rank waits for a model, so runs are not reproducible.
 
     Attributes:
-        period: Number of steps that ranks make separately and commit together.
+        period: Number of steps that each rank makes on its own before all ranks commit them together.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
         batch_moments: Whether Adam's second moments are those of the whole batch; see ``Average``.
 

@@ -78,7 +78,7 @@ def real_count(tensor: Tensor) -> int:
 
 
 def local(tensor: Any) -> Any:
-    """Return this worker's part of a divided tensor, or the tensor itself if it is not divided."""
+    """Return this worker's part of a distributed tensor (DTensor), or the tensor itself if it is not one."""
     return getattr(tensor, "_local_tensor", tensor)
 
 

@@ -25,7 +25,7 @@ class ParamInfo:
         group: Index of the parameter's group in the optimizer.
         sparse: Whether a layer with ``sparse=True`` computes its gradients.
         table: Whether the parameter is used only by embedding layers, according to the module tree.
-        rows: Median number of distinct rows that a rank uses in a step; None if unknown, or if it is not a table.
+        rows: Median number of distinct rows that a rank uses in a step; None if unknown or if ``table`` is False.
         divisible: Whether the elements are contiguous in memory, so that a range of them is a tensor.
     """
 
@@ -123,7 +123,7 @@ class Topology:
 
     @property
     def why_flat(self) -> str:
-        """Reason why ``"two_level"`` does not apply to the group; empty if it does."""
+        """Reason why the ``"two_level"`` all-reduce does not apply to the group; empty if it does."""
         there = len(set(self.level_numbers))
         if there == 1:
             return "all ranks are on one node"
@@ -155,14 +155,14 @@ class BucketPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TilePlan:
-    """Plan for parameters whose optimizer state is divided into tiles."""
+    """Plan for the parameters whose optimizer state is divided into tiles, each owned by a few ranks."""
 
     params: tuple[int, ...]  # positions in ``ModelProfile.params``, in its order
     owner: Owner  # how
     divided: bool  # whether the group has more ranks than each tile has owners; else every rank holds the whole state
 
     def holds(self, params: Sequence[int]) -> bool:
-        """True if the optimizer state of all parameters at these positions is divided into tiles."""
+        """True if this plan covers all parameters at the given positions in ``ModelProfile.params``."""
         return set(params) <= set(self.params)
 
 

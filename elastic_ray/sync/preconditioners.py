@@ -55,7 +55,7 @@ def squared_norm(flat: Tensor, precond: Tensor | FlatPreconditioner | None = Non
 
 
 def compact(values: Tensor) -> Tensor:
-    """Return values in the dtype in which they are stored for later steps: float32 becomes bfloat16.
+    """Return a tensor in the dtype in which it is stored for later steps: bfloat16 instead of float32.
 
     Bfloat16 has the same range. Rounding each value by up to 2^-9 adds 1e-6 of a gradient's squared norm to the
     variance between two gradients.
@@ -222,7 +222,7 @@ class FlatPreconditioner:
         self._floors = self._find_floors()
 
     def advance_to(self, elapsed: int) -> None:
-        """Assume that all parameters have taken ``elapsed`` steps since creation.
+        """Assume that all parameters have made ``elapsed`` steps since this object was created.
 
         Reading their step counts instead could block on the GPU.
         """
@@ -289,7 +289,11 @@ class FlatPreconditioner:
 
     @torch.no_grad()
     def factors_of(self, parts: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> list[Tensor | None]:
-        """Return the factors for a part of each parameter (cut by its function); None stands for 1."""
+        """Return the preconditioner's factors for parts of parameters; None in place of factors that are all 1.
+
+        Args:
+            parts: Parameters, each with the function that cuts its part out of a tensor of the parameter's shape.
+        """
         found: list[Tensor | None] = [None] * len(parts)
         by_function: dict[_Function, list[int]] = {}
         places = [self._places[id(param)] for param, _ in parts]
@@ -313,7 +317,7 @@ class FlatPreconditioner:
 
     @torch.no_grad()
     def squared_norms(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return ||P g||^2 of each given gradient, which may belong to only some of the parameters."""
+        """Return ||P g||^2 of each given gradient; ``params`` may be only some of the preconditioner's parameters."""
         flat = {self._places[id(p)]: as_real(grad.detach()).reshape(-1) for p, grad in zip(params, grads, strict=True)}
         found: dict[int, list[Tensor]] = {place: [] for place in flat}
         for part in self._parts:
@@ -355,7 +359,7 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
 
 
 def least_denominator(size: Tensor) -> Tensor:
-    """Return the lower bound of the denominators ``size``: a hundredth of their root mean square."""
+    """Return the lower bound of a parameter's denominators: a hundredth of their root mean square."""
     return size.square().mean().sqrt().mul_(LEAST_PART).clamp_(min=torch.finfo(size.dtype).tiny)
 
 

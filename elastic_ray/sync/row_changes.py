@@ -1,7 +1,7 @@
 """Changes that user code makes to parameters outside of optimizer steps, such as weight averages (torch).
 
-In a sharded model, a rank's parameters contain only the rows that the rank owns. As a follower it also holds
-copies of rows that other ranks own, which are not part of its model. Like an update, a change must reach both.
+In a sharded model, a rank's parameters contain only the rows that the rank owns. The rank also holds copies of rows
+that other ranks own, which are not part of its model. Like an update, a change must reach both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HOW = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdatedRows:
-    """Rows that the update in progress changes, for :func:`change_parameters`."""
+    """Rows of a sharded model that the update in progress changes, for :func:`change_parameters`."""
 
     places: Mapping[int, int]  # position of each of the model's parameters, by ``id``
     # of each shard that this rank holds the rows by that position; without parameters of which it has none
@@ -121,12 +121,12 @@ class HandChanges:
         self._found = self._suspected = False
 
     def adapt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Treat the optimizer's steps as updates, and changes made by its later hooks as changes by hand."""
+        """Treat the optimizer's steps as updates, and later changes by its post-step hooks as changes by hand."""
         handle = optimizer.register_step_post_hook(lambda *_: self.record())
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     def watch(self, rows: Iterable[Tensor]) -> None:
-        """Replace the watched rows by these, with their current values as the reference."""
+        """Watch the given rows instead of the previous ones, with their current values as the reference."""
         flat = [each.detach().reshape(-1) for each in rows if each.numel()]
         self._looked_at = [each[:: max(1, each.numel() // _LOOKED_AT)] for each in flat]
         self.record()
@@ -158,7 +158,7 @@ class HandChanges:
 
     @property
     def found(self) -> bool:
-        """True if a change by hand was found."""
+        """True if a watched row was changed since its reference was recorded."""
         now, seen = self._now(), self._seen
         return self._found or not bool(((now == seen) | (now.isnan() & seen.isnan())).all())
 

@@ -73,7 +73,7 @@ class Wire:
 
     @property
     def compresses(self) -> bool:
-        """True if the format loses more precision than rounding to 16 bits does."""
+        """True if gradients are sent with less precision than 16-bit rounding: as int8 or as low-rank factors."""
         return self.rank > 0 or self.dtype == "int8"
 
     @property
@@ -224,8 +224,8 @@ class Average:
     Attributes:
         algorithm: ``"local_sgd"`` sets all ranks to the mean every ``period`` steps. ``"diloco"`` makes an outer
             Nesterov step towards the mean instead. ``"sma"`` (KungFu's synchronous model averaging) moves each rank
-            towards the mean by ``alpha``. ``"pair"`` averages with the newest model of a random other rank after each
-            step, if that model has arrived.
+            towards the mean by ``alpha``. ``"pair"`` averages with the newest model of a random other rank before
+            each update, if that model has arrived.
         period: Number of steps between averages. Ranks make these steps independently and commit them together.
         alpha: Fraction of the distance to the mean [0 to 1], for ``"sma"``.
         outer_lr: Outer learning rate, for ``"diloco"``.
@@ -340,7 +340,7 @@ class Strategy:
         return dataclasses.replace(self, rules=tuple(rules), default=_by(self.default, topology), name=name)
 
     def asks_for(self, topology: str) -> bool:
-        """True if the strategy all-reduces any gradients with the given topology."""
+        """True if the strategy all-reduces at least some gradients with the given topology."""
         return any(isinstance(sync, Reduce) and sync.topology == topology for sync in self.syncs)
 
     @property

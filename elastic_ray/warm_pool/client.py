@@ -44,7 +44,7 @@ class PoolClient:
         self._witnesses: dict[str, Any] = {}
 
     async def take(self, node: str, *, starting: bool = True) -> tuple[Any, str] | None:
-        """Claim a process on a node, and return it with its name; None if no process is available.
+        """Claim a warm (pre-started) process on a node, and return it with its name; None if none is available.
 
         Args:
             starting: Whether to accept a process that is still starting, and wait for it.
@@ -80,7 +80,7 @@ class PoolClient:
             return False
 
     async def order(self, nodes: Mapping[str, int], *, over: bool = False) -> None:
-        """Report the number of processes wanted per node, or that the owner has ended; start requested processes."""
+        """Report processes wanted per node, or (``over``) the owner's end; start those that the pool requests."""
         if not self.on or not (nodes or over):
             return
         try:
@@ -96,7 +96,7 @@ class PoolClient:
             logger.info("%s: the pool of warm processes does not answer: %r", self._owner.holder, error)
 
     def witness(self, node: str) -> Any | None:
-        """Return a process of the pool that can check other processes on the node; None if there is no such process."""
+        """Return a pool process that can check whether other processes on the node run; None if there is none."""
         return self._witnesses.get(node)
 
 

@@ -125,7 +125,7 @@ class WarmPool:
         The caller must claim the process before using it.
 
         Args:
-            job: Job or sweep of the caller. If it is new, no process is started on the node for a while.
+            job: Job or sweep of the caller. For a new job, the pool starts no other process on the node for a while.
             environment: Key of the process's runtime environment.
             starting: Whether a process that is still starting is acceptable.
         """

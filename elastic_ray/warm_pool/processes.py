@@ -38,7 +38,7 @@ _COLD_S = 30.0  # no other warm process on a node for so long after one could no
 def end_strays(job: str, keep: Collection[str]) -> None:
     """Kill processes of the job that no controller knows any more, except those named in ``keep``. Blocks.
 
-    Some of them may still be starting for a controller that has died.
+    Some of these processes may still be starting for a controller that has died.
     """
     for name, actor in actors_named(_prefix(job)):
         if name not in keep:
@@ -75,7 +75,7 @@ def environment_of(spec: JobSpec) -> dict[str, Any]:
 
 
 def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: str) -> Any:
-    """Start a worker process on a node. The caller must end the process, which also exits when its owner is gone.
+    """Start a worker process on a node. The caller must end it; it also exits by itself when its owner is gone.
 
     The process requests no resources. Ray cannot move a warm process into the placement group that reserves a
     worker's resources, but the process can run on the node where the group has reserved them.
@@ -153,7 +153,7 @@ class Processes:
         return self._spec.elastic.warm_workers_per_node * self._spec.scheduling.unit_size
 
     async def take(self, node: str) -> tuple[Any, ProcessInfo]:
-        """Return a process on the node that is ready to run a worker.
+        """Return a process on the node that is ready to run a worker, and facts about that process.
 
         Sources, in this order: the job's warm processes, its sweep, the pool, a new process.
         """
@@ -239,7 +239,7 @@ class Processes:
             self._names[actor] = name
 
     def rest(self, node: str, actor: Any) -> None:
-        """Put aside a reusable process: return it to its sweep, keep it warm if the job wants more, or else end it."""
+        """Put aside a process for reuse: return it to its sweep, keep it warm if the job wants more, or else end it."""
         warm = self._warm.setdefault(node, [])
         if actor in self._lent:
             self._give_back(actor, fit=True)
@@ -269,7 +269,7 @@ class Processes:
         self._sweep.take_back.remote(self._run, actor, fit=fit)
 
     def witness(self, node: str) -> Any | None:
-        """Return a warm process that can check other processes on the node; None if there is no such process."""
+        """Return a warm process that can check whether other processes on the node run; None if there is none."""
         return next(iter(self._warm.get(node, [])), None) or self._pool.witness(node)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
@@ -319,7 +319,7 @@ class Processes:
         await self._farewell.finish(_FAREWELL_S)
 
     def close(self, *, fit: bool) -> None:
-        """End the job's warm processes and return borrowed ones, as reusable if ``fit`` and they do not hang."""
+        """End the job's warm processes and return borrowed ones to the sweep, as reusable if ``fit`` and responsive."""
         self.keep_warm({})
         self._background.cancel()
         if self._used and self._spec.elastic.warm_workers_per_node and not self._closed:

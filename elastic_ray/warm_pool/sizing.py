@@ -105,7 +105,7 @@ class ProcessRequest:
     over: bool = False  # whether it has said that it has ended
 
     def lives(self, now_s: float) -> bool:
-        """True if the job has not ended and has sent a request recently."""
+        """True if the job has not ended, and has renewed its request recently."""
         return not self.over and now_s - self.asked_s <= _LIVES_S
 
 

@@ -99,7 +99,7 @@ class ActorControllerClient:
         self._resumed = resumed
 
     def saved(self, message: StateSaved) -> float:
-        """Report an automatic checkpoint, and return the job's mean time between worker losses [s]."""
+        """Report an automatic checkpoint, and return the job's mean time between losses of all workers [s]."""
         if not self.gone:
             try:
                 return float(insist(lambda: self._controller.saved.remote(message), timeout_s=_ANSWER_S))
@@ -116,7 +116,7 @@ class ActorControllerClient:
         return bool(self._position) and not isinstance(message, WorkerHeartbeat | StepFailed | PrepareFailed)
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
-        """Report that this worker ran out of memory and restarts with fewer samples; it keeps a ``whole`` state."""
+        """Report that this worker ran out of memory and reruns with fewer samples, keeping its state if ``whole``."""
         self.starts_over, self.last_switched = whole, 0
         self.last_ready = self.last_failed = None
         self.insist_on(
@@ -211,7 +211,7 @@ class ActorControllerClient:
         self.push(PrepareFailed(worker=self._worker, generation=generation, cause=cause))
 
     def beat(self, *, report: StepReport | None, at: tuple[int, int] | None = None, ending: bool = False) -> None:
-        """Send a heartbeat with rank 0's ``report`` and the position ``at`` (generation, step); ``ending`` if last."""
+        """Send a heartbeat with rank 0's ``report`` and the position ``at``, (generation, step); ``ending`` if last."""
         waits = "" if ending else self.calls.waiting()
         beat = WorkerHeartbeat(
             worker=self._worker,

@@ -55,12 +55,12 @@ class Ownership:
         self._thread.start()
 
     def wanted(self) -> bool:
-        """Record that the pool still wants the process; return True if the process has no owner yet."""
+        """Record that the pool still wants this process; return True if the process has no owner yet."""
         self._wanted_s = time.monotonic()
         return self._owner is None
 
     def prepared(self) -> None:
-        """Record that the process has received its job's setup; if none comes, a claimed process ends itself."""
+        """Record that the process has received its job's setup, without which a claimed process ends itself."""
         self._prepared = True
 
     def claim(self, owner: ProcessOwner) -> bool:
@@ -71,7 +71,7 @@ class Ownership:
         return self._owner.holder == owner.holder
 
     def leave(self, holder: str) -> None:
-        """Exit the process, unless it belongs to a holder other than ``holder``."""
+        """Exit the process, unless it belongs to a job or sweep other than ``holder``."""
         if self._owner is None or self._owner.holder == holder:
             os._exit(0)
 
@@ -129,7 +129,7 @@ def _search_path() -> tuple[str, ...]:
 
 
 def adopt(owner: ProcessOwner) -> None:
-    """Make this process look like a process of the owner's Ray job to the train function."""
+    """Set up this process so that, to the train function, it looks like a process of the owner's Ray job."""
     if owner.ray_job == ray.get_runtime_context().get_job_id():
         return
     for path in _search_path():

@@ -40,7 +40,7 @@ class WorkerProcess:
         warm_up()
 
     def memory_bytes(self) -> int | None:
-        """Return the process's resident memory to its pool, as a sign of life; None once the process is claimed."""
+        """Return the process's resident memory [bytes] to the pool, as a sign of life; None once it is claimed."""
         from elastic_ray.worker.warm_up import resident_bytes
 
         return resident_bytes() if self._ownership.wanted() else None
@@ -55,7 +55,7 @@ class WorkerProcess:
         self._ownership.leave(holder)
 
     def prepare(self, setup: WorkerSetup) -> ProcessInfo:
-        """Create the job's worker in this process on the first call; later calls only prove that it is alive."""
+        """Create the job's worker in this process if there is none yet, and return facts about the process."""
         from elastic_ray.worker.worker import Worker
 
         with self._lock:

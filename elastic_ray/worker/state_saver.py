@@ -161,7 +161,7 @@ class StateSaver:
     def save(self, until: Callable[[], bool] = lambda: False) -> str:
         """Save this rank's state and wait until it is written, after all ranks have stopped training.
 
-        Ranks other than 0 save their part, or nothing if rank 0 writes everything.
+        Ranks other than 0 save only their part, if any. Once ``until`` returns True, waits for storage end.
 
         Returns the reason if the state could not be saved; empty if it was saved.
         """

@@ -78,7 +78,7 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
 
     Args:
         config: Argument for the train function; None if there is none.
-        policies: Policies that the run consults between steps, before the policies of its models.
+        policies: Adaptation policies that the run consults between steps, before the policies of its models.
 
     Raises TypeError if the function requires more than one argument or cannot be pickled; the message names the
     captured objects. Raises ValueError if there is a config that the function does not accept.
@@ -159,7 +159,7 @@ def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
 
 
 def with_policies(packed: bytes, policies: Sequence[Policy]) -> bytes:
-    """Return a packed train function whose run consults the given policies first, and then its own."""
+    """Return a packed train function whose run consults the adaptation policies ``policies`` before its own."""
     loop = AdaptedTrainLoop(PickledTrainLoop(packed), policies)
     return bytes(ray.cloudpickle.dumps((loop, {})))  # type: ignore[no-untyped-call]
 

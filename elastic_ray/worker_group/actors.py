@@ -128,7 +128,7 @@ class WorkerActors:
         return nodes_of(place, self._unit)[int(process.partition(".")[2] or 0)]
 
     def gpu_type(self, spec: GenerationSpec) -> str | None:
-        """Return the common GPU type of a generation's nodes, empty if unknown; None if the types differ."""
+        """Return the GPU type that all nodes of a generation share, empty if unknown; None if the types differ."""
         types = {self.process_infos[m.worker].gpu_type for m in spec.members if m.worker in self.process_infos}
         return next(iter(types), "") if len(types) <= 1 else None
 
@@ -150,7 +150,7 @@ class WorkerActors:
         return dataclasses.replace(spec, members=tuple(members))
 
     def launch(self, assignment: Assignment) -> None:
-        """Run the train function in a warm process on the assigned node, or in a new process."""
+        """Run the train function as ``assignment`` describes, in a warm process on its node or in a new process."""
         self._background.start(self._run(dataclasses.replace(assignment, token=self._token)))
 
     async def _run(self, assignment: Assignment) -> None:
@@ -272,7 +272,7 @@ class WorkerActors:
             self._background.start(self._watch(worker, first.actor, first.token))
 
     def knows(self, worker: str, token: str) -> bool:
-        """True if the worker has a process with this token, started by this controller or an earlier one."""
+        """True if the worker has a process with this token, whichever controller of the job started it."""
         return token in (self._token, self._tokens.get(worker))
 
     async def _with_gpus(self, assignment: Assignment) -> Assignment:
@@ -291,7 +291,7 @@ class WorkerActors:
         return dataclasses.replace(assignment, gpu_ids=tuple(ids))
 
     def release(self, worker: str, *, kill: bool) -> None:
-        """Release a worker's resources, and ``kill`` its process or return it to the warm pool."""
+        """Release a worker's resources; kill its process if ``kill``, else return the process to the warm pool."""
         homes = nodes_of(self._nodes.pop(worker, ""), self._unit)
         self._tokens.pop(worker, None)
         group = self._groups.pop(worker, None)
@@ -341,7 +341,7 @@ class WorkerActors:
                     actor.post.remote(self._tokens.get(worker, self._token), worker, message)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
-        """Keep warm processes on these nodes only, given the number of the job's workers on each node."""
+        """Keep warm processes on these nodes only; ``nodes`` is the number of the job's workers on each node."""
         self._processes.keep_warm(nodes)
 
     def disband(self) -> None:
@@ -366,7 +366,7 @@ class WorkerActors:
         await self.withdrawn()
 
     async def withdrawn(self) -> None:
-        """Wait until pending reservations are withdrawn; otherwise they would count for the next job with this name."""
+        """Wait until pending reservations are withdrawn; they would otherwise count for the next job of this name."""
         await self._withdrawals.finish(_WITHDRAWN_S)
 
     async def refilled(self) -> None:

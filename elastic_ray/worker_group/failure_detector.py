@@ -51,7 +51,7 @@ class FailureDetector:
         return worker in self._questioned
 
     def questionable(self) -> list[str]:
-        """Return, once each, the workers that have been silent for a third of the timeout and should be checked."""
+        """Return the workers whose silence has reached a third of the timeout, to be checked; each is returned once."""
         soon_s = self._timeout_s / 3
         found = [w for w, at_s in self._heard_s.items() if self._clock_s - at_s > soon_s and w not in self._questioned]
         self._questioned.update(found)
@@ -90,7 +90,7 @@ class ExpectedRanks:
         Args:
             nodes: Node of every living worker, including this one, keyed by worker id; oldest first.
             spec: The current generation; None before the first.
-            target: Intended number of workers of the job.
+            target: Number of workers that the job should have.
         """
         self._told = {each: rank for each, rank in self._told.items() if each in nodes and each != worker}
         # Members that have died are not members of the generation that the worker will join.

@@ -110,7 +110,7 @@ class WorkerGroup:
         return any(spec.generation == generation and spec.rank_of(worker) is not None for spec in specs if spec)
 
     def training(self) -> set[str]:
-        """Return the workers whose train function still runs, among current members and joiners about to enter."""
+        """Return the current members, and the joiners about to enter, whose train function has not returned."""
         members = [*self.machine.members(), *self.machine.entering()]
         return {member.worker for member in members} - self.returned
 

@@ -54,7 +54,7 @@ class Reconnection:
     async def complete(self) -> tuple[WorkerReregistration, ...]:
         """Wait for the living workers to register, and return their registrations.
 
-        Dead and stopped workers are not waited for. Units of which a process is missing are left out.
+        Dead and stopped workers are not waited for. Units with a missing process are left out.
         """
         begin_s = time.monotonic()
         looking = asyncio.get_running_loop().create_task(self._poll())

@@ -134,7 +134,7 @@ def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> N
 
 
 def find_allocator() -> Any:
-    """Return the cluster's allocator without waiting for it; create one with the default policy if none exists."""
+    """Return the handle of the cluster's allocator at once; create one with the default policy if there is none."""
     return _named_actor(pack_policy(_DEFAULT_POLICY), None)
 
 
@@ -220,7 +220,7 @@ class Allocator:
             self._dashboard = None
 
     async def settings(self, wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-        """Return the operator's effective settings: the current ones, or those that applying ``wanted`` would give.
+        """Return the operator's effective settings, or those that would be effective if ``wanted`` were applied.
 
         Raises InputError: a quota names a resource that no node has.
         """
@@ -270,7 +270,7 @@ class Allocator:
         """Handle a heartbeat of a job's controller, which is sent every second and immediately after a change.
 
         Args:
-            root: Storage location of the job's results. Controllers send it until a reply confirms that it is known.
+            root: Storage location of the job's results. Controllers send it until a reply confirms it.
         """
         core = await self._start()
         if root is not None and not self._knowledge_sync.knows(view.job):
@@ -302,7 +302,7 @@ class Allocator:
         return self._scaler.decision.note(view.job) if self._scaler.decision is not None else ""
 
     async def ended(self, job: str, view: JobView | None = None) -> None:
-        """Handle the end of a job; ``view`` is the job's final state."""
+        """Handle the end of a job; ``view`` is the job's final state, None if it is not known."""
         await self._start()
         self._discard(job, view)
 
@@ -311,7 +311,7 @@ class Allocator:
         return (await self._start()).snapshot()
 
     async def views(self) -> tuple[JobView, ...]:
-        """Return all jobs that could run, as the policy sees them: planned nodes, shared knowledge of the model."""
+        """Return all jobs that could run, as the policy sees them: with planned workers and shared measurements."""
         return tuple((await self._start()).views(time.time()))
 
     async def poll(self, life: str, after: int) -> AllocatorLook:
@@ -349,7 +349,7 @@ class Allocator:
         return found if decision is None else dataclasses.replace(found, nodes_wanted=decision.explained(job))
 
     async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
-        """Return the latest decision about the cluster's size, and each job's cost so far [USD]."""
+        """Return the latest decision about the cluster's size, if any, and each job's cost so far [USD], by job."""
         return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
 
     async def forgive(self, node: str) -> bool:
@@ -361,7 +361,8 @@ class Allocator:
     async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> AllocatorSettings | None:
         """Return None if the requested policy and configuration are in force, else the current settings.
 
-        If the settings differ and no jobs exist, all knowledge is saved first, so the caller may replace this actor.
+        ``identity`` is that of the requested policy; None for either argument accepts the current one. If the
+        settings differ and no jobs exist, all knowledge is saved first, so the caller may replace this actor.
         """
         core = await self._start()
         if identity in (None, self._packed.identity) and (config is None or _equal(config, self._config)):

@@ -148,7 +148,7 @@ class AllocatorCore:
         return job in self._jobs
 
     def snapshot(self, after: int = 0) -> CoreSnapshot:
-        """Return the current state as immutable values, with all decision records after number ``after`` (from 1)."""
+        """Return the current state as immutable values, with all decision records numbered above ``after`` (from 1)."""
         new = max(self._recorded - max(after, 0), 0)
         return CoreSnapshot(
             policy=self._policy.name,
@@ -370,7 +370,7 @@ class AllocatorCore:
         return plan.noted(self._avoids) if self._avoids else plan
 
     def views(self, now_s: float) -> list[JobView]:
-        """Return all jobs that could run and are not paused, with planned nodes and their model's shared knowledge."""
+        """Return all jobs that could run and are not paused, with their planned workers and shared measurements."""
         views = [
             job.view.placed(self._surviving(job.target))
             for job in sorted(self._jobs.values(), key=lambda job: job.view.arrival)
@@ -427,7 +427,7 @@ class AllocatorCore:
         return Reason(Cause.DRAIN, nodes_of(drain)) if drain else None
 
     def _draining_of(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return those of ``nodes``, or places of units, that are draining."""
+        """Return those of ``nodes`` (node ids, or places of units) that are draining."""
         draining = {node.node_id for node in self._cluster.nodes if node.draining}
         return tuple(sorted(place for place in set(nodes) if draining & parts(place).keys()))
 
@@ -467,7 +467,7 @@ class AllocatorCore:
     def _record(
         self, now_s: float, trigger: Trigger, job: str, before: int, nodes: Mapping[str, int], reason: Reason
     ) -> None:
-        """Append to the decision log; ``before`` counts workers, ``nodes`` holds the new ones (empty for none)."""
+        """Append to the decision log; ``before`` is the former number of workers, ``nodes`` the new workers by node."""
         self._recorded += 1
         self._log.append(
             DecisionRecord(

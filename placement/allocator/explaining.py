@@ -64,7 +64,7 @@ def explain(
 
     Args:
         view: The job, with its planned workers as ``allocation``.
-        views: All jobs that take part in decisions, also with planned workers.
+        views: All jobs that take part in decisions, also with planned workers; ``decide`` returns a plan for them.
     """
     workers = view.workers
     slots = FreeResources(cluster).slots(view).tolist()

@@ -73,7 +73,7 @@ def cluster_samples(
 
 
 def decision_samples(trigger: Trigger, cpu_s: float) -> tuple[Sample, ...]:
-    """Return the samples of one decision that used `cpu_s` of CPU time."""
+    """Return the metric samples of one decision, which had this trigger and used `cpu_s` seconds of CPU time."""
     return (*DECISIONS.sample(1, trigger.value), *DECISION_SECONDS.sample(cpu_s))
 
 
@@ -137,7 +137,7 @@ class AllocatorMetrics:
         self._guarded = Guarded("the allocator")
 
     def decided(self, trigger: Trigger | None, cpu_s: float) -> None:
-        """Write the samples of a decision that used `cpu_s` of CPU time."""
+        """Write the metric samples of one decision, which had this trigger and used `cpu_s` seconds of CPU time."""
         if self._write is not None and trigger is not None:
             write, cause = self._write, trigger
             self._guarded(lambda: write(decision_samples(cause, cpu_s)))

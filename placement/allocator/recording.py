@@ -38,7 +38,7 @@ _LATE = {"Observation": Observation, "GoodputModel": GoodputModel, "BatchForecas
 
 
 def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> str:
-    """Return the first line of a life; ``policy`` must not have made a decision yet."""
+    """Return the line that starts the recording of an allocator; ``policy`` must not have made a decision yet."""
     core = config or AllocatorConfig()
     known = type(policy) in {type(make()) for make in POLICIES.values()}
     said = {
@@ -52,7 +52,7 @@ def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool
 
 
 def event_line(event: Event, now_s: float, steady_s: float | None = None) -> str:
-    """Return the line for an event; ``steady_s`` is omitted if it equals the time of day."""
+    """Return the line for an event; ``steady_s`` (a clock for intervals) is omitted if it equals the time of day."""
     kind = type(event)
     steady = {} if steady_s in (None, now_s) else {"steady_s": steady_s}
     return _line({"now_s": now_s, **steady, kind.__name__: _plain(kind, event)})
@@ -74,7 +74,7 @@ class Recorder:
         self._write = write
 
     def begun(self, policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> None:
-        """Record the start of a core with these arguments, as the first line of a life."""
+        """Record the start of an allocator core with these arguments."""
         if self._write is not None:
             self._write([start_line(policy, config, settling=settling)])
 

@@ -108,7 +108,7 @@ class KnownJob:
         self.heard_s = now_s
 
     def decided(self, *, forced: bool) -> None:
-        """Record that a decision used the job's current view; ``forced`` if more than measured speeds called for it."""
+        """Record that a decision used the job's current view; ``forced`` if more than measured speeds caused it."""
         self.decided_on = self.view
         self.sways = 0 if forced else self.sways
 
@@ -125,7 +125,7 @@ class KnownJob:
         self.reason = reason
 
     def judge(self, impossible: Reason | None, now_s: float) -> bool:
-        """Store why no node could hold the job, None if one could; return True if it has become possible again."""
+        """Store the reason why no node could hold the job (None if one could); return True if that has just ended."""
         if impossible is not None:
             self.reason = impossible
             self.impossible_since_s = now_s if self.impossible_since_s is None else self.impossible_since_s

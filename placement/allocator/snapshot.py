@@ -120,7 +120,7 @@ class StartTimes:
         """Return the estimated time until a waiting job gets its smallest size [s]; None if it cannot be estimated.
 
         Args:
-            now_s: Current time [s since the epoch]; if the clock went back, the estimate is renewed.
+            now_s: Current time [s since the epoch]. A time before the last estimate causes a new estimate.
         """
         if self._looked_s is None or not 0.0 <= now_s - self._looked_s < EVERY_S:
             self._starts, self._looked_s = self._estimate(), now_s
@@ -137,7 +137,7 @@ class StartTimes:
 def start_times(
     waiting: Sequence[JobView], running: Sequence[tuple[JobView, Mapping[str, int]]], cluster: Cluster
 ) -> dict[str, float]:
-    """Return the time from now until each waiting job's smallest size fits [s], leaving out unpredictable jobs.
+    """Return the time until each waiting job's smallest size fits [s], keyed by job, without unpredictable jobs.
 
     The estimate is rough. It assumes that every running job keeps its current size and goodput until its end, that a
     job without a declared length or a fitted model never ends, that nodes and the set of jobs do not change, and that

@@ -76,11 +76,11 @@ class ScalingDecision:
     usd_per_h: float  # price of these nodes [USD/h]
 
     def note(self, job: str) -> str:
-        """Return the notes for a job's user, such as an unreachable deadline, as text; empty if there are none."""
+        """Return the messages for a job's user (such as an unreachable deadline) as one text; empty without any."""
         return "; ".join(map(str, self.notes.get(job, ())))
 
     def explained(self, job: str) -> str:
-        """Return a detailed explanation of a job's wanted size, with its notes; empty if there is neither."""
+        """Return a detailed explanation of the size wanted for a job, with the messages for its user; empty if none."""
         want = self.wants.get(job)
         said = (*((want.reason,) if want is not None else ()), *self.notes.get(job, ()))
         return "; ".join(each.explained for each in said)
@@ -146,7 +146,7 @@ class Autoscaler:
         self._account = account
 
     def bill(self, job: str) -> Bill | None:
-        """Return the costs charged to a job so far; None if the job is unknown. Cheap enough for every heartbeat."""
+        """Return the costs charged to a job so far; None if the job is unknown. Fast enough for every heartbeat."""
         return self._bills.get(job)
 
     def discard(self, job: str) -> float:
@@ -155,7 +155,10 @@ class Autoscaler:
         return self._bills.pop(job, Bill()).usd
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """Record that the provider has no nodes of type ``name`` for now, so that others are requested."""
+        """Record that the provider cannot supply nodes of type ``name`` now, so that other types are requested.
+
+        ``why`` is the provider's message; ``now_s`` is the current time [s].
+        """
         self._launches.refuse(name, why, now_s)
 
     def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:
@@ -457,7 +460,7 @@ class Autoscaling(NamesArguments):
 
     @property
     def chosen(self) -> Objective:
-        """Objective object that ``objective`` names or is."""
+        """Objective object: ``objective`` itself, or the object that it names."""
         return make_objective(self.objective, self.budget_usd_per_h)
 
     @property
@@ -505,7 +508,10 @@ class Launches:
         self._present: Mapping[str, int] = {}
 
     def watch(self, wanted: Mapping[str, int], present: Mapping[str, int], now_s: float) -> None:
-        """Close types whose launches have failed; ``wanted`` and ``present`` are numbers of nodes keyed by type."""
+        """Close node types whose launches have failed; ``wanted`` and ``present`` are numbers of nodes keyed by type.
+
+        No more nodes of a closed type are requested until it opens again.
+        """
         self._present = present
         for name, each in self._types.items():
             there, asked, failed = present.get(name, 0), self._asked.get(name), self._failed.get(name)
@@ -544,7 +550,8 @@ class Lifetimes:
 
         lasts = (hours seen + expected) / (losses seen + 1)
 
-    This is a Gamma prior of weight one on the loss rate, so that a single unlucky or lucky hour does not dominate.
+    ``expected`` is ``NodeType.lasts_h``. This is a Gamma prior of weight one on the loss rate, so that a single unlucky
+    or lucky hour does not dominate.
     """
 
     def __init__(self, types: Sequence[NodeType]) -> None:
@@ -556,7 +563,7 @@ class Lifetimes:
         self._leaving: frozenset[str] = frozenset()
 
     def watch(self, cluster: Cluster, given_up: Collection[str], now_s: float) -> None:
-        """Update the observed hours, and count nodes that disappeared without having been given up.
+        """Update the hours for which nodes were observed, and count nodes that the cloud has reclaimed.
 
         Args:
             given_up: Ids of nodes that the last decision gave up. Nodes that are already draining are not included: a

@@ -75,16 +75,16 @@ class Node:
 
     @property
     def domain(self) -> str:
-        """Network domain of the node; empty if the node has no label for it."""
+        """Network domain of the node (nodes near each other share one); empty if the node has no label for it."""
         return self.labels.get(DOMAIN_LABEL, "")
 
     @property
     def spot(self) -> bool:
-        """True if the cloud may reclaim the node. A node without a market label counts as on-demand."""
+        """True if the cloud may reclaim the node (a spot node). A node without a market label counts as on-demand."""
         return self.labels.get(MARKET_LABEL) == SPOT
 
     def slots(self, bundle: Resources) -> int:
-        """Return the number of workers with this resource bundle that fit into ``free``, as if no elastic job ran."""
+        """Return the number of workers with this resource bundle that the node could hold if no elastic job ran."""
         return slots(self.free, bundle)
 
     def matches(self, label_selector: Mapping[str, str]) -> bool:
@@ -144,7 +144,7 @@ _PART = re.compile(r"(.+?)\*(\d+)(?:\+|$)")
 
 
 def parts(place: str) -> dict[str, int]:
-    """Return how many processes of one worker run on each node of its place; a plain node id gives ``{id: 1}``.
+    """Return the number of a worker's processes on each node of its place; a plain node id gives ``{id: 1}``.
 
     Examples:
         >>> parts("n1*4+n2*2")
@@ -162,9 +162,9 @@ def is_split(place: str) -> bool:
 
 
 def by_node(places: Mapping[str, float]) -> dict[str, float]:
-    """Return the workers on each node, keyed by node id; a worker on several nodes counts on each in proportion.
+    """Return the number of workers on each node, keyed by node id; a worker on several nodes counts on each in part.
 
-    ``places`` are workers keyed by place: a node id, or text such as ``n1*4+n2*2``.
+    ``places`` are workers keyed by place: a node id, or text such as ``n1*4+n2*2`` (six processes on two nodes).
     """
     found: dict[str, float] = {}
     for place, workers in places.items():
@@ -175,19 +175,19 @@ def by_node(places: Mapping[str, float]) -> dict[str, float]:
 
 
 def slots(amounts: Resources, bundle: Resources) -> int:
-    """Return the number of bundles that fit into the amounts, at most 10**9 (an empty bundle always fits)."""
+    """Return the number of bundles that fit into the amounts; 10**9 for an empty bundle, which always fits."""
     fits = [int(amounts.get(name, 0.0) / need + TOLERANCE) for name, need in bundle.items() if need > 0]
     return min(fits, default=10**9)
 
 
 def add_amounts(totals: dict[str, float], bundle: Resources, workers: float) -> None:
-    """Add the resources of these workers to the totals; a negative number of workers subtracts them."""
+    """Add the resources of this many workers, each with one ``bundle``, to the totals; a negative number subtracts."""
     for name, need in bundle.items():
         totals[name] = totals.get(name, 0.0) + workers * need
 
 
 def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Cluster) -> None:
-    """Raise AllocationError if the cluster cannot hold an allocation; the message names the rule, and the job or node.
+    """Raise AllocationError if the cluster cannot hold an allocation; the message names rule and job or node.
 
     Workers may use only nodes' ``free`` resources. ``bundles`` are the resources of one worker, keyed by job.
     """
@@ -214,7 +214,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
 
 
 def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
-    """Return the resources that these workers use, keyed by node id; ``bundles`` is one worker's, keyed by job."""
+    """Return the resources that these workers use, keyed by node id; ``bundles`` holds those of one worker per job."""
     used: dict[str, dict[str, float]] = {}
     for job, placed in allocation.items():
         for node_id, workers in by_node(placed).items():
@@ -243,7 +243,7 @@ def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Reso
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Change of one job's workers between two allocations; both are workers keyed by node id."""
+    """Change of one job's workers from one allocation to the next; both are workers keyed by node id."""
 
     job: str
     before: Mapping[str, int]
@@ -251,7 +251,7 @@ class Change:
 
 
 def diff(before: Allocation, after: Allocation) -> tuple[Change, ...]:
-    """Return the jobs whose workers differ between two allocations, shrinking jobs first, then by name."""
+    """Return a change for each job whose workers differ between two allocations: shrinking jobs first, then by name."""
     changes = [
         Change(job=job, before=dict(before.get(job, {})), after=dict(after.get(job, {})))
         for job in sorted({*before, *after})

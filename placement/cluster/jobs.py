@@ -47,7 +47,7 @@ class Bill:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FoundStrategy:
-    """Fastest synchronisation strategy found for a model on one form of group, with its step time."""
+    """Fastest strategy found for synchronising a model's gradients on one form of group, with its step time."""
 
     name: str
     step_s: float  # [s]
@@ -265,7 +265,7 @@ class JobView:
 
     @property
     def arrival(self) -> tuple[float, str]:
-        """Sort key for the order of arrival; the name breaks ties."""
+        """Sort key for the order of arrival: the time of submission, then the job's name."""
         return (self.submitted_s, self.job)
 
     @property
@@ -273,9 +273,9 @@ class JobView:
         """Largest number of workers that the job can use now, never below ``min_workers``.
 
         The number is limited by ``max_workers``, and by the number at which the largest global batch still gives each
-        worker the smallest micro-batch. The speed of larger sizes is unknown before a goodput model exists, so the
-        number is then also limited to twice the most workers that the job has run with (2 -> 4..., as Pollux explores),
-        or to the next allowed size.
+        worker the smallest micro-batch. Before a goodput model exists, the speed of larger sizes is unknown. The number
+        is then also limited to twice the most workers that the job has run with (2 -> 4..., as Pollux explores), or to
+        the next allowed size.
         """
         most = self._most_with_samples
         if self.goodput is None:
@@ -284,12 +284,12 @@ class JobView:
 
     @property
     def explored_workers(self) -> int:
-        """Largest number of workers to try while the speed of larger sizes is unknown."""
+        """Largest number of workers to try while the job has no goodput model to predict the speed of larger sizes."""
         return max(2 * self.most_workers, self.workers, FIRST_WORKERS, self.sizes.at_least(self.most_workers + 1) or 0)
 
     @property
     def wished_workers(self) -> int:
-        """``wished``, limited by micro-batch size and exploration; the minimum if the job wishes for nothing."""
+        """``wished`` within the limits of micro-batch and exploration; ``min_workers`` if nothing is requested."""
         limits = [self._most_with_samples, self.wished or self.min_workers, self.growth_limit or self.max_workers]
         return max(self.sizes.at_most(min(limits)), self.min_workers)
 
@@ -303,7 +303,10 @@ class JobView:
 
 
 def worker_kind(view: JobView) -> WorkerKind:
-    """Return the fields that determine where a job's workers fit, for caching: many jobs share a few kinds."""
+    """Return the kind of a job's workers, a key of the fields that determine on which nodes they fit.
+
+    Many jobs share few kinds, so results are cached by kind.
+    """
     return tuple(sorted(view.bundle.items())), tuple(sorted(view.selector.items()))
 
 
@@ -344,7 +347,7 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
 
 
 def goodputs(view: JobView, slots: Sequence[int]) -> NDArray[np.float64]:
-    """Return a job's goodput [samples/s] on 1..n workers, as placed by ``speeds``; empty without a model."""
+    """Return a job's goodput [useful samples/s] on 1..n workers, on the fewest nodes each; empty without a model."""
     n = min(view.useful_workers, int(sum(slots)))
     if view.goodput is None or n == 0:
         return np.zeros(0)
@@ -362,7 +365,7 @@ def _shapes(slots: Sequence[int], most: int) -> tuple[Shape, ...]:
 def shape_goodputs(
     view: JobView, model: GoodputModel, wanted: tuple[Shape, ...], atomic_bsz_range: tuple[int, int] | None
 ) -> NDArray[np.float64]:
-    """Return a read-only array of the useful samples per second of each shape; 0 if no batch fits.
+    """Return a read-only array of the goodput [useful samples/s] in each shape (nodes, workers); 0 if no batch fits.
 
     Each shape uses the batch at which the job is held, or else the best batch within the limits.
     """

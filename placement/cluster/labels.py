@@ -46,7 +46,7 @@ def check_selector(selector: Mapping[Any, Any], what: str) -> None:
 
 
 def satisfying(selector: Mapping[str, str]) -> dict[str, str]:
-    """Return labels with which an example node satisfies the selector."""
+    """Return labels for an example node that satisfies the selector."""
     parsed = {label: _parsed(condition) for label, condition in selector.items()}
     return {label: min(values) for label, (negated, values) in parsed.items() if not negated}
 

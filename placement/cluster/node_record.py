@@ -95,12 +95,12 @@ class AvoidedNodes:
     broken: Mapping[JobKey, Collection[str]] = dataclasses.field(default_factory=dict)
 
     def of(self, view: JobView) -> dict[str, str]:
-        """Return the nodes that this job avoids, as a mapping from node id to reason."""
+        """Return the nodes that this job avoids, keyed by node id, with the reason for each."""
         return {**self.by_all, **self.by_job.get((view.job, view.submitted_s), {})}
 
 
 class NodeRecord:
-    """Record of worker failures by node; if it is lost, running jobs report their failures again."""
+    """Record of worker failures on each node. If it is lost, running jobs report their failures again."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, list[_Noted]] = {}
@@ -122,7 +122,7 @@ class NodeRecord:
             self._nodes[told.node] = sorted([*known, noted], key=lambda each: each.at_s)[-_MOST_FAILURES:]
 
     def ended(self, view: JobView) -> None:
-        """Discard an ended job's failures that its last report omits because they were blamed on its program."""
+        """Discard those failures of an ended job that its last report omits because its program was to blame."""
         key, kept = (view.job, view.submitted_s), {(each.node, each.worker) for each in view.node_failures}
         for node, noted in list(self._nodes.items()):
             self._keep(node, [each for each in noted if each.job != key or (node, each.worker) in kept])
@@ -145,7 +145,7 @@ class NodeRecord:
             self._nodes.pop(node, None)
 
     def avoided(self, now_s: float) -> AvoidedNodes:
-        """Return the nodes to avoid now, with the jobs that should avoid each of them."""
+        """Return the nodes to avoid at ``now_s`` [s, monotonic], with the jobs that should avoid each of them."""
         by_job: dict[JobKey, dict[str, str]] = {}
         by_all: dict[str, str] = {}
         broken: dict[JobKey, set[str]] = {}

@@ -72,7 +72,7 @@ class NodeType:
         return self.labels.get(GPU_TYPE_LABEL, "")
 
     def node(self, node_id: str) -> Node:
-        """Return an unused node of this type."""
+        """Return an unused node of this type with this id."""
         labels = {**self.labels, GROUP_LABEL: self.name}
         return Node(node_id=node_id, total=self.resources, free=self.resources, labels=labels)
 
@@ -89,7 +89,7 @@ class NodeType:
 
 
 def obtainable(types: Sequence[NodeType]) -> tuple[Node, ...]:
-    """Return every node that could be requested, as unused nodes: ``max_nodes`` of each type."""
+    """Return every node that could be requested, ``max_nodes`` of each type, as an unused node."""
     return tuple(each.node(f"{each.name}~{i}") for each in types for i in range(each.max_nodes))
 
 
@@ -101,7 +101,7 @@ def check_types(types: Sequence[NodeType]) -> None:
 
 
 def type_of(node: Node, types: Sequence[NodeType]) -> str | None:
-    """Return the name of the node's type; None if the node matches no type, as the head usually does not.
+    """Return the name of the node's type; None if the node matches no type (usually the head node).
 
     Ray labels a node that its autoscaler started with the type's name. A node without that label is matched to the
     first type whose labels and resources it has.

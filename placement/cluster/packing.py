@@ -27,18 +27,17 @@ class Packing:
 
 
 def pack(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster) -> Packing:
-    """Place every job's workers.
+    """Place every job's workers on nodes.
 
-    In order of importance: (1) a bundle must fit entirely on one node, and draining nodes get nothing; (2)
-    workers stay where they are, and a shrinking job leaves the nodes where it has fewest; (3) new workers
-    join the job's nodes, then as few other nodes as possible, preferring the tightest fit; (4) a node
-    holds at most one multi-node job, as a preference that never leaves a worker unplaced. If some workers
-    cannot be placed in this way (bundles of different sizes, scattered room), everything is placed again
-    from scratch, largest bundles first, and that result is used if it places more. A job that cannot get
-    its minimum gets nothing.
+    In order of importance: (1) a bundle must fit entirely on one node, and draining nodes get nothing; (2) workers stay
+    where they are, and a shrinking job leaves the nodes where it has fewest; (3) new workers join the job's nodes, then
+    as few other nodes as possible, preferring the tightest fit; (4) a node holds at most one multi-node job, as a
+    preference that never leaves a worker unplaced. If some workers cannot be placed in this way (bundles of different
+    sizes, scattered room), everything is placed again from scratch, largest bundles first, and that result is used if
+    it places more. A job that cannot get its minimum gets nothing.
 
     Args:
-        counts: Wanted workers per job; jobs that are left out get none.
+        counts: Wanted number of workers, keyed by job; jobs that are left out get none.
         jobs: The jobs, with their current workers in ``allocation``.
 
     Returns the placements of all jobs that have any, and the number of workers that were not placed.
@@ -256,7 +255,7 @@ class Occupancy(Generic[_Job, _Key]):
         return place
 
     def on(self, index: int) -> frozenset[_Key]:
-        """Return the keys of the jobs on a node."""
+        """Return the keys of the jobs that have workers on the node with this index."""
         return frozenset(self._on.get(index, ()))
 
     def multi_node_nodes(self, beside: _Job | None = None) -> set[int]:
@@ -266,13 +265,16 @@ class Occupancy(Generic[_Job, _Key]):
 
 
 def best_fit(fits: NDArray[np.int64], wanted: int) -> int | None:
-    """Return the index of the tightest node on which ``wanted`` workers fit, the first on ties; None if none fits."""
+    """Return the index of the node with the least room that still holds ``wanted`` workers; None if none does.
+
+    ``fits`` is the number of workers that fit on each node. Ties go to the first node.
+    """
     enough = fits >= wanted
     return int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max))) if enough.any() else None
 
 
 def worst_fit(fits: NDArray[np.int64]) -> int | None:
-    """Return the index of the node on which most workers fit, the first on ties; None if none has room for a worker."""
+    """Return the index of the node with the most room, given the workers that fit on each; None if all are full."""
     index = int(np.argmax(fits)) if len(fits) else 0
     return index if len(fits) and fits[index] > 0 else None
 
@@ -325,7 +327,7 @@ class FreeResources:
         return self._index.get(node_id)
 
     def slots(self, view: JobView) -> NDArray[np.int64]:
-        """Return how many more workers of the job fit on each node."""
+        """Return how many more workers of the job fit on each node, in the order of ``node_ids``."""
         kind = self._kind(view)
         if kind.needs is not None and kind.seen < len(self._changed):
             changed = self._changed[kind.seen :]
@@ -338,7 +340,7 @@ class FreeResources:
         return kind.slots.copy()
 
     def take(self, view: JobView, index: int, workers: float) -> None:
-        """Reserve resources on one node without checking ``slots``; negative workers release resources."""
+        """Reserve resources for workers on the node with this index, unchecked; negative workers release them."""
         needs = self._kind(view).needs
         assert needs is not None, f"job {view.job} has no slot to take"
         for column, amount in needs:
@@ -346,7 +348,7 @@ class FreeResources:
         self._changed.append(index)
 
     def add(self, view: JobView, workers: int) -> bool:
-        """Reserve room for all workers, on the tightest nodes first, and return True; if not all fit, reserve none."""
+        """Reserve room for all workers, the tightest nodes first, and return True; if not all fit, reserve none."""
         fits = self.slots(view)
         if int(fits.sum()) < workers:
             return False

@@ -69,18 +69,18 @@ def _defaults() -> dict[str, Price]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PriceTable:
-    """Prices by GPU type and by instance type.
+    """Prices keyed by GPU type and by instance type.
 
     The built-in prices are rounded and approximate; replace them if money matters. On-demand prices are close to the
-    list prices of clouds that rent the card (g4dn.12xlarge / 4, p4d.24xlarge / 8, p3.16xlarge / 8; 0.50 and 1.25 for
-    cards that no cloud rents). Spot prices are 33 to 40 % of these.
+    list prices of clouds that rent the GPU (g4dn.12xlarge / 4, p4d.24xlarge / 8, p3.16xlarge / 8; 0.50 and 1.25 for
+    GPUs that no cloud rents). Spot prices are 33 to 40 % of these.
     """
 
     source: str = "the default table"  # the file, for errors
     prices: Mapping[str, Price] = dataclasses.field(default_factory=_defaults)  # by GPU type, and by instance type
 
     def rates(self, types: Collection[str], spot: Collection[str] = ()) -> dict[str, float]:
-        """Return the price of each GPU type [USD per GPU and hour], using spot prices for types in ``spot``.
+        """Return the prices keyed by GPU type [USD per GPU and hour]: spot prices for the types in ``spot``.
 
         Raises InputError: a type is not in the table, or its row has no GPUs.
         """
@@ -96,7 +96,7 @@ class PriceTable:
         return {t: self.prices[t].usd_per_h(spot=t in spot) / self.prices[t].gpus for t in sorted(types)}
 
     def instance(self, name: str) -> Price:
-        """Return the prices of an instance type.
+        """Return the on-demand and the spot price of an instance type.
 
         Raises InputError: the table has no such row; the message lists the known instance types.
         """
@@ -109,10 +109,10 @@ class PriceTable:
 
 
 def read_prices(path: str | Path) -> PriceTable:
-    """Read a price table with the columns of ``COLUMNS`` from a CSV file or a JSON list of objects.
+    """Read a price table from a CSV file, or a JSON list of objects, that has the columns listed in ``COLUMNS``.
 
-    The columns gpu and gpus are optional. Raises InputError: the file cannot be read, lacks a column, repeats a type
-    or has an invalid price; the message names the file and row.
+    The columns gpu and gpus are optional. Raises InputError: the file cannot be read, lacks a column, repeats a type or
+    has an invalid price; the message names the file and row.
     """
     with reading(f"prices {path}", ValueError):
         text = Path(path).read_text(encoding="utf-8")

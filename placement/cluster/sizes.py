@@ -69,7 +69,7 @@ class AllowedSizes:
         return self.at_most(workers) == workers
 
     def at_most(self, workers: int) -> int:
-        """Return the largest allowed size up to ``workers``; 0 if there is none."""
+        """Return the largest allowed size that is at most ``workers``; 0 if there is none."""
         if self.sizes:
             place = bisect.bisect_right(self.sizes, workers)
             found = self.sizes[place - 1] if place else 0
@@ -78,7 +78,7 @@ class AllowedSizes:
         return found if found >= self.fitting else 0
 
     def at_least(self, workers: int) -> int | None:
-        """Return the smallest allowed size from ``workers`` on; None if all are smaller."""
+        """Return the smallest allowed size that is at least ``workers``; None if there is none."""
         least = max(workers, self.fitting)
         if not self.sizes:
             return -(-least // self.multiple_of) * self.multiple_of
@@ -96,12 +96,15 @@ class AllowedSizes:
         return low, high
 
     def or_any(self, least: int, most: int) -> tuple[AllowedSizes, int, int]:
-        """Return these sizes, with the least and greatest in the range; any size and the range if there is none."""
+        """Return these sizes, and the smallest and largest of them in the given range.
+
+        If none lies in the range, return sizes without restriction, and the range itself.
+        """
         low, high = self.at_least(least), self.at_most(most)
         return (self, low, high) if low is not None and low <= high else (AllowedSizes(), least, most)
 
     def floors(self, most: int) -> NDArray[np.int64]:
-        """Return ``at_most(k)`` for k = 0, 1, ... ``most``."""
+        """Return the largest allowed size up to k for k = 0, 1, ... ``most``; 0 if there is none."""
         every = np.arange(most + 1, dtype=np.int64)
         if self.sizes:
             known = np.array([0, *self.sizes], dtype=np.int64)
@@ -191,12 +194,12 @@ class MemoryNeed:
         return 1 if self.sharded_bytes <= room else -(-self.sharded_bytes * self.copies // room)
 
     def shortage(self, workers: int) -> str:
-        """Return a clause for messages: the memory a worker needs in a group of ``workers``, and the memory it has."""
+        """Return a clause for messages: the memory that a worker needs in a group of this size, and what it has."""
         need = bytes_text(self.need_bytes(workers))
         return f"a worker needs {need} in a group of {workers} and has {bytes_text(self.available_bytes)}"
 
     def after_failure(self, workers: int) -> str:
-        """Return a clause for messages about a worker that ran out of memory in a group of ``workers``."""
+        """Return a clause for messages about a worker that ran out of memory in a group of ``workers`` workers."""
         if workers < self.least_workers:
             return f"{self.shortage(workers)}, by SchedulingConfig(memory=...)"
         need, has = bytes_text(self.need_bytes(workers)), bytes_text(self.available_bytes)

@@ -48,7 +48,7 @@ class Utility:
             raise ValueError(f"utility must fall with time, else no hurry is worth a worker, but got {self.points}")
 
     def at(self, time_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the value of completing the job after each of these times [USD]."""
+        """Return the value of the job's completion [USD] for each of these completion times since submission [s]."""
         times, values = np.array(self.points).T
         slope = float((values[-1] - values[-2]) / (times[-1] - times[-2]))
         beyond = slope * np.maximum(time_s - times[-1], 0.0) if slope else 0.0
@@ -56,7 +56,7 @@ class Utility:
         return found
 
     def surplus(self, age_s: float, left_s: NDArray[np.float64], usd_per_h: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the value of completing after ``left_s`` more, less the cost of the workers until then [USD].
+        """Return the value of completing the job after ``left_s`` more, less the workers' cost until then [USD].
 
             surplus = U(age + left) - price x left
 
@@ -72,6 +72,7 @@ class Utility:
         """Return the number of workers with the largest surplus, or the current number if it is about as good.
 
         Args:
+            age_s: Time since the job's submission [s].
             left_s: Time until completion on 1..n workers [s].
             usd_per_h: Price of 1..n workers [USD/h].
             least: Minimum number of workers of the job.

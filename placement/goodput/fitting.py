@@ -81,7 +81,8 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
       0: more replicas then mean smaller atomic batches, and sizes that were never tried are assumed to scale
       perfectly;
     - no more than one replica: synchronisation is free (alpha = beta = 0), gamma = 1;
-    - no group on several nodes: it costs as much as within a node. No several replicas within a node: that is free;
+    - no group on several nodes: synchronisation across nodes costs as much as within a node. No group of several
+      replicas within a node: synchronisation within a node is free;
     - no more than two replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen in one node only;
     - no micro-steps of one replica that were timed or varied in number: no fixed time per step (alpha_s = 0), since
       it cannot be distinguished from the constant part of a pass or from synchronisation;
@@ -250,8 +251,8 @@ def least_squares(
     """Minimise the cost from ``start`` by the Levenberg-Marquardt method, projected onto the bounds.
 
     With errors e, slopes J = de/dx and g = J^T e, an unknown is fixed while it lies on a bound and -g points beyond
-    it. The others move by d, clipped at the bounds, with Marquardt's damping mu and a separate scale for each
-    unknown::
+    that bound. All other unknowns move by d, clipped at the bounds, with Marquardt's damping mu and a separate scale
+    for each unknown::
 
         (J^T J + mu diag(J^T J)) d = -g
 

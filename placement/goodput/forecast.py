@@ -40,7 +40,7 @@ class BatchForecast:
             check_number("a batch of steps", batch, least=1, unit="sample")
 
     def after(self, samples: float) -> tuple[int | None, BatchForecast | None]:
-        """Return (batch, rest of the forecast) after this many more samples; None for a part that has no change."""
+        """Return the batch after this many more samples (None if unchanged) and the remaining forecast, or None."""
         batch = next((size for begin, size in reversed(self.steps) if begin <= samples), None)
         left = tuple((begin - samples, size) for begin, size in self.steps if begin > samples)
         return batch, BatchForecast(steps=left) if left else None

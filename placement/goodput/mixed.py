@@ -20,7 +20,7 @@ _WHOLE = 1e-9  # rounding of a quotient that is a whole number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypePart:
-    """Part of a group: its workers on GPUs of one type.
+    """Part of a group of workers: those on GPUs of one type.
 
     Raises ValueError: a number is below 1.
     """
@@ -48,7 +48,7 @@ class MixedBatch:
 
     @property
     def smallest_share(self) -> int:
-        """Smallest number of samples of any worker; 0 if some worker does not speed up the group."""
+        """Smallest number of samples of any worker in a micro-step; 0 if some worker gets none or no batch fits."""
         return min((min(each) for each in self.shares), default=0)
 
 
@@ -90,7 +90,7 @@ class MixedGroup:
         return sum(math.inf if part.most is None else float(part.workers * part.most) for part in self.parts)
 
     def grad_time(self, samples: int) -> float:
-        """Return T_grad of a micro-step over ``samples`` samples of the whole group [s]; infinity above ``most``.
+        """Return the compute time of a micro-step with ``samples`` samples in all [s]; infinity above ``most``.
 
         Raises ValueError: samples is below 1.
         """
@@ -98,7 +98,7 @@ class MixedGroup:
         return float(self._grad_times(np.array([samples], dtype=np.float64))[0][0])
 
     def shares(self, samples: int) -> tuple[tuple[int, ...], ...]:
-        """Return the samples of each worker in a micro-step, per part in descending order; they add up to ``samples``.
+        """Return each worker's share of the ``samples`` of a micro-step, per part in descending order.
 
         Raises ValueError: samples is below 1, or above ``most``.
         """
@@ -122,7 +122,9 @@ class MixedGroup:
         return self._sync()[0]
 
     def step_time(self, batch_size: int, accum_steps: int = 0) -> float:
-        """Return T_step [s] of a batch in ``accum_steps`` + 1 micro-steps; infinity if these are too large.
+        """Return the time of a step that splits the batch into ``accum_steps`` + 1 micro-steps [s].
+
+        The time is infinity if a micro-step has more samples than the group can hold (``most``).
 
         Raises ValueError: the batch is below 1, or accum_steps below 0.
         """
@@ -254,10 +256,10 @@ class MixedObservation:
             raise ValueError("parts must hold one GPU type or more, but got none")
 
     def by_type(self) -> dict[str, tuple[Observation, ...]]:
-        """Return the measurement as observations of each GPU type, for ``fit``.
+        """Return the measurement as observations keyed by GPU type, for ``fit``.
 
         The step waits for the slowest type, so its time counts as that of a group of only that type with that type's
-        samples. For every other type it shows the time of one worker alone: T_step of one replica is T_grad.
+        samples. Every other type gets an observation of one worker alone, for which T_step is T_grad.
         """
         slowest = max(self.parts, key=lambda part: part.grad_time)
         replicas = sum(part.workers for part in self.parts)

@@ -124,19 +124,20 @@ class GoodputModel:
     def step_time(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Return the seconds of one optimizer step; see `ThroughputModel.step_time`."""
+        """Return the time of one optimizer step [s]; arguments as in `ThroughputModel.step_time`."""
         return self.throughput_model.step_time(nodes, replicas, atomic_bsz, accum_steps)
 
     def throughput(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Return the throughput in samples per second, M / T_step; arguments as in `ThroughputModel.step_time`."""
+        """Return the throughput [samples/s]: global batch / step time; arguments as in `ThroughputModel.step_time`."""
         return plain(self._throughput(*_checked(nodes, replicas, atomic_bsz, accum_steps)))
 
     def efficiency(self, batch_size: ArrayLike) -> FloatOrArray:
-        """Return the progress per sample at this batch size, relative to M0: gain(M / M0) / (M / M0).
+        """Return the progress per sample at this batch size M, relative to that at the initial batch size M0.
 
-        The efficiency never rises with the batch size; below M0 it is at least 1.
+        This is gain(M / M0) / (M / M0), with the gain of `NoiseScale`. It never rises with M; below M0 it is at least
+        1.
 
         Raises:
             TypeError: A batch size is not a real number.
@@ -147,7 +148,7 @@ class GoodputModel:
     def goodput(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Return the goodput in useful samples per second: throughput x efficiency at that batch."""
+        """Return throughput x efficiency [useful samples/s]; arguments as in `ThroughputModel.step_time`."""
         return plain(self._goodput(*_checked(nodes, replicas, atomic_bsz, accum_steps)))
 
     def best(
@@ -159,18 +160,19 @@ class GoodputModel:
         atomic_bsz_range: AtomicRange = None,
         accumulation: bool = False,
     ) -> tuple[FloatOrArray, Any, Any]:
-        """Return (goodput, atomic_bsz, accum_steps) of the batch with the highest goodput, for each pair of arguments.
+        """Return (goodput, atomic_bsz, accum_steps) of the batch with the highest goodput, for each (nodes, replicas).
 
-        Every batch lies in [init_batch_size, max_batch_size], with atomic_bsz within its bounds. The search
-        tries about a hundred batch sizes in geometric steps and refines the best; it is deterministic. If no
-        batch within the limits is a multiple of R (s + 1), the next smaller batch that fits is used, just below
-        init_batch_size. If nothing fits, goodput, atomic_bsz and accum_steps are 0.
+        The global batch of a step is M = R m (s + 1) samples, with m = atomic_bsz and s = accum_steps. M lies in
+        [init_batch_size, max_batch_size], and m in ``atomic_bsz_range``. The search tries about a hundred batch sizes
+        in geometric steps and refines the best; it is deterministic. If no batch within the limits is a multiple of R
+        (s + 1), the next smaller batch that fits is used, just below init_batch_size. If nothing fits, all three
+        results are 0.
 
         Args:
-            nodes: N, number or array.
-            replicas: R, number or array that broadcasts with `nodes`.
-            max_batch_size: Upper limit of M. If None, the batch is exactly M0, split as evenly as possible;
-                atomic_bsz is then the largest share, ceil(M0 / R), and goodput M0 / T_step (0 if there are more
+            nodes: Number of nodes N, a number or an array.
+            replicas: Number of workers R, a number or an array that broadcasts with `nodes`.
+            max_batch_size: Upper limit of M. If None, M is exactly init_batch_size, split as evenly as possible;
+                atomic_bsz is then the largest share, ceil(M / R), and goodput M / T_step (0 if there are more
                 replicas than samples).
             atomic_bsz_range: Least and largest m; either may be None for no bound.
             accumulation: True if s may be above 0; accumulation is used if a share exceeds the largest m.
@@ -195,10 +197,11 @@ class GoodputModel:
         return plain(goodput), plain(atomic_bsz), plain(accum_steps)
 
     def held_at(self, batch_size: int) -> tuple[GoodputModel, float]:
-        """Return a model of this job with its batch fixed, and the worth of one sample at that batch relative to M0.
+        """Return (model, worth): this model with its batch fixed, and the worth of a sample at that batch.
 
-        The returned model's initial batch size is ``batch_size``, which it keeps (``best`` without ``max_batch_size``).
-        Its goodput times the worth equals this model's goodput at that batch.
+        ``worth`` is the progress per sample relative to that at this model's initial batch size. The returned model
+        has ``batch_size`` as its initial batch size, so `best` without ``max_batch_size`` never changes it. The
+        returned model's goodput times ``worth`` equals this model's goodput at that batch.
 
         Raises ValueError: the batch is below 1.
         """
@@ -215,9 +218,9 @@ class GoodputModel:
         atomic_bsz_range: AtomicRange = None,
         accumulation: bool = False,
     ) -> FloatOrArray:
-        """Return the goodput at a given global batch, or at the best batch (see `best`) if it is None or does not fit.
+        """Return the goodput at ``batch_size`` [useful samples/s]; if that is None or does not fit, at the best batch.
 
-        The goodput is 0 if no batch fits.
+        `best` chooses the best batch within the limits. The goodput is 0 if no batch fits.
 
         Raises:
             TypeError: An argument has the wrong type.

@@ -16,11 +16,11 @@ BEYOND = 1.05  # part of the declared length from which a job proves that more w
 
 
 def remaining(progress: Progress | None) -> float | None:
-    """Return the estimated work to the job's end, in steps at the initial batch; None if it declares no length.
+    """Return the estimated work to the job's end, in steps at the initial batch; None if no length is declared.
 
     The estimate is declared epochs x measured progress per epoch - progress so far, all known for a live job. In the
-    first epoch, an epoch is assumed to be as long as in other jobs of the same model. If that is unknown too, an epoch
-    is assumed to be as long as the progress so far: a new job counts as short until it proves to be long.
+    first epoch, an epoch is assumed to be as long as in other jobs of the same model. If that is unknown too, an
+    epoch is assumed to be as long as the progress so far: a new job counts as short until it proves to be long.
     """
     return None if progress is None or progress.epochs is None else _left(progress, progress.epochs)
 
@@ -38,10 +38,10 @@ def _left(progress: Progress, epochs: float) -> float:
 
 
 def seconds_to_end(view: JobView, slots: Sequence[int]) -> Floats | None:
-    """Return the time until the job's end on 1, 2, ... n workers [s]; None in its first epoch or without a length.
+    """Return the time to the end [s] on 1..n workers; None without a model, a declared length or a finished epoch.
 
     Args:
-        slots: Number of the job's workers that fit on each node of the empty cluster; n is at most their sum.
+        slots: Number of the job's workers that fit on each node of the empty cluster, which limits n.
     """
     missing = remaining(view.progress)
     if missing is None or view.progress is None or not view.progress.epoch_ends or view.goodput is None:
@@ -55,8 +55,8 @@ def likely_left(progress: Progress | None) -> float | None:
     """Return the remaining iterations for shortest-first decisions; None if nothing is known of the length.
 
     An iteration is the progress of one step at the initial batch. Declarations cannot be used to gain priority: only
-    the first declared length counts, and only to the extent that earlier jobs of the same declarer kept to theirs. The
-    possible ends of a job are:
+    the first declared length counts, and only to the extent that earlier jobs of the same declarer (the user or
+    tenant that submitted them) kept to theirs. The possible ends of a job are:
 
     * known declarer: the fractions of the declared end at which the declarer's earlier jobs ended, and the declared
       end itself once the job is past all of these. If some jobs went beyond their declared end, the ends of earlier
@@ -68,8 +68,8 @@ def likely_left(progress: Progress | None) -> float | None:
     * no declaration: the ends of the model's earlier jobs, and twice the longest of them, as it may be another kind
       of run.
 
-    :func:`gittins_left` weighs the possible ends, so that of two jobs with the same mean, the job with the more certain
-    end counts as shorter. A job past all its possible ends is assumed to be halfway.
+    :func:`gittins_left` weighs the possible ends, so that of two jobs with the same mean, the job with the more
+    certain end counts as shorter. A job past all its possible ends is assumed to be halfway.
     """
     if progress is None:
         return None
@@ -126,7 +126,7 @@ def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
     """Return the remaining time of each job at its smallest size [s]; NaN if nothing is known of its length.
 
     Args:
-        rate: Goodput of each job at its smallest size [samples/s]; 0 if it has no model yet.
+        rate: Goodput of each job at its smallest size [samples/s]; if it is 0 (no model yet), the time is 0.
     """
     left = np.full(len(views), np.nan)
     for j, view in enumerate(views):
@@ -141,19 +141,19 @@ def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
 
 
 def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -> Floats:
-    """Return w_j = (rank_j / n)^a: the rank is near 1 for the largest remaining time and near n for the smallest.
+    """Return each of n jobs' weight (rank / n)^a; the rank is near 1 for the longest job, near n for the shortest.
 
         rank_j = 1/2 + sum over i of  left_i^q / (left_i^q + left_j^q)
 
     heSRPT (Berg, Vesilo, Harchol-Balter, "heSRPT: Parallel scheduling to minimize mean slowdown", Performance
     Evaluation 2020) is optimal for jobs of equal concave speed-up s(k) = k^p. Its shares depend on the ranks only,
-    which is the case of infinite q here; equal times share a rank. The smaller q, the closer the weights of jobs
-    with similar remaining times, so that neither waits for the other and the last does not end alone. A job without
-    a known length gets the middle rank.
+    which is the case of infinite q here; equal times share a rank. The smaller q, the closer the weights of jobs with
+    similar remaining times, so that neither waits for the other and the last does not end alone. A job without a
+    known length gets the middle rank.
 
     Args:
         left_s: Remaining times [s], (J,), NaN if unknown.
-        exponent: a.
+        exponent: a; 0 gives all jobs the same weight.
         sharpness: q; among more than ``_MANY`` jobs it counts as infinite.
     """
     n = len(left_s)
@@ -184,7 +184,8 @@ def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: 
     Args:
         left_s: Remaining time at speed 1 (the smallest size) [s], (J,), NaN if unknown.
         rate: Progress at speed 1 [samples/s], (J,).
-        fair_speed: Speed of each job on an equal share, relative to its smallest size, (J,).
+        fair_speed: Speed of each job on an equal share of the cluster, relative to its smallest size, (J,).
+        now_s: Current time, on the clock of ``JobView.submitted_s`` [s].
     """
     lateness = np.full(len(views), np.nan)
     for j, (view, left, speed) in enumerate(zip(views, left_s.tolist(), fair_speed.tolist(), strict=True)):
@@ -203,7 +204,9 @@ def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: 
 
 
 def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, arrivals_per_s: float = 0.0) -> Floats:
-    """Return H' / (H' + n d) with H' = min(horizon, remaining time T): the part of H' in which a job trains, (J, C).
+    """Return the part of the coming time in which a job trains if it changes to each option, (J, C).
+
+        part = H' / (H' + n d)    with H' = min(horizon, remaining time T)
 
     d is the pause of a change of size and n the expected number of pauses. If a job arrives before this one ends, it
     undoes the change at the cost of a second pause, so n = 2 - exp(-arrivals x T).
@@ -223,7 +226,7 @@ def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, a
 
 
 def concave_value(speed: Floats, power: float) -> Floats:
-    """Return phi(s) = (s^p - 1) / p of each speed s, or log s for p = 0; a smaller p favours more even speeds."""
+    """Return phi(s) = (s^p - 1) / p of each speed s (log s for p = 0); a smaller ``power`` p favours even speeds."""
     positive = np.maximum(speed, 1e-9)
     with np.errstate(under="ignore"):
         result: Floats = np.log(positive) if power == 0 else (positive**power - 1.0) / power

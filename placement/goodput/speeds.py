@@ -49,7 +49,7 @@ class GoodputCache:
         self.prices.update(prices)
 
     def make_room(self, entries: int) -> None:
-        """Empty a table of the cache if adding these entries would exceed its limit ``most``."""
+        """Clear each table of the cache that would exceed the limit ``most`` with this many more entries."""
         if len(self.rows) + entries > self.most:
             self.rows.clear()
         if len(self.ratios) + entries > self.most:
@@ -62,13 +62,13 @@ def model_of(view: JobView, gpu: str) -> GoodputModel | None:
 
 
 def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache: GoodputCache) -> Floats:
-    """Return the goodput [samples/s] of every job (rows) in every shape (columns); rows without a model are NaN.
+    """Return the goodput [useful samples/s] of every job (rows) in every shape (columns); NaN without a model.
 
-    If a job's batch will change, or its noise grows, its goodput is the mean over the next twenty minutes in that
-    shape.
+    A shape is a number of nodes and of workers. If a job's batch will change, or its noise grows, its goodput is the
+    mean over the next twenty minutes in that shape.
 
     Args:
-        gpu: GPU type.
+        gpu: GPU type of all shapes.
         nodes: Nodes of each shape, (J, C); 0 if the shape is impossible.
         workers: Workers of each shape, (J, C).
         cache: Cache of earlier results.
@@ -147,7 +147,10 @@ def _mean_rate(
 
 
 def foreseen(view: JobView, gpu: str, seconds: float, cache: GoodputCache) -> JobView:
-    """Return the job's view with the batch or noise expected after training this many seconds on its workers."""
+    """Return the job's view with the batch or noise expected after ``seconds`` more on its current workers.
+
+    ``gpu`` is the GPU type of these workers.
+    """
     if view.noise_growth > 1.0 and view.held_batch is None:
         return grown(view, view.noise_growth ** min(1.0, seconds / HOLDS_S))
     while view.forecast is not None and view.workers and (model := model_of(view, gpu)) is not None:
@@ -164,7 +167,7 @@ def foreseen(view: JobView, gpu: str, seconds: float, cache: GoodputCache) -> Jo
 
 
 def _rows(numbers: Floats, nodes: Ints, workers: Ints, cache: GoodputCache) -> Floats:
-    """Return the goodput of jobs in shapes, computing only what is not cached."""
+    """Return the goodput of jobs in shapes, computing only the values that are not cached."""
     texts = np.ascontiguousarray(np.concatenate([numbers.view(np.int64), nodes, workers], axis=1))
     keys = texts.view(np.dtype((np.void, texts.itemsize * texts.shape[1])))[:, 0].tolist()
     fresh = {key: row for row, key in enumerate(keys) if key not in cache.rows}
@@ -195,7 +198,7 @@ def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
 
 
 def ratios(observations: tuple[Observation, ...], model: GoodputModel, cache: GoodputCache) -> Ratios:
-    """Return the ratio of measured to modelled step time for each measured shape; the result is cached.
+    """Return measured / modelled step time, keyed by measured shape (nodes, workers); the result is cached.
 
     Each ratio is the geometric mean over the batch sizes measured in the shape, weighted by their counts.
     """
@@ -206,7 +209,7 @@ def ratios(observations: tuple[Observation, ...], model: GoodputModel, cache: Go
 
 
 def spread(view: JobView) -> float:
-    """Return the mean spread of the job's measured step times, weighted by the counts of the measurements."""
+    """Return the standard deviation of the logarithm of step time, averaged over all measurements by their counts."""
     seen = [each for measured in view.observations.values() for each in measured]
     return sum(each.count * each.spread for each in seen) / max(sum(each.count for each in seen), 1e-9)
 
@@ -318,7 +321,8 @@ def numbers_of(
 ) -> tuple[float, ...]:
     """Return a job's model and the limits of its batch [samples] as the row of numbers that ``of_numbers`` expects.
 
-    ``max_batch_size`` None keeps the initial batch; ``bounds`` are those of a worker's micro-batch, None for none.
+    ``max_batch_size`` is None if the job keeps its initial batch. ``bounds`` are the least and the largest
+    micro-batch of a worker; None means no bounds.
     """
     low, high = bounds or (1, 2**53)
     t, noise = model.throughput_model, model.noise

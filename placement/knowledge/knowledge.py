@@ -47,7 +47,7 @@ class KnowledgeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """Model that a job borrows from other jobs for a GPU type on which it has no measurements of its own."""
+    """Model for a GPU type on which a job has no measurements, borrowed from other jobs that train the same model."""
 
     model: GoodputModel  # fitted to what others measured; its noise is that of the earliest epoch known
     largest_batch: int  # largest global batch that any of them ran with [samples]
@@ -133,8 +133,8 @@ class Knowledge:
     def machines(self, cluster: Cluster) -> None:
         """Compare the nodes with earlier ones, and discard observations of GPU types whose machines were replaced.
 
-        A type is unchanged as long as any of its nodes is of a kind that was present before, since a cluster may mix
-        node sizes and add new ones.
+        A type keeps its observations as long as any of its nodes is of a kind that was present before, since a cluster
+        may mix node sizes and add new ones.
         """
         present: dict[str, set[str]] = {}
         for node in cluster.nodes:
@@ -239,7 +239,7 @@ class Knowledge:
         )
 
     def priors(self, view: JobView, now_s: float) -> dict[str, Prior]:
-        """Return a borrowed model for each GPU type on which other jobs of the same model ran but this job did not."""
+        """Return a borrowed model for each GPU type on which only other jobs of the same model ran, keyed by type."""
         if self._families.get(view.fingerprint or "", {}).keys() <= view.models.keys():
             return {}
         known = self.complete(view, now_s)
@@ -250,7 +250,7 @@ class Knowledge:
         }
 
     def strategies(self, view: JobView, now_s: float) -> dict[str, FoundStrategy] | None:
-        """Return the fastest strategies found by jobs of this model, keyed by form of group (backend and nodes).
+        """Return the fastest strategies that jobs of this model have found, keyed by form of group (backend and nodes).
 
         Returns None until the job has reported its model's fingerprint.
         """
@@ -260,7 +260,7 @@ class Knowledge:
         return {form: each.found for form, each in known.items() if not self._is_old(each.seen_s, now_s)}
 
     def measurements(self, fingerprints: Collection[str], now_s: float) -> Measurements:
-        """Return all recent measurements of these models, for storage."""
+        """Return all recent measurements of the models with these fingerprints, for storage."""
         steps: list[KnownStep] = []
         noises: list[KnownNoise] = []
         known = [(name, gpu) for name in sorted(fingerprints) for gpu in sorted(self._families.get(name, ()))]
@@ -366,7 +366,7 @@ def _largest_batch(observations: Iterable[Observation]) -> int:
 
 
 def _present_type(view: JobView, models: Mapping[str, GoodputModel]) -> str | None:
-    """Return the GPU type whose model is the view's current one; None if there is none."""
+    """Return the GPU type whose model is the current one of the view; None if no type's is."""
     for gpu, model in view.models.items():
         if model == view.goodput:
             return gpu
@@ -374,7 +374,7 @@ def _present_type(view: JobView, models: Mapping[str, GoodputModel]) -> str | No
 
 
 def declarer_of(view: JobView) -> str:
-    """Return the user, or else the tenant, who is accountable for the job's declared length."""
+    """Return the user who submitted the job and so declared its length, or else the tenant; empty if unknown."""
     return view.user or view.tenant
 
 
@@ -448,10 +448,10 @@ class EndedJobs:
         return tuple(each for name in sorted(fingerprints) for each in self._ended.get(name, ()))
 
     def progress(self, view: JobView, usual_epoch: float | None, now_s: float) -> Progress | None:
-        """Return the job's progress, extended by the points (in its iterations) at which earlier jobs ended.
+        """Return the job's progress, together with the points (in its iterations) at which earlier jobs ended.
 
-        If no job of this model has ended yet and the declarer usually exceeds the declared length, the longest running
-        job of the model counts as half done.
+        If no job of this model has ended yet and the declarer's jobs usually exceed their declared length, the longest
+        running job of the model counts as half done.
 
         Args:
             usual_epoch: Iterations per epoch of other jobs of the model; None if unknown.

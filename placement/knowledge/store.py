@@ -131,7 +131,7 @@ class StorageRoot:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key by which equal storage roots are recognised."""
+        """Key that identifies the storage root: it is the same for two objects with the same root."""
         return str(self.filesystem.type_name), self.path
 
 
@@ -168,7 +168,7 @@ class KnowledgeStore:
         return merged(kept)
 
     def save(self, measurements: Measurements) -> None:
-        """Replace this writer's file, and delete old files of other writers whose contents are included in it.
+        """Replace this writer's file, and delete old files of other writers whose contents it includes.
 
         Raises OSError: the file system refuses.
         """
@@ -316,7 +316,7 @@ _LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then
 
 
 class _SyncedRoot:
-    """Storage root of some jobs: its store, and what has been read from it and written to it."""
+    """Storage root of some jobs, with its store and the state of reading from it and writing to it."""
 
     def __init__(
         self, root: StorageRoot, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]
@@ -375,7 +375,7 @@ class _SyncedRoot:
 
 
 class KnowledgeSync:
-    """Synchronisation of knowledge with storage: a root is read when its first job arrives, and changes are written.
+    """Synchronisation of knowledge with storage: loads a storage root with its first job, and writes changes to it.
 
     Each root stores the measurements of the models whose jobs used it, and of the models found there.
 
@@ -413,7 +413,7 @@ class KnowledgeSync:
             root.hurry_up()
 
     async def save(self, *, now: bool = False) -> None:
-        """Write changes to each root that is due; with ``now``, write to all roots and wait briefly."""
+        """Write changes to each storage root that is due; with ``now``, write to all roots and wait briefly."""
         for root in self._roots.values():
             if root.is_due(now=now):
                 task = asyncio.get_running_loop().create_task(root.save())

@@ -33,7 +33,7 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
 
         remaining work x M0 / goodput(k) <= deadline - now,    less the cost of a change if k is above its current size
 
-    with the remaining work estimated by ``seconds_to_end``.
+    with M0 the initial batch size and the remaining work estimated by ``seconds_to_end``.
 
     Args:
         slots: Number of the job's workers that fit on each node of the empty cluster.
@@ -104,7 +104,7 @@ def paying_size(view: JobView, slots: list[int], now_s: float) -> int | None:
     """Return the largest number of workers that the job's utility justifies; None if that is unknown.
 
     The price per worker comes from the job's bill. Without known prices, workers cost nothing, and the result is the
-    number with which the job ends before its value falls.
+    number with which the job ends before its utility falls.
     """
     left_s = seconds_to_end(view, slots) if view.held_at is None else None
     if view.utility is None or left_s is None:
@@ -130,7 +130,7 @@ def limit_by_utility(problem: Problem, now_s: float) -> Problem:
 
 
 def utility_notes(problem: Problem, limited: Problem, allocation: Allocation) -> dict[str, Reason]:
-    """Return the reasons for jobs that could use more workers, but not at a cost that their utility justifies."""
+    """Return a note, keyed by job, for each job that could use more workers than its utility justifies."""
     return {
         less.job: Reason(Cause.UTILITY, (count(less.max_workers),))
         for view, less in zip(problem.views, limited.views, strict=True)
@@ -143,7 +143,7 @@ _SIZE_ROUNDS = 4
 
 
 def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
-    """Query the policy, repeatedly limiting jobs to the next smaller allowed size, until all sizes are allowed.
+    """Return a plan with allowed sizes only; any other size is limited to the next smaller one in a new query.
 
     After a few rounds, the remaining disallowed sizes are reduced on the jobs' own nodes.
     """
@@ -194,9 +194,10 @@ def _cut(problem: Problem, plan: Plan, limits: Mapping[str, int]) -> Plan:
 
 
 def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) -> Plan:
-    """Query the policy twice, the second time with sizes rounded down to whole nodes.
+    """Return a plan in which jobs that prefer whole nodes have whole nodes, unless this leaves slots idle.
 
-    The second answer is used unless it leaves room for workers of the jobs that were rounded down.
+    The policy is queried twice, the second time with sizes of more than one node rounded down to whole nodes. Its
+    second answer is used unless that leaves room for workers of the jobs that were rounded down.
 
     Args:
         worth: Number of workers that fill a whole node, for each job that prefers whole nodes.
@@ -228,7 +229,10 @@ def node_worth(view: JobView, cluster: Cluster) -> int:
 
 
 def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
-    """Move workers so that jobs that prefer whole nodes share none; if not all sizes fit, keep the plan."""
+    """Move workers so that jobs that prefer whole nodes share none; keep the plan if that is impossible.
+
+    It is impossible if not all sizes fit or, with ``apart``, if several multi-node jobs would share a node.
+    """
     shy = [view for view in problem.views if view.whole_nodes and view.job in plan.allocation]
     counts = collections.Counter(node for place in plan.allocation.values() for node in place)
     if all(counts[node] == 1 for view in shy for node in plan.allocation[view.job]):
@@ -329,7 +333,7 @@ def decide(
 
 
 def without_idle_spot(problem: Problem) -> Problem | None:
-    """Return the problem without spot nodes on which no job runs; None if there are none, or if no job is running."""
+    """Return the problem without spot nodes on which no job runs; None without such nodes or without running jobs."""
     used = {node for view in problem.views for node, workers in view.allocation.items() if workers}
     left = tuple(node for node in problem.cluster.nodes if not node.spot or node.node_id in used)
     if not used or len(left) == len(problem.cluster.nodes):

@@ -47,7 +47,7 @@ def avoid_slow(views: Sequence[JobView], cluster: Cluster) -> tuple[Sequence[Job
 
 
 def _slow_for(view: JobView, slow: Collection[str], views: Sequence[JobView], cluster: Cluster) -> JobView:
-    """Return the job barred from these nodes, if all of its workers fit on others; else unchanged."""
+    """Return the job excluded from these nodes if all of its workers fit on other nodes; otherwise unchanged."""
     if NODE_LABEL in view.label_selector:
         return view
     others = {each.job: dict(each.allocation) for each in views if each is not view and each.allocation}

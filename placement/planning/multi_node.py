@@ -39,7 +39,7 @@ def _is_held_up(view: JobView) -> bool:
 
 
 def shared(allocation: Allocation) -> dict[str, list[str]]:
-    """Return the nodes on which several multi-node jobs have workers, with the names of these jobs keyed by node."""
+    """Return the names of multi-node jobs that share a node with another multi-node job, keyed by that node."""
     return {node: jobs for node, jobs in sorted(_multi_node_jobs(allocation).items()) if len(jobs) > 1}
 
 

@@ -38,11 +38,11 @@ def make_plan(
 ) -> Plan:
     """Decide the number of workers of each job, validate it, and place the workers, under all constraints.
 
-    Units that do not fit on any node span several (``placement.planning.spans``).
+    Units (workers of several processes) that do not fit on any node span several (``placement.planning.spans``).
 
     Args:
-        guaranteed: ``Plan.guaranteed`` of the last decision.
-        granted: ``Plan.granted`` of the last decision.
+        guaranteed: ``Plan.guaranteed`` of the last decision: the jobs whose deadlines it guaranteed.
+        granted: ``Plan.granted`` of the last decision: the workers that it added for jobs' own requests.
 
     Raises AllocationError: the policy violated a rule; the caller must not change anything.
     """
@@ -232,7 +232,7 @@ def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
 
 
 def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
-    """Return why the job's minimum could not run even on an empty cluster; None if it could.
+    """Return the reason why the job's minimum could not run even on an empty cluster; None if it could.
 
     Returns None, too, while no nodes are known.
     """

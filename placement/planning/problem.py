@@ -28,11 +28,11 @@ class Plan:
     granted: Allocation = dataclasses.field(default_factory=dict)
 
     def plus(self, other: Plan) -> Plan:
-        """Return both plans merged; for a job in both, ``other`` wins."""
+        """Return this plan merged with ``other``; for a job in both, ``other`` wins."""
         return Plan(allocation={**self.allocation, **other.allocation}, reasons={**self.reasons, **other.reasons})
 
     def noted(self, notes: Mapping[str, Reason]) -> Plan:
-        """Return the plan with a note as the reason of each job in ``notes``; the former reason becomes its figures."""
+        """Return the plan with each job's note in ``notes`` as its reason, which keeps the former reason as figures."""
         said = {job: reason.because(notes[job]) for job, reason in self.reasons.items() if job in notes}
         return dataclasses.replace(self, reasons={**self.reasons, **said})
 
@@ -57,7 +57,8 @@ class Problem:
     def beside(self, decided: Allocation, reserved: Allocation | None = None) -> Problem:
         """Return the problem on the resources left after subtracting the workers of two allocations.
 
-        ``decided`` has jobs already decided about; ``reserved`` (None for none), workers kept for other jobs.
+        ``decided`` holds the workers of jobs already decided about; ``reserved``, if any, holds workers kept for
+        other jobs.
         """
         bundles = {view.job: view.bundle for view in self.views}
         cluster = without(self.cluster, decided, bundles)
@@ -79,7 +80,7 @@ def secured(view: JobView) -> bool:
 
 
 def stays(view: JobView, problem: Problem) -> bool:
-    """True if the job keeps its minimum: it may not be stopped at all, or not because new nodes have arrived."""
+    """True if the job must keep its minimum: it may not be stopped at all, or not in this decision (``kept``)."""
     return secured(view) or view.job in problem.kept
 
 
@@ -97,7 +98,7 @@ def by_precedence(problem: Problem) -> list[JobView]:
 
 
 def serve(view: JobView, room: FreeResources) -> bool:
-    """Reserve room for the job's minimum, preferably on its current nodes; if it does not fit, only return False."""
+    """Reserve room for the job's minimum, preferably on its current nodes; return False if it does not fit."""
     taken: list[tuple[int, int]] = []
     missing = view.min_workers
     fits = room.slots(view) if view.allocation else None

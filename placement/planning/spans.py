@@ -53,9 +53,9 @@ def spans_nodes(view: JobView, cluster: Cluster) -> bool:
 def find_places(view: JobView, cluster: Cluster, most: int) -> list[str]:
     """Return places for up to ``most`` units: node ids, or text such as ``n1*4+n2*2`` for a unit split over nodes.
 
-    A unit is a worker of several processes. It gets a single node if possible, else as few nodes as possible of a
-    domain or GPU type, with the least room. No two places share resources. A node with room for several units is
-    returned once for each.
+    A unit is a worker of several processes. It gets a single node if possible, else as few nodes as possible of one
+    network domain or GPU type, with the least room. No two places share resources. A node with room for several units
+    is returned once for each.
     """
     each = per_process(view)
     nodes = [node for node in cluster.nodes if not node.draining and node.matches(view.selector)]
@@ -76,7 +76,7 @@ def find_places(view: JobView, cluster: Cluster, most: int) -> list[str]:
 
 
 def _best(groups: Iterable[Sequence[str]], room: Mapping[str, int], unit: int) -> dict[str, int]:
-    """Return the processes by node of a unit in the group where it needs fewest nodes; empty if none has room."""
+    """Return a unit's processes by node, in the group where it needs the fewest nodes; empty if none has room."""
     found = [(chosen, sum(room[node] for node in group)) for group in groups if (chosen := _within(group, room, unit))]
     return min(found, key=lambda each: (len(each[0]), each[1], sorted(each[0])), default=({}, 0))[0]
 
@@ -164,7 +164,7 @@ def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, u
 
 
 def _with_use(used: Use, views: Iterable[JobView], allocation: Allocation) -> Use:
-    """Return what is used with what these jobs use besides."""
+    """Return the resources in ``used`` plus those that these jobs use."""
     found = {tenant: dict(amounts) for tenant, amounts in used.items()}
     for view in views:
         add_amounts(found.setdefault(view.tenant, {}), view.bundle, sum(allocation.get(view.job, {}).values()))
@@ -172,7 +172,7 @@ def _with_use(used: Use, views: Iterable[JobView], allocation: Allocation) -> Us
 
 
 def _living(view: JobView, cluster: Cluster) -> dict[str, int]:
-    """Return the job's workers without those of nodes that are gone."""
+    """Return the job's workers keyed by node, leaving out nodes that are gone."""
     nodes = {node.node_id for node in cluster.nodes}
     return {place: workers for place, workers in view.allocation.items() if parts(place).keys() <= nodes}
 
@@ -184,7 +184,7 @@ def _places_of(
     others: Allocation,
     bundles: Mapping[str, Resources],
 ) -> list[str]:
-    """Return disjoint places of units that span nodes: those in use, then idle ones, then those that others use."""
+    """Return disjoint places for units that span nodes: those in use, then idle ones, then those of other jobs."""
     draining = {node.node_id for node in cluster.nodes if node.draining}
     held = (place for view in views for place, n in present[view.job].items() for _ in range(n))
     found = [place for place in held if not parts(place).keys() & draining]

@@ -71,7 +71,7 @@ def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
 def _giving_way(
     plan: Plan, problem: Problem, unsettled: Sequence[str], least: Mapping[str, int], running: Collection[str]
 ) -> dict[str, Reason]:
-    """Return jobs that must not start so that others have their minimum on demand, with the reason.
+    """Return the jobs that must not start, so that other jobs have their minimum on demand, each with the reason.
 
     Empty if no job can give way.
     """

@@ -49,7 +49,7 @@ class Tenant(NamesArguments):
 
 
 def check_tenants(tenants: Sequence[Tenant]) -> None:
-    """Check that tenants are valid and have distinct names.
+    """Raise an error unless all elements are tenants with distinct names.
 
     Raises:
         TypeError: An element is not a ``Tenant``.
@@ -74,7 +74,7 @@ def left_over(tenants: Sequence[Tenant], used: Mapping[str, Resources]) -> tuple
 
 
 def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) -> Plan:
-    """Run the policy for each tenant within its share, then offer the remaining resources within quotas.
+    """Run the policy for each tenant (a user or team) within its share, then offer what is left within quotas.
 
     Shares are computed by ``share_out``. Tenants whose jobs fit only a few nodes come first. The remaining resources
     are offered first to the tenant that uses least relative to its weight.
@@ -171,7 +171,8 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
     a resource that it needs is exhausted; the remaining shares continue to rise.
 
     Args:
-        demands: Amount of each resource that each tenant could use.
+        demands: Amount of each resource that each tenant could use, keyed by tenant.
+        totals: Amount of each resource in the cluster.
 
     Returns each tenant's dominant share: the largest fraction that it gets of any resource.
     """
@@ -204,12 +205,12 @@ def share_out(problem: Problem, tenants: Mapping[str, Tenant]) -> tuple[dict[str
     """Return each tenant's first-round share of resources, in whole workers, and the job minimums included in it.
 
     Resources are assigned in this order: minimums of jobs that must not be stopped; workers within each tenant's
-    entitlement; and the remainder, which is lent. Minimums of all tenants come before any growth. The next turn always
-    goes to the tenant that uses least relative to its weight and, among equals, to one whose job would otherwise be
-    stopped. Jobs that can run only on some nodes have entitlements to these nodes as if no other nodes and jobs
-    existed; their turns come before those of other jobs.
+    entitlement; and the remainder, which is lent. Minimums of all tenants come before any growth. The next turn
+    always goes to the tenant that uses least relative to its weight and, among equals, to one whose job would
+    otherwise be stopped. Jobs that can run only on some nodes have entitlements to these nodes as if no other nodes
+    and jobs existed; their turns come before those of other jobs.
 
-    Returns amounts by tenant and resource, and the minimums by job.
+    Returns amounts keyed by tenant and resource, and minimums [workers] keyed by job.
     """
     filling = _Filling(problem, tenants, _totals(problem.cluster))
     filling.secure(problem.kept)
@@ -422,7 +423,7 @@ class _Partition:
         }
 
     def take(self, node: Node, amounts: Mapping[str, float]) -> None:
-        """Reserve these amounts of a node, limited by what is free and below the ceiling."""
+        """Reserve these amounts on a node, as far as they are free and the ceiling allows."""
         taken = self._taken[node.node_id]
         for r in taken.keys() & amounts.keys():
             more = max(min(amounts[r], node.free[r] - taken[r], self._left[r]), 0.0)

@@ -39,11 +39,11 @@ def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
 
 
 def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
-    """Return the plan with workers added that jobs' own policies request (wishes), in slots that the plan leaves free.
+    """Return the plan plus workers that jobs' own policies request (wishes), in slots that the plan leaves free.
 
-    Only running jobs whose size their user has not fixed are served, by priority and arrival. Granted workers stay
-    in place while their slots are free, and are on nodes of the job's GPU type. They respect quotas, the preference
-    for whole nodes and, if required, the rule of one multi-node job per node.
+    Only running jobs whose size their user has not fixed are served, by priority and arrival. Granted workers stay in
+    place while their slots are free, and are on nodes of the job's GPU type. They respect quotas, the preference for
+    whole nodes and, if required, the rule of one multi-node job per node.
 
     Args:
         plan: Plan decided without wishes.
@@ -99,7 +99,7 @@ class _FreeSlots:
         return given
 
     def take_back(self, view: JobView, given: dict[str, int], workers: int) -> None:
-        """Release slots that a job was given, for use by others."""
+        """Release this many of the workers given to a job, so that other jobs can use their slots."""
         place = self.allocation[view.job]
         for node_id in reversed(list(given)):
             less = min(given[node_id], workers)

@@ -46,7 +46,7 @@ class Refusal:
 # its users, sends its own again every 20 s: a direct call of Ray beside it is undone, and undoes the others. So the
 # coordinator is looked for with every call. Its class is private; actor name and methods are used as Ray Train does.
 class NodeRequests:
-    """Node requests sent to Ray on every change, and repeated every 20 s; calls block briefly."""
+    """Node requests that are sent to Ray on every change and repeated every 20 s; the calls block briefly."""
 
     def __init__(self) -> None:
         self._told: list[tuple[dict[str, float], dict[str, str]]] | None = None
@@ -91,7 +91,7 @@ def refusals(since_s: float) -> tuple[Refusal, ...]:
 
 
 def refusal(launch: Any) -> Refusal:
-    """Return the refusal in Ray's ``LaunchRequest``, whose details may be missing, blank, or of many lines."""
+    """Return the refusal that Ray's ``LaunchRequest`` reports; its details may be missing, blank or of many lines."""
     lines = (launch.details or "").strip().splitlines()
     return Refusal(
         node_type=launch.ray_node_type_name,
@@ -131,7 +131,7 @@ def _shown(wanted: Sequence[tuple[dict[str, float], dict[str, str]]]) -> str:
 
 
 class ClusterScaler:
-    """Scaler of the cluster for one allocator; it decides every ``interval_s`` without delaying running jobs.
+    """Scaler of the cluster for one allocator, which decides every ``interval_s`` without delaying running jobs.
 
     Args:
         policy: Separate instance of the allocator's policy, since decisions run in a thread.
@@ -158,7 +158,7 @@ class ClusterScaler:
         return self._autoscaler.bill(job)
 
     def marked(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with the nodes that will be released marked as draining, so that jobs leave them."""
+        """Return a copy of the cluster in which nodes that will be released are draining, so that jobs leave them."""
         if self.decision is None or not self.decision.release:
             return cluster
         return cluster.draining(set(self.decision.release))
@@ -226,6 +226,7 @@ def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterabl
     Args:
         jobs: All jobs except paused ones.
         waiting: Names of the jobs that have no workers.
+        tenants: Tenants (users or teams) with their quotas.
     """
     if not waiting:
         return ()
@@ -290,7 +291,7 @@ class WaitingDemand:
             self._asked = bool(bundles)
 
     async def withdraw(self) -> None:
-        """Withdraw all requests."""
+        """Withdraw all requests for nodes from Ray's autoscaler."""
         if self._poll is not None:
             await asyncio.wait([self._poll])
         if self._asked:

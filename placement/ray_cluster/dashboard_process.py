@@ -21,7 +21,7 @@ _SAYS = "dashboard: "
 
 
 class DashboardProcess:
-    """Process that serves the page; it ends with this process, which closes its standard input.
+    """Process that serves the dashboard page. It ends when the process that started it ends or calls ``stop``.
 
     Args:
         cluster: HOST:PORT of the cluster's control store.
@@ -81,7 +81,7 @@ resuming = logging.getLogger("placement.resume")
 
 
 def resume_jobs(storage: str, cluster: str) -> None:
-    """Resubmit, in the background, jobs that were running when another cluster's head ended; log the output.
+    """Resubmit, in the background, the jobs under ``storage`` that ran when their head node died; log the output.
 
     Args:
         cluster: HOST:PORT of this cluster's control store.

@@ -41,7 +41,7 @@ class Room:
         self._lock = asyncio.Lock()
 
     async def holds(self, bundle: Resources, place: str, count: int) -> bool:
-        """True if a node, or every node of a unit that spans several, currently has room."""
+        """True if there is room for ``count`` bundles on a node, or on every node that the place of a unit spans."""
         async with self._lock:
             if time.monotonic() >= self._read_s + _NEWS_S:
                 try:
@@ -104,13 +104,13 @@ def release(group: PlacementGroup) -> None:
 
 
 def hold(group_id: str) -> None:
-    """Record that the calling actor, which runs outside its group, uses the group. Blocks briefly."""
+    """Record that the calling actor, which runs outside this placement group, uses the group. Blocks briefly."""
     actor = ray.get_runtime_context().get_actor_id() or ""
     internal_kv._internal_kv_put(_holder_key(group_id), actor.encode(), overwrite=True, namespace=NAMESPACE.encode())
 
 
 def holder_lives(group_id: str) -> bool | None:
-    """True if the actor that holds a group is, or may be, alive; None if no actor holds it. Blocks briefly."""
+    """True if the actor that holds a placement group may be alive; None if no actor holds the group. Blocks briefly."""
     holder: bytes | None = internal_kv._internal_kv_get(_holder_key(group_id), namespace=NAMESPACE.encode())
     return None if holder is None else not is_dead(holder.decode())
 
@@ -120,7 +120,7 @@ def _holder_key(group_id: str) -> bytes:
 
 
 async def withdraw(group: PlacementGroup) -> None:
-    """Release a group once it is fulfilled, after half a minute at most, or if this coroutine is cancelled."""
+    """Wait until a group is fulfilled, or for half a minute, then release it, even if this coroutine is cancelled."""
     try:
         await ready(group, WITHDRAWN_S)
     finally:
@@ -128,19 +128,19 @@ async def withdraw(group: PlacementGroup) -> None:
 
 
 def find(group_id: str) -> PlacementGroup:
-    """Return the group with this hex id, which another process may have reserved."""
+    """Return the placement group with this hex id, which another process may have reserved."""
     return PlacementGroup(ray.PlacementGroupID.from_hex(group_id))
 
 
 def of_jobs() -> dict[str, str]:
-    """Return the existing groups of elastic jobs, as a mapping from hex id to job. Blocks for some milliseconds."""
+    """Return the names of elastic jobs, keyed by the hex id of each of their placement groups. Blocks briefly."""
     table = placement_group_table().items()
     living = {group_id: group["name"] for group_id, group in table if group["state"] != "REMOVED"}
     return {group_id: job for group_id, name in living.items() if (job := job_of(name)) is not None}
 
 
 def release_all(job: str, *, but: Collection[str] = ()) -> int:
-    """Release a job's groups except those with these hex ids; return the number released.
+    """Release a job's groups except those whose hex ids are in ``but``; return the number of released groups.
 
     Blocks for some milliseconds, or for two seconds if a pending group is not fulfilled.
     """

@@ -82,7 +82,7 @@ def cluster_writer(on: bool) -> MetricWriter | None:
 
 
 def place_dashboard() -> None:
-    """Write the Grafana dashboard on the head node; errors are logged, not raised."""
+    """Write the Grafana dashboard of this package to the head node; errors are logged, not raised."""
     try:
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)

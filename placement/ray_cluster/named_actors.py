@@ -32,7 +32,7 @@ _POLL_S = 0.1
 
 @functools.cache
 def actor_class(kind: type) -> Any:
-    """Return ``ray.remote`` of a class, cached because Ray keeps some 20 kB for each call."""
+    """Return the Ray actor class of a Python class, cached because Ray keeps some 20 kB for each ``ray.remote``."""
     return ray.remote(kind)
 
 
@@ -71,7 +71,7 @@ class _HostedMethod:
 
 
 def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> Any:
-    """Create a detached actor on the head node, since nothing works if the head is lost anyway.
+    """Create a detached actor of class ``kind`` on the head node, since nothing works if the head is lost anyway.
 
     Args:
         **options: Further Ray options, such as ``get_if_exists``.
@@ -116,13 +116,13 @@ def _names() -> set[str]:
 
 
 def aliases(prefix: str, *, whole: bool = False) -> list[tuple[str, str]]:
-    """Return (own name, alias) of actors whose alias starts with ``prefix`` or, if ``whole``, equals it."""
+    """Return (name, alias) of each actor whose alias starts with ``prefix`` or, if ``whole``, equals it."""
     keys = internal_kv._internal_kv_list(_alias_key(prefix, "" if whole else None), namespace=_KV) or ()
     return [(own, alias) for alias, _, own in (key.decode()[len(_ALIAS) :].partition("\n") for key in keys)]
 
 
 def add_alias(alias: str, own: str) -> bool:
-    """Give the actor named ``own`` a second name, under which it can be found; False if that name is in use.
+    """Give the actor named ``own`` a second name, under which it can be found; return False if it is in use.
 
     If two callers add the same alias at once, both may fail. Blocks for a moment.
     """
@@ -137,7 +137,7 @@ def add_alias(alias: str, own: str) -> bool:
 
 
 def delete_alias(alias: str, own: str) -> None:
-    """Delete an alias, so that the actor is no longer found under it. Blocks for a moment."""
+    """Delete an alias of the actor named ``own``, which is then no longer found under it. Blocks for a moment."""
     internal_kv._internal_kv_del(_alias_key(alias, own), namespace=_KV)
 
 

@@ -63,7 +63,7 @@ def keep_account(account: Account) -> None:
 
 
 def account() -> Account:
-    """Return the stored running costs of the cluster; an empty ``Account`` if no allocator has stored any."""
+    """Return the running costs of the cluster as last stored; an empty ``Account`` if no allocator has stored any."""
     told = _stored(_ACCOUNT, "what the cluster has cost is counted from now on")
     return Account(**{field.name: told[field.name] for field in dataclasses.fields(Account) if told})
 
@@ -82,7 +82,7 @@ def settings() -> Mapping[str, Any]:
 
 
 def keep_asks_for_nodes(asks: bool) -> None:
-    """Store whether this allocator requests nodes from Ray, so that the next can withdraw the requests."""
+    """Store whether this allocator requests nodes from Ray, so that the next allocator can withdraw the requests."""
     _put(_ASKS, b"1" if asks else b"")
 
 
@@ -92,7 +92,7 @@ def asks_for_nodes() -> bool:
 
 
 def keep_ended(job: str, ended_s: float, text: str) -> None:
-    """Store a note about a job's end, and delete notes about jobs that ended more than an hour before it."""
+    """Store a note about a job's end, and delete notes about jobs that ended over an hour before this job."""
     _put(f"{_ENDED}{ended_s:.3f}/{job}".encode(), text.encode())
     for key in _ended_keys():
         if ended_s - _ended_s(key) > ENDED_FOR_S:
@@ -100,7 +100,7 @@ def keep_ended(job: str, ended_s: float, text: str) -> None:
 
 
 def ended(now_s: float) -> tuple[bytes, ...]:
-    """Return the notes of jobs that ended within the last hour. Blocks for a moment."""
+    """Return the notes about jobs that ended within the last hour, as ``keep_ended`` stored them. Blocks briefly."""
     keys = [key for key in _ended_keys() if now_s - _ended_s(key) <= ENDED_FOR_S]
     texts = (_get(key) for key in keys)
     return tuple(text for text in texts if text)
@@ -115,7 +115,7 @@ def _ended_s(key: bytes) -> float:
 
 
 def key_of(controller: str, name: str) -> bytes:
-    """Return the key of a note.
+    """Return the key under which a controller's note is stored in Ray's control store.
 
     Args:
         controller: Id of the controller's actor, which stays the same when Ray restarts it.
@@ -125,7 +125,7 @@ def key_of(controller: str, name: str) -> bytes:
 
 
 def delete_orphaned() -> tuple[str, ...]:
-    """Delete the notes of controllers that Ray reports dead for good; return their ids. Blocks for a moment.
+    """Delete the notes of controllers that will never run again; return these controllers' ids. Blocks briefly.
 
     Nothing is deleted for a controller whose state Ray does not know at the moment, since it may be about to restart.
     """

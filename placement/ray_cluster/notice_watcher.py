@@ -60,7 +60,7 @@ class Watchers:
 
 
 class NoticeWatcher:
-    """Actor class that watches for the cloud's notice on one node."""
+    """Actor class that watches on one node for the cloud's notice that it will reclaim the node."""
 
     def __init__(self, config: NoticeConfig, node_id: str) -> None:
         log_plainly(logging.INFO)
@@ -98,7 +98,7 @@ class NoticeWatcher:
 class Metadata:
     """Client of a machine's metadata server, which names the cloud and announces the machine's end.
 
-    Calls block.
+    Its methods block.
 
     Args:
         clock: Monotonic clock [s], used to renew the AWS token.
@@ -168,12 +168,11 @@ def drain(node_id: str, notice: Notice) -> None:
 
 
 def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
-    """Request Ray to drain a node, as ``ray drain-node`` does; Ray has no public function for it.
+    """Request Ray to drain a node, as ``ray drain-node`` does; return "", or Ray's reason if it refuses.
 
     Args:
+        reason: Reason for draining the node, as text.
         deadline_s: Time at which the node goes away [s since the epoch].
-
-    Returns Ray's reason if it refuses, else "".
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2

@@ -91,10 +91,11 @@ def question(cloud: str, token: str = "") -> Request:
 
 
 def read_notice(cloud: str, answer: str | None, *, now_s: float, machine: str = "") -> Notice | None:
-    """Return the notice in a metadata server's response; None if the response contains none.
+    """Return the notice in a metadata server's response; None if the response contains no notice.
 
     Args:
         answer: Body of the response; None for 404 (not found).
+        now_s: Current time [s since the epoch].
         machine: Azure's name of this machine; Azure's responses list all machines of a scale set.
 
     Raises ValueError: the response cannot be parsed; the message includes it.

@@ -29,9 +29,10 @@ _NOTES_EVERY_S = 300.0  # Ray is asked for each controller that has any
 def orphaned(
     holders: Mapping[str, bool | None], since_s: dict[str, float], now_s: float, timeout_s: float
 ) -> tuple[str, ...]:
-    """Return the groups to release among those of unknown jobs (pure except for updating ``since_s``).
+    """Return the placement groups to release, among those whose job the allocator does not know.
 
-    A group is released at once if its process is dead, and after ``_ORPHANED_S`` if no process holds it.
+    A group is released at once if its process is dead, and after ``_ORPHANED_S`` if no process holds it. Pure, except
+    that ``since_s`` is updated.
 
     Args:
         holders: For each group, True if its process is alive; None if no process holds it.

@@ -41,7 +41,7 @@ def group_name(job: str, worker: str) -> str:
 
 
 def job_of(group: str) -> str | None:
-    """Return the job that a placement group of this name belongs to; None if it belongs to no elastic job."""
+    """Return the job that a placement group with this name belongs to; None if it belongs to no elastic job."""
     parts = group.split(":")
     return ":".join(parts[1:-1]) if parts[0] == GROUP_PREFIX and len(parts) > 2 else None
 
@@ -95,7 +95,7 @@ def on_head() -> dict[str, Any]:
 
 
 def usable(history: Sequence[Sequence[RawNode]], ours: Collection[str]) -> Cluster:
-    """Return the resources of the cluster that elastic jobs may use.
+    """Return the cluster's nodes with the resources that elastic jobs may use.
 
     free = total - used by others, with used by others = max(0, total - available - reserved by our jobs).
 

@@ -43,7 +43,7 @@ _EPOCHS = 6
 
 
 def write_demo(folder: Path) -> tuple[Path, Path]:
-    """Write a demo trace and its profiles to an empty folder; return the trace and the folder of profiles."""
+    """Write a demo trace and its job profiles to an empty folder; return the paths of the trace and the profiles."""
     profiles = folder / "profiles"
     for name, (sample_s, samples, variance) in _APPLICATIONS.items():
         placed = [(p, m, *_step_s(len(p), sum(map(int, p)), m, sample_s)) for p in _PLACES for m in _BATCHES]
@@ -191,7 +191,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def table(records: Sequence[dict[str, object]]) -> str:
-    """Return records as a text table; if there are several traces, each policy's means are added."""
+    """Return records (one per trace and policy) as a text table; for several traces, with each policy's means."""
     columns = [
         ("trace", "trace", "{}"),
         ("policy", "policy", "{}"),
@@ -353,7 +353,7 @@ class _ProgressBar:
 
 
 def mean_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the mean of every number over all traces, one record per policy; empty for a single trace."""
+    """Return one record per policy with the mean of every number over all traces; empty for a single trace."""
     traces = {record["trace"] for record in records}
     if len(traces) < 2:
         return []

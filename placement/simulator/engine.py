@@ -72,8 +72,8 @@ def simulate(
     Args:
         trace: Path of a trace file, or a sequence of jobs.
         profiles: Folder with one folder per application, or the applications keyed by name.
-        cluster: Cluster string such as ``aws:16x4``.
-        rules: ``pollux``, ``sia``, ``live``, or a custom ``Rules`` object.
+        cluster: Nodes as text, such as ``aws:16x4``: 16 nodes with 4 GPUs each of type ``aws``.
+        rules: Rules for time and the cost of changes: ``pollux``, ``sia``, ``live``, or a custom ``Rules`` object.
         policy: A registered name or a policy object.
         seed: Seed for all randomness.
         requested: True to run jobs with the trace's batch size and GPU count. None does so for rigid policies only.
@@ -307,7 +307,7 @@ def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
 def _told(
     policy: Policy, specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, rules: Rules
 ) -> Policy:
-    """Return the policy, given the arrival rates and run times of the jobs if it has a ``told`` method."""
+    """Return the policy; if it has a ``told`` method, with the arrival rates and run times of the jobs."""
     told: Callable[[Mapping[str, JobClass], float], Policy] | None = getattr(policy, "told", None)
     if told is None or not specs:
         return policy
@@ -322,9 +322,9 @@ def _told(
 def job_classes(
     specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, rules: Rules
 ) -> dict[str, JobClass]:
-    """Return each application's arrivals per hour and run time at each size, keyed by the application's name.
+    """Return each application's arrivals per hour and run time on each number of workers, keyed by its name.
 
-    The sizes are numbers of workers on a cluster of one GPU type; run times include a restart.
+    Workers run on a cluster of one GPU type; run times include a restart.
     """
     gpu, per_node = nodes.nodes[0].gpu_type, int(nodes.nodes[0].total["GPU"])
     arrivals = [spec.time_s for spec in specs]

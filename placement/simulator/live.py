@@ -168,7 +168,7 @@ _LEAVE_S = 30.0
 
 
 class ScalingDriver(LiveDriver):
-    """Live driver whose nodes are requested by the autoscaler, as far as the simulated cloud can provide them.
+    """Live driver with an autoscaler, whose requests for nodes a simulated cloud grants if it can.
 
     Args:
         disturbances: Disturbances of the jobs. Its spot markets are ignored, since the provider simulates them.

@@ -10,7 +10,7 @@ VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def ask_for_one() -> None:
-    """Request one thread; only effective before NumPy is imported, and in processes started later."""
+    """Limit linear algebra to one thread; only effective before NumPy is imported, and in processes started later."""
     for variable in VARIABLES:
         os.environ.setdefault(variable, "1")
 

@@ -165,9 +165,10 @@ def check_own(path: str) -> None:
 
 
 def make_own(path: str, below: str) -> None:
-    """Create a private directory, with its parents inside ``below``, where other users may write (``/tmp``).
+    """Create a private directory, and its parents inside ``below``, where other users may write (such as ``/tmp``).
 
-    Raises ForeignDirectoryError: one of them belongs to another user, or is a link, which may lead anywhere.
+    Raises ForeignDirectoryError: a directory on the path belongs to another user, or is a link, which may lead
+    anywhere.
     """
     levels, level = [], os.path.abspath(path)
     while level != os.path.abspath(below):
@@ -187,7 +188,7 @@ def make_own(path: str, below: str) -> None:
 def open_to_others(path: str) -> bool:
     """True if another account of this machine can reach a directory and replace files in it.
 
-    That holds if others can write to the directory, unless it is sticky or a directory above it denies them access.
+    This is possible if others can write to the directory, unless it is sticky or a directory above it denies access.
     """
     level, open_ = os.path.realpath(path), False
     while True:

@@ -66,18 +66,19 @@ class StorageCalls:
         self._idle = 0
 
     def start(self, what: str, function: Callable[[], Any]) -> Call:
-        """Start a call in a thread and return it at once; its ``answer`` is a future. ``what`` names it in messages."""
+        """Start a call in a thread and return it at once; its ``answer`` is a future. Messages call it ``what``."""
         return self._add(Call(what=what, run=function, heard_s=time.monotonic()))
 
     def start_long(self, what: str, function: Callable[[Callable[[], bool]], Any]) -> Call:
-        """Start a call in parts, after each of which ``function`` calls its argument and ends if that returns False."""
+        """Start a call in parts: after each part, ``function`` calls its argument, and ends if that returns False."""
         call = Call(what=what, run=lambda: function(call.heard), heard_s=time.monotonic())
         return self._add(call)
 
     async def run(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
         """Run a call in a thread and await its result.
 
-        Raises StorageTimeoutError if there is none within ``timeout_s``. Errors of the function are raised unchanged.
+        Raises StorageTimeoutError if there is no result within ``timeout_s``. Errors of the function are raised
+        unchanged.
         """
         call = self.start(what, function)
         try:
@@ -89,7 +90,7 @@ class StorageCalls:
             raise StorageTimeoutError(self.silent_for(call)) from error
 
     async def run_long(self, what: str, function: Callable[[Callable[[], bool]], T], *, timeout_s: float) -> T:
-        """Run a call in several parts and await its result; each part must finish within ``timeout_s``."""
+        """Run a call of several parts (see ``start_long``) and await its result; each part may last ``timeout_s``."""
         call = self.start_long(what, function)
         answer = asyncio.wrap_future(call.answer)
         while not answer.done():
@@ -107,7 +108,7 @@ class StorageCalls:
         return call.answer.result()  # type: ignore[no-any-return]
 
     def wait(self, call: Call, *, timeout_s: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until a call has ended or ``until`` returns True; return True if the call has ended.
+        """Wait until a call has ended or ``until`` returns True; return True if the call has ended, else abandon it.
 
         Raises StorageTimeoutError: storage was silent for ``timeout_s``.
         """

@@ -89,7 +89,7 @@ def test_measured_noise_is_a_cap() -> None:
 def test_rules_are_those_of_the_optimizers_kind() -> None:
     parts = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     given = [torch.optim.AdamW(parts[:1]), torch.optim.SGD(parts[1:], lr=0.1)]
-    assert rules_of(None, "seesaw", given) == [Adam(by_noise=False), Linear()]
+    assert rules_of(None, "seesaw", given) == [Adam(by_noise=False, least_beta2=0.95), Linear()]
     with pytest.raises(ValueError, match="scaling_rule must be left out, but got 'linear'"):
         rules_of("linear", "seesaw", given)
 

@@ -18,6 +18,7 @@ import dataclasses
 import random
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from bench_allocation import DATA
@@ -90,10 +91,10 @@ def bert() -> Application:
     return load_profiles(DATA / "profiles", ("aws",))["bert"]
 
 
-def gpt() -> Application:
+def gpt(profiles: Path = DATA / "profiles") -> Application:
     """Sia's profile, whose step times are known on whole nodes: as a fitted model has them."""
-    found = copy.copy(load_profiles(DATA / "profiles", ("dgx-ext",))["gpt_pmp"])
-    with open(DATA / "profiles" / "gpt_pmp" / "placements-dgx-ext.csv", encoding="utf-8") as file:
+    found = copy.copy(load_profiles(profiles, ("dgx-ext",))["gpt_pmp"])
+    with open(profiles / "gpt_pmp" / "placements-dgx-ext.csv", encoding="utf-8") as file:
         seen = [
             Observation(
                 len(row["placement"]),

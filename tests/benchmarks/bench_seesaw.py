@@ -6,15 +6,22 @@ worse ones. Then for each seed: AdamW with a cosine to 0 at the fixed batch, and
 whose batch may grow to ``--cap`` times the first one. Both have the same rate, rows and initial weights.
 
 Before that a few steps are timed: a run has as many tokens as fit ``--minutes``, all runs and the search together, and
-each row of text is used at most once.
+each row of text is used at most once. ``--steps`` gives the steps of the fixed batch instead.
 
 Two forms: ``small`` (1.1 M parameters, batches of 512 tokens) and ``large`` (11 M, 8192 tokens; bf16 on a GPU).
 
     python tests/benchmarks/bench_seesaw.py --minutes 15                                small, on a CPU
     python tests/benchmarks/bench_seesaw.py --device cuda --form large --minutes 5      on a GPU
-        [--seeds 3] [--cap 4] [--rate 1e-3 (no search)]
+        [--seeds 3] [--cap 4] [--rate 1e-3 (no search)] [--steps 800] [--profiles FOLDER]
 
 Bars: mean loss at most 0.5 % above that of the fixed batch, with at most 0.7 x its steps.
+
+``--profiles`` also computes how long these batches would take where step times were published (Pollux's BERT, Sia's
+pipelined GPT; the first batch is the profile's initial one, batches grow alike). Each step takes the profile's time on
+1 to 4 workers of one node; pauses of a resize, under a second each, are left out. Beside a fixed batch on each number
+of workers stands Seesaw, whose workers ``CostPerProgress`` chooses for each batch, at the value of an hour with which
+it is soonest done for at most 1.05 x the GPU-hours. Bar: 0.7 x the time of the fixed batch on one worker, and of the
+fixed batch on the workers with which it is soonest done.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ import itertools
 import math
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,25 +230,167 @@ def tuned(task: Task, planned: int) -> float:
     return best
 
 
+# -- simulated time ------------------------------------------------------------------------------------------
+
+MOST_WORKERS, MORE_GPU_HOURS, SOONER = 4, 1.05, 0.7
+VALUES = (0.0, *(2.0 ** (power / 4) for power in range(-24, 41)))  # of an hour [GPU-hours]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Published step times of an application on workers of one node.
+
+    Attributes:
+        times: (step time, its synchronisation) [s] of workers and samples of a micro-step.
+        first: initial batch [samples].
+        local: fewest and most samples of a worker's micro-step.
+    """
+
+    name: str
+    times: Callable[[tuple[int, ...], float], tuple[float, float]]
+    first: int
+    local: tuple[int, int]
+
+    def step_s(self, scale: float, workers: int) -> float:
+        """Time of a step at ``scale`` x the initial batch [s]; infinity if a worker's share is too small."""
+        share = scale * self.first / workers
+        if share < self.local[0]:
+            return math.inf
+        micro_steps = math.ceil(share / self.local[1])
+        step_s, sync_s = self.times((workers,), share / micro_steps)
+        return step_s + (micro_steps - 1) * (step_s - sync_s)
+
+
+def profiles_in(folder: Path) -> list[Profile]:
+    """Return the language models of a folder of published profiles."""
+    from bench_forecast import gpt as pipelined
+
+    from placement.simulator.workloads.profiles import load_profiles
+
+    found = {"BERT, T4": (load_profiles(folder, ("aws",))["bert"], "aws")}
+    found["BERT, A100"] = load_profiles(folder, ("dgx-ext",))["bert"], "dgx-ext"
+    found["GPT in pipelines of two A100"] = pipelined(folder), "dgx-ext"
+    return [
+        Profile(
+            name=name,
+            times=each.step_times[gpu].times,
+            first=each.init_batch_size,
+            local=each.local_bsz_range(gpu),
+        )
+        for name, (each, gpu) in found.items()
+    ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """Simulated cost of a run, and the workers of its batches."""
+
+    hours: float
+    worker_hours: float
+    workers: str
+
+
+def scales(batches: str, first: int) -> list[tuple[float, int]]:
+    """Return (batch / first one, steps) of ``8x91 10x31 ...``; a last partial batch counts as a first one."""
+    pairs = (map(int, each.split("x")) for each in batches.split())
+    return [(max(1.0, size / first), steps) for size, steps in pairs]
+
+
+def spend(profile: Profile, changes: Sequence[tuple[float, int]], choose: Callable[[float, int], int]) -> Spent:
+    """Sum up ``(scale, steps)``, on as many workers as are chosen for a scale and the present workers."""
+    hours, worker_hours, workers, used = 0.0, 0.0, 0, list[int]()
+    for scale, steps in changes:
+        workers = choose(scale, workers)
+        taken_h = steps * profile.step_s(scale, workers) / 3600.0
+        hours, worker_hours = hours + taken_h, worker_hours + taken_h * workers
+        used.append(workers)
+    return Spent(
+        hours=hours, worker_hours=worker_hours, workers=" ".join(str(each) for each, _ in itertools.groupby(used))
+    )
+
+
+def by_placement(profile: Profile, value: float) -> Callable[[float, int], int]:
+    """Return the decision of ``CostPerProgress`` for a batch, if an hour is worth so many GPU-hours."""
+    import numpy as np
+
+    from placement.autoscaling.objectives.base import Demand, NodeTypeOption
+    from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
+    from placement.cluster.jobs import JobView
+    from placement.cluster.node_types import NodeType
+
+    objective = CostPerProgress(value_usd_per_h=value)
+    kind = NodeType(name="gpu", resources={"GPU": 1.0}, max_nodes=MOST_WORKERS, startup_s=0.0)
+    sizes = np.arange(1.0, MOST_WORKERS + 1)
+
+    def choose(scale: float, workers: int) -> int:
+        rate = np.array([scale / profile.step_s(scale, each) for each in range(1, MOST_WORKERS + 1)])
+        offer = NodeTypeOption(kind=kind, rate=rate, known=True, part_usd=sizes, whole_usd=sizes, limit=MOST_WORKERS)
+        held = {"node": workers} if workers else {}
+        view = JobView(job="gpt", bundle={"GPU": 1.0}, max_workers=MOST_WORKERS, allocation=held)
+        demand = Demand(jobs=(view,), offers={"gpt": (offer,)}, spent_usd={}, gpus={"gpt": kind.gpu_type})
+        return objective.decide(demand, 0.0)["gpt"].workers
+
+    return choose
+
+
+def simulated(
+    profiles: Sequence[Profile], fixed_steps: int, changes: Sequence[tuple[float, int]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return rows of Seesaw beside the fixed batch on each number of workers, and their bars."""
+    rows, bars = list[dict[str, Any]](), list[dict[str, Any]]()
+    for profile in profiles:
+        grown = [spend(profile, changes, by_placement(profile, value)) for value in VALUES]
+        found: list[dict[str, Any]] = []
+        for workers in range(1, MOST_WORKERS + 1):
+            fixed = spend(profile, [(1.0, fixed_steps)], lambda scale, now, workers=workers: workers)
+            affordable = [each for each in grown if each.worker_hours <= MORE_GPU_HOURS * fixed.worker_hours]
+            if math.isinf(fixed.hours) or not affordable:
+                continue
+            best = min(affordable, key=lambda each: (each.hours, each.worker_hours))
+            row = {"profile": profile.name, "fixed on": workers, "hours": fixed.hours, "seesaw on": best.workers}
+            row["time x"], row["GPU-hours x"] = best.hours / fixed.hours, best.worker_hours / fixed.worker_hours
+            found.append(row)
+        soonest = min(found, key=lambda row: row["hours"])
+        against = {"one worker": found[0], f"{soonest['fixed on']} workers, the soonest": soonest}
+        bars += [
+            bar(
+                f"{profile.name}: simulated time of seesaw / the fixed batch on {where}, at most 1.05 x GPU-hours",
+                value=row["time x"],
+                limit=SOONER,
+                at_least=False,
+            )
+            for where, row in against.items()
+        ]
+        rows += found
+    return rows, bars
+
+
 def main() -> None:
     """Command line."""
     parser = side_parser(__doc__ or "", sides=False)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--form", choices=FORMS, default="small")
     parser.add_argument("--minutes", type=float, default=15.0, help="of all runs together")
+    parser.add_argument("--steps", type=int, default=None, help="of a run at the fixed batch, in place of --minutes")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cap", type=int, default=4, help="largest batch, in first ones")
     parser.add_argument("--rate", type=float, default=None, help="highest rate; found first if left out")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
+    parser.add_argument("--profiles", type=Path, default=None, help="published step times, for the simulated time")
     options = parser.parse_args()
-    if options.minutes <= 0 or options.seeds < 1 or options.cap < 2:
-        parser.error("needs --minutes above 0, --seeds of 1 or more and --cap of 2 or more")
+    profiles = [] if options.profiles is None else profiles_in(options.profiles)  # a wrong folder is an error at once
+    if options.minutes <= 0 or options.seeds < 1 or options.cap < 2 or (options.steps or LEAST_STEPS) < LEAST_STEPS:
+        parser.error(f"needs --minutes above 0, --seeds of 1 or more, --cap of 2 or more, --steps from {LEAST_STEPS}")
     import torch
 
     torch.set_num_threads(options.threads)
     task = prepare(FORMS[options.form], options.device)
     seeds, minutes = (1, 0.5) if options.quick else (options.seeds, options.minutes)
-    planned = affordable(task, minutes, seeds, searches=options.rate is None)
+    planned = options.steps or affordable(task, minutes, seeds, searches=options.rate is None)
+    if planned * task.form.batch > len(task.rows):
+        parser.error(
+            f"--steps must be at most {len(task.rows) // task.form.batch}, for the text ends, but got {planned}"
+        )
     rate = options.rate or tuned(task, planned)
     rows = []
     for seed, (name, cap) in itertools.product(range(seeds), (("cosine", 1), ("seesaw", options.cap))):
@@ -258,6 +408,11 @@ def main() -> None:
         for what, limit in (("loss", 1.005), ("steps", 0.7))
     ]
     finish("seesaw", rows=rows, bars=bars)
+    if profiles:
+        slowest = max((row for row in rows if row["schedule"] == "seesaw"), key=lambda row: row["steps"])
+        changes = scales(slowest["batches"], task.form.batch)
+        simulated_rows, bars = simulated(profiles, rows[0]["steps"], changes)
+        finish("seesaw_time", rows=simulated_rows, bars=bars)
 
 
 if __name__ == "__main__":

@@ -110,21 +110,29 @@ def test_add_after_break_counts_in_the_step_around() -> None:
     assert [sums[0] for sums in found.results.values()] == [3 * 3.0 + 5 * 2.0] * 2
 
 
-@pytest.mark.parametrize("evaluates", [True, False])
-def test_gradients_after_break_have_their_own_steps_weights(evaluates: bool) -> None:
+@pytest.mark.parametrize(("evaluates", "how"), [(0, ""), (1, ""), (1, "shards"), (1, "weighs"), (1, "whole")])
+def test_gradients_after_break_have_their_own_steps_weights(evaluates: int, how: str) -> None:
     def work() -> float:
-        weight = torch.nn.Linear(1, 1, bias=False)
+        weight: Any = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(weight.weight)
+        if how in ("shards", "whole"):
+            er.fully_shard(weight)
         optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
         wrapped = er.AdaptiveDataParallel(weight, optimizer, scaling_rule="none")
         rows = torch.arange(6.0).reshape(6, 1)
         for _ in er.remaining_epochs_until(1):
-            for x in er.AdaptiveDataLoader(rows, batch_size=6, shuffle=False):
-                for _ in er.AdaptiveDataLoader(rows[:5], batch_size=5) if evaluates else ():
+            loader = er.AdaptiveDataLoader(rows, batch_size=6, shuffle=False)
+            for x in loader:
+                inner = er.AdaptiveDataLoader(
+                    rows[:5], batch_size=5 - 4 * (how == "whole"), whole_batches=how == "whole"
+                )
+                for _ in inner if evaluates else ():
                     break
+                if how == "weighs":
+                    loader.weigh(3 * len(x))
                 wrapped(x).mean().backward()
                 optimizer.step()
-        return -weight.weight.item()
+        return -weight.weight.sum().item()
 
     found = run_job(work, first=THREE)
     assert [*found.results.values()] == [pytest.approx(2.5)] * 3

@@ -1,4 +1,4 @@
-"""Adam's second moments follow the batch: updates are those of half-lives in samples, and all options come back."""
+"""Adam's moments follow the batch: updates are those of half-lives in samples, and all options come back."""
 
 from __future__ import annotations
 
@@ -49,17 +49,23 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
     return (model(x) - x.sin()).square().mean()
 
 
-def train(strategy: str | None = None, scaler: bool = False, several: bool = False) -> Trained:
+def train(
+    strategy: str | None = None,
+    scaler: bool = False,
+    several: bool = False,
+    betas: tuple[float, float] = BETAS,
+    least: float = 0.0,
+) -> Trained:
     """Parameters, the scale of each step, the optimizer's options at the end, and each step as it was drawn first."""
     model = net()
     parts = [list(model[0].parameters()), list(model[2].parameters())] if several else [list(model.parameters())]
-    optimizers = [torch.optim.AdamW(part, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY) for part in parts]
+    optimizers = [torch.optim.AdamW(part, lr=RATE, betas=betas, eps=EPS, weight_decay=DECAY) for part in parts]
     amp = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=7) if scaler else None
     wrapped = er.AdaptiveDataParallel(
         model,
         optimizers if several else optimizers[0],
         grad_scaler=amp,
-        scaling_rule=Adam(by_noise=False),
+        scaling_rule=Adam(by_noise=False, least_beta2=least),
         strategy=strategy,
         policy=ThereAndBack(),
     )
@@ -85,35 +91,35 @@ def train(strategy: str | None = None, scaler: bool = False, several: bool = Fal
     return found, [scales[step] for step in sorted(scales)], options, [first[step] for step in sorted(first)]
 
 
-def by_hand(steps: list[tuple[float, int]]) -> Tensor:
-    """AdamW whose second moments decay by beta2 for each initial batch, with the product of all as their bias.
+def by_hand(steps: list[tuple[float, int]], betas: tuple[float, float] = BETAS, least: float = 0.0) -> Tensor:
+    """AdamW whose moments decay by their beta for each initial batch, with the product of all as their bias.
 
-    What they hold of the noise, 1 / scale at each batch, multiplies the rate and eps as far as it is another's.
+    What v holds of the noise, 1 / scale at each batch, multiplies the rate and eps as far as it is another's.
     """
     model = net()
     params = list(model.parameters())
     first, second = ([torch.zeros_like(p) for p in params] for _ in range(2))
-    left, noise, step, x = 1.0, 0.0, 0, data()
-    (beta1, beta2), at = BETAS, iter(steps)
+    left1, left, noise, x = 1.0, 1.0, 0.0, data()
+    (beta1, beta2), at = betas, iter(steps)
     for epoch in range(EPOCHS):
         order, position = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]), 0
         while position < SAMPLES:
             scale, count = next(at)
             batch = order[position : position + count]
             position += count
-            step, decay = step + 1, beta2**scale
-            left *= decay
+            decay1, decay = beta1**scale, max(beta2**scale, least)
+            left1, left = left1 * decay1, left * decay
             noise = decay * noise + (1 - decay) / scale
             lag = (scale * noise / (1 - left)) ** 0.5
             lag = lag if abs(lag - 1) > 1e-3 else 1.0
             rate, eps = RATE * scale**0.5 * lag, EPS / scale**0.5 * lag
             gradients = torch.autograd.grad(loss_of(model, x[batch]), params)
             for p, m, v, g in zip(params, first, second, gradients, strict=True):
-                m.lerp_(g, 1 - beta1)
+                m.lerp_(g, 1 - decay1)
                 v.mul_(decay).addcmul_(g, g, value=1 - decay)
                 with torch.no_grad():
                     p.mul_(1 - RATE * DECAY * scale)
-                    p.sub_(rate * (m / (1 - beta1**step)) / ((v / (1 - left)).sqrt() + eps))
+                    p.sub_(rate * (m / (1 - left1)) / ((v / (1 - left)).sqrt() + eps))
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
@@ -160,6 +166,14 @@ def test_and_however_the_group_changes(script: list[Any], strategy: str | None) 
     torch.testing.assert_close(parameters[0], by_hand(made), rtol=1e-9, atol=1e-12)
     for other in parameters:
         assert torch.equal(other, parameters[0])
+
+
+def test_second_moments_remember_enough_steps() -> None:
+    set_session(None)
+    how: dict[str, Any] = {"betas": (0.1, 0.95), "least": 0.9}  # of beta1, nothing is left when the batch grows
+    parameters, _, _, steps = train(**how)
+    torch.testing.assert_close(parameters, by_hand(steps, **how), rtol=1e-9, atol=1e-11)
+    set_session(None)
 
 
 def test_sgd_has_no_second_moments() -> None:

@@ -147,24 +147,33 @@ def _gan_optimizers(model: Gan) -> Optimizers:
     ]
 
 
-def _train_gan() -> list[Tensor]:
-    model = Gan()
-    optimizers = _gan_optimizers(model)
-    wrapped = er.AdaptiveDataParallel(model, optimizers, scaling_rule="none")
+def _train_gan(how: str) -> list[Tensor]:
+    model: Any = Gan()
+    if how == "sharded":  # the generator's pass leaves the discriminator gradients, which the next step drops
+        er.fully_shard(model.discriminator)
+        er.fully_shard(model.generator)
+    wrapped, optimizers = model, _gan_optimizers(model)
+    if how != "one":  # the generator's pass reduces gradients of both models
+        model.discriminator = er.AdaptiveDataParallel(model.discriminator, optimizers[0], scaling_rule="none")
+        model.generator = er.AdaptiveDataParallel(model.generator, optimizers[1], scaling_rule="none")
+    else:
+        wrapped = er.AdaptiveDataParallel(model, optimizers, scaling_rule="none")
     for _ in er.remaining_epochs_until(EPOCHS):
         for x, _ in er.AdaptiveDataLoader(data(), batch_size=BATCH, shuffle=False):
             _gan_step(wrapped, optimizers, x)
-    return [p.detach().clone() for p in model.parameters()]
+    return [(p.full_tensor() if how == "sharded" else p).detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_gan_in_one_module(script: str) -> None:
+@pytest.mark.parametrize("how", ["one", "two", "sharded"])
+def test_a_gan_in_one_module_or_two(script: str, how: str) -> None:
     model = Gan()
     optimizers = _gan_optimizers(model)
     for _ in range(EPOCHS):
         for x, _ in DataLoader(data(), batch_size=BATCH):
             _gan_step(model, optimizers, x)
-    found = run_job(_train_gan, SCRIPTS[script], first=(1, 2))
+    found = run_job(lambda: _train_gan(how), SCRIPTS[script], first=(1, 2) if how == "one" else (1, 2, 3))
+    assert found.results
     for result in found.results.values():
         for mine, theirs in zip(result, model.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-5)

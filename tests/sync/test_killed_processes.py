@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ray_cluster(num_cpus=16), pytest.mark.timeout(1000)]
 
 EXACT: dict[str, Any] = {"ps": PS(), "parallax": Parallax()}
 COMPRESSED: dict[str, Any] = {"powersgd": PowerSGD(rank=1)}
-AVERAGED: dict[str, Any] = {"local_sgd": LocalSGD(period=3), "pair": PairAveraging(), "sma": SMA(alpha=0.3)}
+AVERAGED: dict[str, Any] = {"local_sgd": LocalSGD(period=3), "pair": PairAveraging(period=3), "sma": SMA(alpha=0.3)}
 
 
 def scripts(averaged: bool) -> dict[str, tuple[int, Faults]]:

@@ -15,7 +15,7 @@ _HYPEROPT = "hyperopt 0.3 rounds to arrays, which NNI 3.0 cannot read"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSupport:
-    """Properties of one NNI algorithm here: if it runs, in which settings, and a substitute if it does not."""
+    """Support for one NNI algorithm on elastic jobs: whether it runs, in which settings, and a substitute if not."""
 
     kind: str = "tuner"  # "tuner", "advisor" (a tuner that stops trials itself) or "assessor"
     optimizes: bool = True  # whether it takes ``optimize_mode``
@@ -59,7 +59,7 @@ KNOWN: Mapping[str, AlgorithmSupport] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """Tuner, advisor or assessor, with its arguments in NNI's format."""
+    """NNI tuner, advisor or assessor that a user chose, with its arguments in NNI's format."""
 
     name: str = ""
     class_name: str = ""
@@ -82,7 +82,7 @@ def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
         in_tune: True if the tuner will run in Ray Tune, without NNI's manager.
 
     Raises TypeError: ``given`` has another form. ValueError: the tuner is unknown or not supported; the message names
-    one that is.
+    one that is supported.
     """
     return _with_mode("tuner", _read("tuner", ("tuner", "advisor"), given, in_tune=in_tune), mode)
 
@@ -101,7 +101,7 @@ def read_assessor(given: Any, mode: str) -> Algorithm | None:
 
 
 def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | None:
-    """Return the promise (comparison rule) equivalent to an NNI assessor; None if it is None, custom or invalid."""
+    """Return the promise (comparison rule) for an NNI assessor; None if the assessor is None, custom or invalid."""
     if assessor is None or not assessor.name:
         return None
     said = assessor.class_args
@@ -123,7 +123,7 @@ def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:
 
 
 def works(kind: str) -> list[str]:
-    """Return the names of the supported algorithms; ``kind`` is "assessor" or "tuner" (which includes advisors)."""
+    """Return the names of the supported NNI algorithms of a kind: "assessor" or "tuner" (which includes advisors)."""
     kinds = ("tuner", "advisor") if kind == "tuner" else (kind,)
     return [name for name, known in KNOWN.items() if known.kind in kinds and not known.broken]
 

@@ -15,7 +15,7 @@ from tuning.nni.wire import DEFAULT, FINAL, PARAMETER, TrialId
 
 
 class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no types
-    """Channel behind NNI's trial functions, which every worker calls; only rank 0's reports count."""
+    """Channel through which NNI's trial functions work in every worker of a trial; only rank 0's reports count."""
 
     def receive_parameter(self) -> Any:
         """Return the parameters that the tuner chose, which are the same on every worker."""
@@ -28,7 +28,7 @@ class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no ty
 
 
 def adopt(trial: TrialId) -> None:
-    """Switch this process's NNI module, which still refers to an earlier trial, to the given trial."""
+    """Make NNI's functions in this process refer to the given trial instead of an earlier one."""
     nni.trial._experiment_id = trial.experiment
     nni.trial._trial_id = trial.trial
     nni.trial._sequence_id = trial.sequence

@@ -59,7 +59,7 @@ class Experiment:
         train_loop_or_trainer: A train loop, or an ``ElasticTrainer`` whose settings apply to all trials.
         search_space: Search space in NNI's format.
         tuner: Name, or an NNI ``tuner`` configuration: ``{"name": ..., "class_args": {...}}``.
-        assessor: Assessor, in the same forms as ``tuner``; None never stops a trial early.
+        assessor: Assessor, in the same forms as ``tuner``; with None, no trial is stopped early.
         metric: Name of the reported metric. Values reported with NNI's own functions are always accepted.
         mode: "max" if a larger metric is better, "min" otherwise; passed on to tuner and assessor.
         trial_concurrency: Number of trials that run at a time.
@@ -68,13 +68,14 @@ class Experiment:
         train_loop_config: As for ``ElasticTrainer``; a trial's parameters override it.
         scaling_config: Workers per trial, ``num_workers=(min, max)``, and the resources of each worker.
         elastic_config: As for ``ElasticTrainer``, except that ``warm_workers_per_node`` defaults to 0.
-        scheduling_config: As for ``ElasticTrainer``. If it names no tenant, the experiment becomes a tenant of its own.
+        scheduling_config: As for ``ElasticTrainer``. If it names no tenant (the owner to which the allocator assigns a
+            share of the cluster), the experiment gets a tenant of its own.
         model_fingerprint: As for ``ElasticTrainer``.
         weight: Weight of the experiment relative to other jobs.
         promise: Rule that compares running trials, so that the best get more workers (see ``tuning.Promise``); None
             derives the rule from the assessor. If a report lacks the rule's metric, the value that NNI sees (usually
             "default") is used. The rule's mode must equal ``mode``.
-        name: Name of the experiment on the web page, and of its tenant.
+        name: Name of the experiment, shown on the web page and in the cluster's tools.
         storage_path: Directory or URI for the trials' events and checkpoints, visible to all nodes; by default
             NNI's directory of the experiment.
         directory: NNI's ``experiment_working_directory``; ``nnictl`` only searches NNI's default directory.
@@ -152,7 +153,7 @@ class Experiment:
 
     @property
     def nni(self) -> Any:
-        """NNI's own ``Experiment``, for methods missing here: ``update_trial_concurrency``, ``export_data``..."""
+        """NNI's own ``Experiment``, for methods that this class lacks, such as ``update_trial_concurrency``."""
         return self._manager.nni
 
     @property
@@ -166,7 +167,7 @@ class Experiment:
         return self._manager.url
 
     def run(self, port: int = 8080) -> Results:
-        """Run the experiment until it ends; Ctrl-C stops it.
+        """Run the experiment until it ends, and return its results; Ctrl-C stops it.
 
         The web page exists only while the experiment runs; ``nnictl view ID`` shows it again later.
 
@@ -174,7 +175,7 @@ class Experiment:
             port: Port of the web page and REST API; 0 picks a free one.
 
         Raises:
-            ExperimentFailedError: The Ray cluster, NNI's manager or the tuner has failed; it holds the results so far.
+            ExperimentFailedError: The Ray cluster, NNI's manager or the tuner failed. The error holds the results.
             ImpossibleResourcesError: The cluster could never run a trial.
             RuntimeError: The port is in use, or another experiment of this name is running.
         """
@@ -206,7 +207,7 @@ class Experiment:
         print(f"NNI experiment {self.id}: {self.url}", flush=True)
 
     def wait(self) -> None:
-        """Wait until the experiment ends, without stopping its processes. Raises the same errors as :meth:`run`."""
+        """Wait until the experiment ends, but leave its processes running. Raises the same errors as :meth:`run`."""
         while not self._over():
             time.sleep(_LOOK_S)
 
@@ -223,7 +224,7 @@ class Experiment:
                 release_sweep(self._sweep, self._driver)
 
     def results(self) -> Results:
-        """Return all trials so far, in order, with each one's parameters, values and status."""
+        """Return all trials so far in order of their numbers, each with its parameters, metric values and status."""
         self._poll()
         known = self._server.outcomes() if self._server is not None else {}
         trials = []

@@ -8,10 +8,10 @@ from nni.algorithms.hpo.hyperband_advisor import Hyperband as NNIHyperband
 
 
 class TextIds:
-    """Mixin for ids that are text; NNI 3.0 compares ids as numbers to recognise those of a resumed experiment."""
+    """Mixin for text ids, which NNI 3.0 would compare as numbers to recognise those of a resumed experiment."""
 
     def is_created_in_previous_exp(self, param_id: Any) -> bool:
-        """Return False, since advisors keep nothing from an earlier run."""
+        """Return False, since NNI's advisors keep no parameters from an earlier run of the experiment."""
         return False
 
 

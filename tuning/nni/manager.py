@@ -107,7 +107,7 @@ class Manager:
         )
 
     def tuners_words(self) -> str:
-        """Return the last error message in the tuner's log, or a sentence if there is no error or no log."""
+        """Return the last error message in the log of NNI's tuner, or a sentence saying that there is none."""
         with contextlib.suppress(OSError):
             lines = (self.folder / "log" / "dispatcher.log").read_text(errors="replace").splitlines()
             return next((line for line in reversed(lines) if _ERROR.match(line)), "it left no error")

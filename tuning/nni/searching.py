@@ -63,7 +63,7 @@ class NNISearch(Searcher):
             self._open(self._space)
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
-        """Set the metric, mode and search space, as requested by Ray Tune.
+        """Set the metric, mode and search space that Ray Tune passes; True if they were accepted.
 
         Returns False if a space is already set and ``config`` contains another one. Raises ValueError if there is no
         parameter to search or no metric.
@@ -84,7 +84,7 @@ class NNISearch(Searcher):
         return True
 
     def suggest(self, trial_id: str) -> Any:
-        """Return the next trial's parameters, None if the tuner waits for results, ``FINISHED`` if it has no more."""
+        """Return the next trial's parameters, None while the tuner waits for results, ``FINISHED`` if none are left."""
         if self._tuner is None:
             raise RuntimeError("NNISearch has no search space yet: it is to be used by a ray.tune.Tuner")
         if not self._ready and not self._refused:
@@ -96,7 +96,7 @@ class NNISearch(Searcher):
         return dict(self._parameters[index])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Report a trial's last value of the metric to the tuner, or only its end if it has failed or reported none."""
+        """Report a trial's last metric value to the tuner, or only the trial's end if it failed or has no value."""
         index = self._ids.pop(trial_id, None)
         if index is None:
             return
@@ -187,7 +187,7 @@ class AssessorScheduler(FIFOScheduler):
         return self._metric
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        """Set the metric and mode, as requested by Ray Tune. Returns False if either is already set."""
+        """Set the metric and mode; return False if Ray Tune passes one of them that is already set."""
         if (metric and self._metric) or (mode and self._mode):
             return False
         self._metric, self._mode = self._metric or metric, self._mode or mode

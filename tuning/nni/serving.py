@@ -90,7 +90,7 @@ class ManagerChannel:
 
 
 class TrialServer:
-    """Server to which trials' commands connect, and which runs the trials' jobs.
+    """Server that runs the jobs of an NNI experiment's trials; each trial's command connects to it.
 
     Args:
         metric: Name of the reported metric that NNI's tuner receives.
@@ -111,7 +111,7 @@ class TrialServer:
         threading.Thread(target=self._accept, name="nni-trials", daemon=True).start()
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Return each trial's outcome so far, keyed by NNI's trial id; only NNI's manager knows their ``status``."""
+        """Return each trial's outcome so far, keyed by NNI's trial id; NNI's manager alone knows the ``status``."""
         with self._lock:
             return dict(self._outcomes)
 

@@ -23,10 +23,10 @@ _VALUES = {
 
 
 def check_space(space: Any, tuner: Algorithm) -> dict[str, Any]:
-    """Return the search space as a dict, after checking that the tuner can search it.
+    """Return the NNI search space as a dict, after checking that the tuner can search it.
 
-    Raises TypeError: it is not a mapping. ValueError: a parameter is not in NNI's format or cannot be searched; the
-    message names the parameter.
+    Raises TypeError: ``space`` is not a mapping. ValueError: a parameter is not in NNI's format or cannot be searched;
+    the message names the parameter.
     """
     if not isinstance(space, Mapping):
         raise TypeError(
@@ -69,7 +69,7 @@ def _check_parameter(name: Any, spec: Any) -> None:
 
 
 def from_tune(space: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split Tune's ``param_space`` into its searched part, converted to NNI's format, and its fixed part.
+    """Convert Tune's ``param_space`` into two dicts: the searched part in NNI's format, and the fixed values.
 
     Raises ValueError: NNI has no equivalent for a parameter; the message names it.
     """

@@ -17,7 +17,7 @@ from tuning.nni.wire import ADDRESS, SENT
 
 
 def main() -> int:
-    """Wait until the trial of this command has ended; return 0, or 1 if it failed (the reason is printed)."""
+    """Wait until this command's trial has ended; return 0, or 1 if it failed (the reason is printed)."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     address = os.environ.get(ADDRESS)
     if not address:

@@ -35,10 +35,10 @@ class TrialId:
 
 
 def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    """Return the part of a report that NNI receives: the metric as ``default``, other numbers and text by name.
+    """Return the part of a report that NNI receives: the metric as ``default``, and other numbers and strings.
 
-    If ``metric`` is missing, the report's own ``default`` is used. Raises ValueError, listing the reported metrics,
-    if that is missing too, or not a finite number.
+    If the report lacks ``metric``, its own ``default`` is used. Raises ValueError, listing the reported metrics, if
+    ``default`` is missing too or the value is not a finite number.
     """
     name = metric if metric in metrics else DEFAULT
     value = finite(metrics.get(name))
@@ -72,7 +72,7 @@ def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[st
 
 
 def finite(value: Any) -> float | None:
-    """Return a reported number (also from NumPy, or a tensor) as a float; None if it is text or not finite."""
+    """Return a reported number (Python, NumPy or a tensor) as a float; None if it is text or not finite."""
     if value is None or isinstance(value, str | bytes):
         return None
     try:

@@ -18,8 +18,8 @@ class BatchSchedule(ReadyPolicy):
     of a run uses the loader's batch.
 
     Args:
-        schedule: batch sizes [samples] keyed by their start, such as ``{0: 32, 100: 64}``; or KungFu's text
-            ``"batch:length,batch:length"``, whose last batch remains.
+        schedule: batch sizes [samples] keyed by the point from which they apply, such as ``{0: 32, 100: 64}``; or
+            KungFu's text ``"batch:length,batch:length"``, whose last batch remains.
         by: unit of the schedule's keys: ``"step"`` (committed steps), ``"epoch"`` (from 0), ``"progress"`` (0..1 of the
             declared epochs), or ``"tokens"`` (tokens trained on). With ``"tokens"``, batches are in tokens too, and the
             loader must know the tokens per sample.
@@ -59,7 +59,7 @@ class BatchSchedule(ReadyPolicy):
         return self._at(view, ahead=1)
 
     def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
-        """Return the rest of the schedule; by step, only its next entry, assuming a constant batch until then."""
+        """Return the future batches as (samples from now, batch size); with ``by="step"``, only the next of them."""
         progress, left, per_sample = view.progress, view.samples_left, view.tokens_per_sample
         if self.by == "step":
             ahead = [

@@ -12,7 +12,7 @@ _MOST_OFF = 5  # an epoch's last batch may be smaller
 
 
 class BranchBatch(ReadyPolicy):
-    """Policy that keeps the batch size constant and pauses the job after ``samples`` samples.
+    """Policy that keeps the batch size constant and pauses the job after it has trained on ``samples`` samples.
 
     A pause skips the code after the epoch loop, which only the original job should run.
     """
@@ -28,7 +28,7 @@ class BranchBatch(ReadyPolicy):
         self.off = 0  # steps in a row at another batch
 
     def before_step(self, view: PolicyView) -> Answer:
-        """Request the constant batch size, and a pause at the end of the branch."""
+        """Return requests for the constant batch size and, at the end of the branch, for a pause."""
         if self.end is None:
             self.end = view.samples + self.samples
             return SetBatch(self.batch_size)

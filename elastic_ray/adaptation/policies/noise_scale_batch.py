@@ -58,7 +58,7 @@ class NoiseScaleBatch(ReadyPolicy):
         self.asked: int | None = None
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Update the moving average; every ``every`` steps, request a new batch if it differs enough."""
+        """Update the moving average; every ``every`` steps, return a request for a new batch if it differs enough."""
         noise, limit = view.noise_scale, view.max_batch_size
         if noise is None or limit is None:
             return None

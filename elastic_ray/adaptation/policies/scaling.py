@@ -178,7 +178,7 @@ class UtilityCost(_Scaling):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizeSearch:
-    """Settings of the search for the best number of workers."""
+    """Search for the best number of workers, with its settings."""
 
     fewest: int  # smallest size [workers]
     most: int  # largest size [workers]
@@ -219,7 +219,7 @@ class SizeSearch:
 
 
 def parse_utility(text: str) -> Utility:
-    """Parse a utility function in Or et al.'s text forms.
+    """Return the utility (value of finishing, as a function of time) that a text of Or et al.'s forms describes.
 
     >>> parse_utility("10,3600").points
     ((0.0, 10.0), (3600.0, 0.0))

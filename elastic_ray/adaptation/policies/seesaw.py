@@ -46,7 +46,7 @@ class Seesaw(ReadyPolicy):
         self.changes: list[tuple[int, int]] = []  # samples and batch of the last two requests
 
     def before_train(self, view: PolicyView) -> Answer:
-        """Request the initial batch, so that the job does not choose the batch itself.
+        """Return a request for the initial batch, so that the job does not choose the batch itself.
 
         Raises ValueError: the loader's batch is fixed.
         """
@@ -60,7 +60,7 @@ class Seesaw(ReadyPolicy):
         return SetBatch(self.asked)
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Request the batch for the step after the next one, if the change is large enough."""
+        """Return a request for the batch of the step after the next one, if the change is large enough; else None."""
         if not self.asked:
             return self.before_train(view)
         target = self.target(view)
@@ -73,7 +73,7 @@ class Seesaw(ReadyPolicy):
         return SetBatch(target)
 
     def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
-        """Return the next two batches, assuming that the batch keeps growing as it last did."""
+        """Return the next two batches as (samples from now, batch size), assuming that growth continues as before."""
         if len(self.changes) < 2 or self.changes[1][1] <= self.changes[0][1]:
             return ()
         (before, small), (last, large) = self.changes

@@ -8,7 +8,7 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class StopAt(Policy):
-    """Policy that ends the training after a given step; the run's last stored state is the one after this step."""
+    """Policy that ends the training after a given step, so that the run's last stored state is that of this step."""
 
     def __init__(self, step: int) -> None:
         if isinstance(step, bool) or not isinstance(step, int) or step < 1:
@@ -16,5 +16,5 @@ class StopAt(Policy):
         self.step = step  # number of committed steps
 
     def before_step(self, view: PolicyView) -> Stop | None:
-        """Request the stop in the last step, because a request takes effect after the step that carries it."""
+        """Return the stop request in the last step, because a request takes effect after the step carrying it."""
         return Stop(f"step {self.step} is reached") if view.step == self.step - 1 else None

@@ -37,7 +37,7 @@ Values = Iterable[tuple[Path, tuple[int, int]]]
 
 
 class PartsMissingError(Exception):
-    """Error raised if some ranks have not written their parts.
+    """Error raised if some ranks have not written their parts of a checkpoint.
 
     Args:
         text: message with the missing ranks and the time waited.
@@ -59,15 +59,16 @@ def await_parts(
     go_on: Callable[[], bool],
     all_live: Callable[[], bool] = lambda: True,
 ) -> tuple[Part, ...]:
-    """Wait until all ranks have written their parts, and return the parts in rank order.
+    """Wait until all ranks have written their parts of a checkpoint, and return the parts in rank order.
 
     Args:
         own: the part of rank 0, already written.
-        timeout_s: longest time without any change in the directory [s].
+        ranks: number of ranks.
+        timeout_s: longest time without any change in the checkpoint's ``directory`` [s].
         go_on: polled while waiting; if it returns False, waiting stops with ``InterruptedError``.
         all_live: returns True if all workers that should write a part are still in the group.
 
-    Raises PartsMissingError: some ranks have not written their parts. ManifestError: a part does not match its account.
+    Raises PartsMissingError: some ranks have not written their parts. ManifestError: a part is invalid.
     """
     found: dict[int, Part] = {0: own}
     sizes: dict[str, int] = {}
@@ -152,12 +153,12 @@ def _account(storage: RunStorage, directory: str, rank: int, steps: int) -> Part
 
 # It is a pickle, as torch has it. We write it for others, and never read it.
 def torch_metadata(manifest: Manifest, values: Values) -> bytes:
-    """Return the content of torch's metadata file.
+    """Return the content of the metadata file by which ``torch.distributed.checkpoint`` reads the checkpoint.
 
     A tensor's name is its path joined by dots, as torch names the leaves of nested dicts: ``model/0.layer.weight``.
 
     Args:
-        values: path of each plain value, and the location of its torch archive in rank 0's part (offset and size).
+        values: path of each plain value, and offset and size [bytes] of its torch archive in rank 0's part.
     """
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}

@@ -26,7 +26,7 @@ Path = tuple[Any, ...]
 
 
 class ManifestError(ValueError):
-    """Error raised if a manifest, or a rank's account of its part, has impossible contents."""
+    """Error raised if a checkpoint's manifest, or a rank's description of its part, has impossible contents."""
 
 
 def part_name(rank: int) -> str:
@@ -35,7 +35,7 @@ def part_name(rank: int) -> str:
 
 
 def account_name(rank: int) -> str:
-    """Return the file name of a rank's account of its part, which is written after the part."""
+    """Return the name of the file in which a rank describes its part; the file is written after the part."""
     return f"part_{rank}.bin"
 
 
@@ -90,7 +90,7 @@ class Part:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Part | None:
-        """Parse the output of :meth:`to_bytes`; None if it is still incomplete.
+        """Parse the output of :meth:`to_bytes`; return None if the bytes are not complete yet.
 
         Raises ManifestError: the content is invalid.
         """

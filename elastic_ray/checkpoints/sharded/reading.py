@@ -41,7 +41,7 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
     parts are read once and compared with their checksums; they must stay in storage until these tensors are read.
 
     Args:
-        least_bytes: such a tensor is read at once if it is smaller, which is cheaper than reading it later.
+        least_bytes: tensors smaller than this [bytes] are read at once, which is cheaper than reading them later.
 
     Raises CorruptStateError: the checkpoint differs from what was written, or cannot be read after several attempts.
     """

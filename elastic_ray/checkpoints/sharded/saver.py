@@ -53,9 +53,9 @@ class CopyBuffers:
         self.made = 0
 
     def fit(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return a buffer of the same shape and dtype for each tensor; None if any buffer is missing.
+        """Return a buffer of the same shape and dtype for each tensor; None if any tensor has no buffer.
 
-        Buffers may be left over, because gradients exist at some steps only.
+        Some buffers may remain unused, because gradients exist at some steps only.
         """
         free = collections.defaultdict(list)
         for buffer in reversed(self._buffers):
@@ -120,7 +120,7 @@ class CapturedPart:
 
 
 class PartSaver:
-    """Saver of this rank's part of a checkpoint; a ``PartWriter``.
+    """Saver of this rank's part of a checkpoint.
 
     Args:
         workers: returns the workers of the current group in rank order; empty while the group changes.
@@ -153,7 +153,7 @@ class PartSaver:
         self._groups, self._fits = self._groups + 1, -1
 
     def standing(self) -> Readiness:
-        """Return this rank's readiness as last determined by :meth:`readiness`, without starting anything."""
+        """Return this rank's readiness as last determined by :meth:`readiness`, without starting any preparation."""
         if self._looking is None:
             return Readiness.NOT_YET
         self._poll(wait=False)
@@ -163,11 +163,14 @@ class PartSaver:
         return Readiness.NOT_YET if waits or not self._looking.answer.done() else Readiness.READY
 
     def refuse(self, why: str) -> None:
-        """Refuse to write parts from now on; `why` is the reason."""
+        """Make this rank refuse to write parts of checkpoints from now on; `why` is the reason."""
         self._never = why
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Return this rank's readiness to write its part, and start what it lacks; with ``now``, it needs no copy."""
+        """Return this rank's readiness to write its part, and start to prepare what is missing, unless ``now``.
+
+        With ``now``, training does not continue during the save, so that no memory for a copy is needed.
+        """
         if self._looking is None:
             self._looking = self._calls.start("looking for the run's directory", self._storage.check_reachable)
         self._poll(wait=now)
@@ -269,8 +272,8 @@ class PartSaver:
         Returns the checkpoint on rank 0, None on other ranks.
 
         Raises:
-            InterruptedError: ``go_on`` returned False. UnsafeStateError: the state holds more than tensors and plain
-                values.
+            InterruptedError: ``go_on``, which is polled, returned False. UnsafeStateError: the state holds more than
+                tensors and plain values.
             PartsMissingError: other ranks have not written their parts. ManifestError: the parts do not fit together.
         """
         order, steps = part.order, part.resume_point.steps
@@ -359,14 +362,14 @@ def write_part(
     tensors: Sequence[NamedPieces],
     go_on: Callable[[], bool] = lambda: True,
 ) -> Part:
-    """Write a rank's part and then, for ranks other than 0, its account of the part.
+    """Write a rank's part and then, for ranks other than 0, the file that describes the part.
 
     Args:
         steps: optimizer steps that the state includes.
-        tensors: tensors that the indices refer to, in CPU memory; they must not change meanwhile.
+        tensors: tensors to which indices in ``skeleton`` refer, in CPU memory; they must not change meanwhile.
         go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
 
-    Raises UnsafeStateError: the tree holds more than tensors and plain values.
+    Raises UnsafeStateError: ``skeleton`` holds more than indices of tensors and plain values.
     """
     try:
         encode(skeleton)  # what cannot be told is found before anything is written
@@ -407,7 +410,7 @@ def write_part(
 
 
 def plain_values(skeleton: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves of a skeleton that are not tensors, with their paths; a list without tensors is one leaf."""
+    """Yield path and value of each leaf of a state tree that is not a tensor; a list without tensors is one leaf."""
     if isinstance(skeleton, Mapping) and skeleton:
         for key, value in skeleton.items():
             yield from plain_values(value, (*path, key))

@@ -10,7 +10,7 @@ from placement.text import ago
 
 
 def outlook_lines(row: JobRow) -> tuple[str, ...]:
-    """Return the lines that follow a job's status line; unknown facts are left out."""
+    """Return the lines printed after a job's status line: progress, time, waits, GPUs; unknown facts are left out."""
     lines = (_waits(row), _left(row), _time(row), _gpus(row), _pause(row))
     return tuple(line for line in lines if line)
 
@@ -43,7 +43,7 @@ def until_end(row: JobRow) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share as text such as ``42%``; empty if it is unknown or not finite."""
+    """Return a share (0 to 1) as text such as ``42%``; empty if it is unknown or not finite."""
     return f"{share:.0%}" if share is not None and math.isfinite(share) else ""
 
 

@@ -48,7 +48,7 @@ SORTS: dict[str, _Key] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TopLine:
-    """Line of text with its style."""
+    """Line of text in ``elastic-ray top``, with its style."""
 
     text: str  # printable, no wider than the terminal
     style: str = ""  # a job's phase, "heading", or empty
@@ -63,12 +63,12 @@ def _known(value: float | None, otherwise: float) -> float:
 
 
 def sorted_rows(rows: Sequence[JobRow], by: str) -> list[JobRow]:
-    """Return the rows sorted by a key of ``SORTS``."""
+    """Return the rows sorted by a key of ``SORTS``, such as "eta"; ties are sorted by job name."""
     return sorted(rows, key=lambda row: (*SORTS[by](row), row.job))
 
 
 def top_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
-    """Return a job's cells, in the order of ``TOP_COLUMNS``."""
+    """Return the texts of a job's table row, in the order of ``TOP_COLUMNS``."""
     cells = job_cells(row, now_s, metric)
     texts = {name: cells[number] for name, number in _FROM_JOBS.items()}
     why = cells[-1]
@@ -82,10 +82,10 @@ def top_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return the header and rows as text of at most ``width`` columns, with as many leading cells as fit.
+    """Return the header and rows as lines of at most ``width`` characters, with as many leading columns as fit.
 
-    The last cell is always cut to fit, and the first if there is little room; other cells are shown in full or not at
-    all.
+    The last column is always cut to fit, and the first if there is little room; other columns are shown in full or not
+    at all.
     """
     lines = [tuple(columns), *(tuple(printable(cell) for cell in row) for row in rows)]
     widths = [max(cell_len(line[i]) for line in lines) for i in range(len(columns))]
@@ -114,10 +114,10 @@ def top_lines(
     now_s: float = 0.0,
     metric: str = "",
 ) -> list[TopLine]:
-    """Return the lines of one update: a heading, the first jobs in order, and nodes if there is room.
+    """Return the lines of one screen update: a heading, the first jobs in order, and nodes if there is room.
 
     Args:
-        by: A key of ``SORTS``.
+        size: Width and height of the terminal [characters]; ``by`` is a key of ``SORTS``.
         metric: Metric to show; empty for each job's own.
     """
     width, height = max(1, size[0]), max(1, size[1])

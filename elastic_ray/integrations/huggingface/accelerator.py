@@ -214,7 +214,7 @@ class Accelerator(OnMainProcess, Collectives):
         return theirs
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Return a model that is wrapped with its optimizer when training starts.
+        """Return a model that, when training starts, is wrapped together with its optimizer for gradient averaging.
 
         With ``evaluation_mode``, the model is never wrapped.
         """
@@ -228,7 +228,7 @@ class Accelerator(OnMainProcess, Collectives):
         return self._models[-1]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Return a prepared optimizer; its model must also be prepared before training starts."""
+        """Return the optimizer prepared for an elastic job; its model must be prepared too before training starts."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             own = weakref.ref(self)
 
@@ -269,7 +269,7 @@ class Accelerator(OnMainProcess, Collectives):
         return wrapper
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> AccelerateLoader:
-        """Return a loader that divides its global batches among all workers."""
+        """Return a loader that divides the batches of ``data_loader`` (now global batches) among all workers."""
         seed = self.dataloader_config.data_seed or 0
         loader = self._batch_options.shared(data_loader, seed=seed)
         self._batch_options.apply(loader)
@@ -316,7 +316,7 @@ class Accelerator(OnMainProcess, Collectives):
             super().save(obj, f, safe_serialization)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Save the training state and the position in the data, on rank 0 only."""
+        """Save the training state, and the position in the data, to a folder; only rank 0 writes."""
         if not self.is_main_process:
             return output_dir
         if self.project_configuration.automatic_checkpoint_naming:

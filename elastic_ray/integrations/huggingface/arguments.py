@@ -41,7 +41,7 @@ class _ElasticArguments:
 
 
 def elastic(theirs: TrainingArguments) -> TrainingArguments:
-    """Make training arguments elastic in place, and turn off progress bars, which would flood the job's output."""
+    """Make training arguments elastic in place and return them; also turn off progress bars, which flood the output."""
     kind = type(theirs)
     theirs.disable_tqdm = theirs.disable_tqdm or current_session().elastic
     if not issubclass(kind, _ElasticArguments):

@@ -37,20 +37,20 @@ class Collectives(SavesAlone, accelerate.Accelerator):
     flag_tensor: Any
 
     def gather(self, tensor: Any) -> Any:
-        """Gather each tensor in `tensor` from all workers, concatenated along dimension 0, whose size may differ."""
+        """Return tensors gathered from all workers and concatenated along dimension 0, whose size may differ."""
         leaves: list[Any] = []
         recursively_apply(leaves.append, tensor, test_type=_every_leaf)
         parts = map(_joined, zip(*er.all_gather(leaves), strict=True))
         return recursively_apply(lambda _: next(parts), tensor, test_type=_every_leaf)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather without dropping duplicate samples, as there are none; lists of non-tensors are concatenated."""
+        """Gather as :meth:`gather` does, without dropping duplicates, as there are none; join lists of non-tensors."""
         if use_gather_object or (isinstance(input_data, list) and not _all_tensors(input_data)):
             return [each for part in er.all_gather(list(input_data)) for each in part]
         return self.gather(input_data)
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
-        """Reduce each tensor over all workers (sum, mean or max), times `scale`; "none" returns `tensor` unchanged."""
+        """Return each tensor reduced over all workers (sum, mean or max), times `scale`; unchanged for "none"."""
         if reduction not in ("sum", "mean", "max", "none"):
             raise ValueError(f"reduction must be 'sum', 'mean', 'max' or 'none', but got {reduction!r}")
         if reduction == "none":
@@ -58,7 +58,7 @@ class Collectives(SavesAlone, accelerate.Accelerator):
         return recursively_apply(lambda each: er.all_reduce(each, reduction) * scale, tensor)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad each tensor along ``dim`` to the longest length on any worker."""
+        """Return each tensor, padded along ``dim`` with ``pad_index`` to the longest length on any worker."""
 
         def padded(each: torch.Tensor) -> torch.Tensor:
             if dim >= each.dim():
@@ -84,11 +84,11 @@ class Collectives(SavesAlone, accelerate.Accelerator):
         return True
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Run the block on rank 0 before the other ranks."""
+        """Return a context in which rank 0 runs the block before the other ranks do."""
         return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Run the block on the first worker of each node before the other workers."""
+        """Return a context in which each node's first worker runs the block before the other workers do."""
         return self._first(self.is_local_main_process)
 
     @contextlib.contextmanager

@@ -58,7 +58,7 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
 
 
 def shared_loader(loader: Any, batch_options: BatchOptions) -> er.AdaptiveDataLoader:
-    """Return the loader from ``get_train_dataloader``, which users may override, shared by all workers.
+    """Return the trainer's training loader, which users may override, with its batches divided among all workers.
 
     Raises TypeError if the loader is neither a plain torch ``DataLoader`` nor an ``AdaptiveDataLoader``.
     """

@@ -16,7 +16,7 @@ from elastic_ray.loop.api import current_session
 
 
 def step_through_ours(theirs: Any) -> None:
-    """Make a prepared optimizer step through the wrapper that its model received after preparation.
+    """Make a prepared optimizer step through the wrapper that was put around its model later.
 
     With a gradient scaler, accelerate stores ``optimizer.step`` when it prepares the optimizer and restores it at each
     step, so the stored method is replaced here.
@@ -36,7 +36,7 @@ class AccelerateModel(LateWrapped):
     is it certain which of them belong together.
 
     Args:
-        make_wrapper: Returns the wrapper, or None while no optimizer of the model has been prepared.
+        make_wrapper: Function that returns the wrapped model, or None while the model's optimizer is not prepared.
     """
 
     def __init__(

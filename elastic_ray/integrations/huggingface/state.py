@@ -20,12 +20,12 @@ class TrainerProgress:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values."""
+        """Return the trainer's state as plain values, for joining workers and checkpoints."""
         trainer = self._trainer
         return {**scalars(trainer), "log_history": copy.deepcopy(trainer.state.log_history)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state received from another rank or a checkpoint."""
+        """Load a trainer's state received from another rank or a checkpoint."""
         set_scalars(self._trainer, state)
         theirs = self._trainer.state
         theirs.log_history = list(state["log_history"])
@@ -38,7 +38,7 @@ class StepProgress:
         self._trainer = trainer
 
     def remember(self) -> dict[str, Any]:
-        """Return the current values."""
+        """Return the current values of this state, for :meth:`roll_back`."""
         trainer = self._trainer
         return {
             **scalars(trainer),
@@ -49,7 +49,7 @@ class StepProgress:
         }
 
     def roll_back(self, remembered: dict[str, Any]) -> None:
-        """Restore values returned by :meth:`remember`."""
+        """Restore the values that :meth:`remember` returned before the step."""
         set_scalars(self._trainer, remembered)
         del self._trainer.state.log_history[remembered["logs"] :]
         theirs = self._trainer
@@ -72,7 +72,7 @@ def scalars(trainer: Any) -> dict[str, Any]:
 
 
 def set_scalars(trainer: Any, values: dict[str, Any]) -> None:
-    """Restore values returned by :func:`scalars`."""
+    """Set a trainer's counters, flags and callback states to values returned by :func:`scalars`."""
     vars(trainer.state).update(values["state"])
     vars(trainer.control).update(values["control"])
     for key, each in _callbacks(trainer):

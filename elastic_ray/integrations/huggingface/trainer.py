@@ -361,7 +361,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         transformers.utils.logging.set_verbosity(self.args.get_process_log_level())
 
     def is_world_process_zero(self) -> bool:
-        """True if this worker saves and logs."""
+        """True if this worker is the one of the job that saves and logs."""
         return get_context().get_world_rank() == 0
 
     def is_local_process_zero(self) -> bool:
@@ -390,7 +390,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         super()._maybe_log_save_evaluate(self._tr_loss, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate all data on every worker; during training, return rank 0's metrics on all workers."""
+        """Return metrics over all evaluation data, which every worker processes; in training, those of rank 0."""
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         return er.broadcast(metrics) if self.is_in_train else metrics
 

@@ -71,7 +71,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> None:
-        """None, because the loaders divide their samples themselves."""
+        """Always None, so that Fabric adds no sampler, because the loaders divide their samples themselves."""
 
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
@@ -92,17 +92,17 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
         module.to(self.root_device)
 
     def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
-        """Return a loader that divides its global batches among all workers."""
+        """Return a loader that divides the batches of ``dataloader`` (now global batches) among all workers."""
         loader = adaptive(dataloader, self._batch)
         self._batch = BatchOptions()  # one loader of a train loop adapts
         return loader
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks, as ``elastic_ray.all_reduce`` does."""
+        """Return a tensor reduced over all ranks, as ``elastic_ray.all_reduce`` does."""
         return reduced(tensor, group, reduce_op)
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Clip gradients by norm; while gradients are still being accumulated, do nothing and return 0."""
+        """Clip gradients by norm and return the norm; while gradients accumulate, do nothing and return 0."""
         if accumulating():
             return torch.zeros(())
         return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
@@ -113,11 +113,11 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
             super().clip_gradients_value(module, optimizer, clip_val)
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Return the state dict of the plain model, which any other strategy can load."""
+        """Return the state dict of the unwrapped model, which any other strategy can load."""
         return super().get_module_state_dict(plain_model(module))
 
     def load_module_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load the state dict into the plain model."""
+        """Load a state dict into the unwrapped model."""
         super().load_module_state_dict(plain_model(module), state_dict, strict)
 
 

@@ -24,11 +24,11 @@ class UnreadStream:
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state dict."""
+        """Return the state dict of the loader that this object stands for."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the loader's state dict."""
+        """Load a state dict into the loader that this object stands for."""
         self.loader.load_state_dict(state)
 
     def __getattr__(self, name: str) -> Any:
@@ -52,7 +52,7 @@ class ElasticFetcher(_DataFetcher):
         return self
 
     def reset(self) -> None:
-        """Reset the fetcher for a new pass."""
+        """Reset the count of fetched batches for a new pass over the data."""
         self.fetched, self.done = 0, False
 
     @property
@@ -84,12 +84,12 @@ class ElasticFetcher(_DataFetcher):
 
     @property
     def at_limit(self) -> bool:
-        """True if the epoch has reached its limit of batches and no step is in progress; False without a limit."""
+        """True if the epoch's limit of batches is reached and no step is in progress; False if there is no limit."""
         return self.most is not None and self.fetched >= self.most and not current_session().ledger.accumulating
 
     @property
     def left_early(self) -> bool:
-        """True if the pass was ended while it still had batches and the batch limit allowed more."""
+        """True if the pass was ended before its last batch and before the limit of batches."""
         passes, size = current_session().progress.passes, self.loader.current_batch_size
         steps = sized_len(self.loader)
         if not passes or not passes[-1].done or self.at_limit or steps is None:
@@ -97,7 +97,7 @@ class ElasticFetcher(_DataFetcher):
         return steps * size - passes[-1].position >= size
 
     def leave(self) -> bool:
-        """End the pass with the current step; return False if that step was lost and must be drawn again."""
+        """End the pass after the current step; return False if that step was lost and must be drawn again."""
         if current_session().ledger.step is not None:
             current_session().passes.end_after_step()
         self.done = self.exhausted

@@ -68,7 +68,7 @@ class ElasticFitLoop(_FitLoop):
 
     @functools.cached_property
     def logged(self) -> LoggedValues:
-        """Reporter that forwards values of ``self.log`` to the job."""
+        """Reporter that sends the values logged with ``self.log`` to the job's metrics."""
         return LoggedValues()
 
     def setup_data(self) -> None:
@@ -220,7 +220,7 @@ class ElasticFitLoop(_FitLoop):
 
     @property
     def done(self) -> bool:
-        """True if Lightning is done, all epochs of the job are, or a policy has ended the training."""
+        """True if Lightning's limits are reached, the job's epochs are done, or a policy has ended the training."""
         return not self._came_later and (super().done or (self._epochs is not None and self._epochs.done))
 
     def on_advance_start(self) -> None:
@@ -234,7 +234,7 @@ class ElasticFitLoop(_FitLoop):
         super().on_advance_start()
 
     def on_advance_end(self) -> None:
-        """End the epoch on all workers."""
+        """End the epoch, together with all other workers."""
         super().on_advance_end()
         self.logged.report(self.trainer.callback_metrics)
         assert self._epochs is not None
@@ -249,7 +249,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
 
     @property
     def done(self) -> bool:
-        """True if Lightning is done; a worker that joined mid-epoch first checks the pass for further batches."""
+        """True if Lightning ends the epoch here; a worker that joined mid-epoch first checks for further batches."""
         return not self._came_later and super().done
 
     def reset(self) -> None:
@@ -262,13 +262,13 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         self._came_later = True
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Continue the fetcher's count after the batches already used in this epoch."""
+        """Make the fetcher count batches from the number already used in this epoch."""
         super().on_run_start(data_fetcher)
         theirs = data_fetcher
         theirs.fetched = self.batch_progress.current.ready
 
     def advance(self, data_fetcher: Any) -> None:
-        """Train one micro-batch; the last one is repeated until no failure voids its step."""
+        """Train one micro-batch; a step's last one is trained again if a failure voided the step."""
         set_rank()
         self._came_later = False
         if data_fetcher.exhausted:  # this worker has come after the last batch, or its end was not known before
@@ -361,7 +361,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         return er.broadcast(super()._get_monitor_value(key))
 
     def update_length(self, fetcher: ElasticFetcher) -> None:
-        """Update the epoch's number of batches and when it is validated, for the current batch and group size."""
+        """Set the epoch's number of batches and validation interval to match the current batch and group size."""
         batches = fetcher.batches_of_epoch(self.batch_progress.current.ready + 1)
         theirs: Any = self.trainer.fit_loop
         theirs.max_batches = batches

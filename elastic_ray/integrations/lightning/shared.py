@@ -29,7 +29,7 @@ _TORCH_OPS: dict[Any, ReduceOperation] = {
 
 
 def reduced(value: Any, group: Any, op: Any) -> Any:
-    """Reduce a tensor as Lightning's ``reduce`` does; other values are returned unchanged."""
+    """Return a tensor reduced over workers as Lightning's ``reduce`` does; return any other value unchanged."""
     _check_group(group)
     if not isinstance(value, torch.Tensor):
         return value
@@ -42,7 +42,7 @@ def reduced(value: Any, group: Any, op: Any) -> Any:
 
 
 def adaptive(given: Any, options: BatchOptions) -> er.AdaptiveDataLoader:
-    """Return the user's loader converted to divide its global batches among all workers."""
+    """Return the user's loader, converted so that its batches are global and divided among all workers."""
     loader = options.shared(given)
     options.apply(loader)
     if loader is not given and get_context().get_world_rank() == 0:
@@ -66,7 +66,7 @@ class OneDevice:
         return True
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Gather and stack equally shaped tensors of all workers; in evaluation stack this worker's tensor only."""
+        """Return equally shaped tensors of all workers, stacked; in an evaluation, stack this worker's tensor only."""
         if not self._shares:
             return tensor[None]
         _check_group(group)
@@ -87,7 +87,7 @@ class OneDevice:
             er.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast as ``elastic_ray.broadcast`` does: tensors, plain values and paths, never pickled."""
+        """Return ``obj`` of rank ``src`` on all ranks; accepts tensors, plain values and paths, and never pickles."""
         if self._gone:
             return obj
         return Path(er.broadcast(str(obj), src)) if isinstance(obj, PurePath) else er.broadcast(obj, src)
@@ -120,13 +120,13 @@ class OneDevice:
 
 
 def set_rank() -> None:
-    """Pass this worker's current rank to Lightning."""
+    """Set this worker's current rank in Lightning's ``rank_zero_only``."""
     theirs: Any = fabric_rank_zero.rank_zero_only
     theirs.rank = get_context().get_world_rank()
 
 
 def accumulating() -> bool:
-    """True if the current micro-batch is not the last of its step, so that its gradients are not applied yet."""
+    """True if the current micro-batch is not the last of its step, so that no optimizer step follows it."""
     return current_session().ledger.accumulating
 
 

@@ -35,7 +35,7 @@ class TrainerState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state received from another rank or a checkpoint."""
+        """Load a trainer's state received from another rank or a checkpoint."""
         theirs: Any = self._trainer
         set_counters(theirs, state["loops"])
         theirs.should_stop = state["should_stop"]
@@ -54,7 +54,7 @@ class StepState:
         self._trainer = trainer
 
     def remember(self) -> dict[str, Any]:
-        """Return the current values, which the caller must copy."""
+        """Return the current values of this state, which the caller must copy."""
         trainer = self._trainer
         results = trainer.fit_loop.epoch_loop._results
         return {
@@ -67,7 +67,7 @@ class StepState:
         }
 
     def roll_back(self, remembered: dict[str, Any]) -> None:
-        """Restore values returned by :meth:`remember`."""
+        """Restore the values that :meth:`remember` returned before the step."""
         set_counters(self._trainer, remembered["loops"])
         _call_callbacks_load_state_dict(self._trainer, {"callbacks": remembered["callbacks"]})
         theirs: Any = self._trainer
@@ -85,7 +85,7 @@ class StepState:
 
 
 def counters(trainer: Trainer) -> dict[str, Any]:
-    """Return the loop counters of started and completed work."""
+    """Return the trainer's loop counters (batches, steps and epochs started and completed) as plain values."""
     epochs: Any = trainer.fit_loop
     batches: Any = epochs.epoch_loop
     return {
@@ -97,7 +97,7 @@ def counters(trainer: Trainer) -> dict[str, Any]:
 
 
 def set_counters(trainer: Trainer, values: dict[str, Any]) -> None:
-    """Restore values returned by :func:`counters`."""
+    """Set the trainer's loop counters to values returned by :func:`counters`."""
     for name, progress in _progresses(trainer):
         _fill(progress, values[name])
     theirs: Any = trainer.fit_loop.epoch_loop
@@ -112,7 +112,7 @@ def set_counters(trainer: Trainer, values: dict[str, Any]) -> None:
 
 
 def metrics_of(trainer: Trainer) -> Iterator[torchmetrics.Metric]:
-    """Yield the metrics that the model holds."""
+    """Yield the torchmetrics objects that the trainer's model holds."""
     for module in trainer.lightning_module.modules():
         if isinstance(module, torchmetrics.Metric):
             yield module

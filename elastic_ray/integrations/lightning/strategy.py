@@ -107,7 +107,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Sampler arguments for evaluation, in which each worker uses all data."""
+        """Arguments of the sampler that Lightning uses in evaluations, with which each worker uses all data."""
         return {"num_replicas": 1, "rank": 0}
 
     def setup(self, trainer: Trainer) -> None:
@@ -166,7 +166,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         self.model.to(self.root_device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a training loader that all workers share; loaders for evaluation are returned unchanged.
+        """Return a training loader whose batches are divided among all workers; other loaders are returned unchanged.
 
         Raises:
             TypeError: The training loader has another type, whose samples cannot be divided among workers.
@@ -218,7 +218,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             self._model = wrapped
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce like ``elastic_ray.all_reduce`` in training; in evaluation, return the value unchanged."""
+        """Return a value reduced as by ``elastic_ray.all_reduce`` in training; in evaluations, return it unchanged."""
         return reduced(tensor, group, reduce_op) if self._shares else tensor
 
     @contextlib.contextmanager

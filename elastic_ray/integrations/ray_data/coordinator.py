@@ -48,7 +48,7 @@ class RowsWanted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowsFound:
-    """Ordered spans of rows, and the epoch's total number of rows (None until its end has been read)."""
+    """Locations of rows as ordered spans, and the epoch's total number of rows (None until its end was read)."""
 
     spans: tuple[RowSpan, ...]
     total: int | None
@@ -57,7 +57,7 @@ class RowsFound:
 def start_coordinator(
     name: str, packed: PackedDatasets, controller: Any, runtime_env: Mapping[str, Any] | None
 ) -> None:
-    """Start the dataset coordinator of a job.
+    """Start a job's dataset coordinator: the actor that executes the job's datasets and locates their rows.
 
     Args:
         runtime_env: Runtime environment of the job's workers, which may provide modules that the datasets' functions
@@ -68,7 +68,7 @@ def start_coordinator(
 
 
 def find_coordinator(name: str, patience_s: float) -> Any:
-    """Return the coordinator with this name, waiting up to ``patience_s`` because workers may start earlier.
+    """Return the coordinator actor with this name, waiting up to ``patience_s`` [s] for it to start.
 
     Raises RuntimeError if it does not appear in time.
     """
@@ -83,7 +83,7 @@ def find_coordinator(name: str, patience_s: float) -> Any:
 
 
 class DatasetCoordinator:
-    """Actor class of the dataset coordinator.
+    """Actor class of the dataset coordinator, which executes a job's datasets and locates rows for its workers.
 
     Its methods are coroutines on one event loop; each stream has its own thread.
     """
@@ -118,9 +118,9 @@ class DatasetCoordinator:
         return None if rows is None else int(rows)
 
     async def rows(self, wanted: RowsWanted) -> RowsFound:
-        """Wait for rows and return their locations; empty if the reader has left or sent a newer request meanwhile.
+        """Wait until the wanted rows are available and return their locations.
 
-        Raises Exception if the dataset could not be read.
+        Empty if the reader has left or sent a newer request meanwhile. Raises Exception if the dataset is unreadable.
         """
         stream = self._stream_for(wanted)
         while not await self._has(stream, wanted):

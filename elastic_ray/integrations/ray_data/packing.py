@@ -90,9 +90,10 @@ def name_coordinator(job: str) -> str:
 
 
 def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, float]) -> PackedDatasets:
-    """Pack datasets from :func:`check_datasets` for :func:`unpack` in another process; requires a connection to Ray.
+    """Return datasets checked by :func:`check_datasets`, packed for :func:`unpack` in another process.
 
-    The seed depends only on the job's name, so that a resubmitted job continues in the same order.
+    This process must be connected to Ray. The seed for shuffles depends only on the job's name, so that a resubmitted
+    job continues in the same order. ``left`` are the resources reserved for the job's workers.
     """
     readable = _readable(datasets)
     pickled, stored = _pickled(readable), ""
@@ -105,7 +106,7 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
 
 
 def unpack(packed: PackedDatasets) -> dict[str, bytes]:
-    """Return the datasets, keyed by name and each pickled separately, because every execution needs its own copy.
+    """Return the datasets keyed by name, each pickled separately, because every execution needs its own copy.
 
     Raises LookupError if the datasets are no longer in Ray's control store.
     """
@@ -125,12 +126,12 @@ def forget(packed: PackedDatasets) -> None:
 
 
 def with_datasets(train_loop: bytes, run: DatasetsOfJob) -> bytes:
-    """Wrap a packed (pickled) train function so that it has access to the job's datasets when called."""
+    """Return a pickled train function that has access to the job's datasets when it is called."""
     return _pickled((TrainLoopWithDatasets(train_loop, run), None))
 
 
 class TrainLoopWithDatasets:
-    """A packed train function that runs with access to the job's datasets."""
+    """Pickled train function that runs with access to the job's datasets."""
 
     def __init__(self, packed: bytes, run: DatasetsOfJob) -> None:
         self._packed, self._run = packed, run

@@ -13,7 +13,7 @@ _PAST = sys.maxsize  # position of a reader that has left
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowSpan:
-    """Consecutive rows of a stream within one block."""
+    """Consecutive rows of a stream (one epoch's rows of a dataset, in order) that are stored in one block."""
 
     first: int  # position of its first row in the stream, from 0
     rows: int  # how many, at least 1
@@ -22,7 +22,7 @@ class RowSpan:
 
     @property
     def end(self) -> int:
-        """Position after the last row of the span."""
+        """Position in the stream after the last row of the span."""
         return self.first + self.rows
 
     def behind(self, position: int) -> RowSpan | None:
@@ -35,7 +35,7 @@ class RowSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Position of one rank in a stream."""
+    """Identity of one rank that reads a stream, and its position in the stream."""
 
     client: str  # who asks; unique over all processes of the job
     generation: int  # of the group that it belongs to
@@ -48,7 +48,7 @@ class Reader:
 
 
 class RowWindow:
-    """Spans of a stream from the slowest reader's position to the newest block, indexed by position.
+    """Spans (runs of rows) of a stream from the slowest reader's position to the newest block, in order.
 
     Args:
         floor: Rows before this position are discarded on arrival.
@@ -63,16 +63,16 @@ class RowWindow:
 
     @property
     def held(self) -> tuple[RowSpan, ...]:
-        """Spans currently held, in order."""
+        """Spans (runs of rows in one block) that are not released yet, in order."""
         return tuple(self._spans)
 
     @property
     def generation(self) -> int:
-        """Generation of the newest reader's group; -1 without readers."""
+        """Generation (number of the group of ranks) of the newest reader; -1 without readers."""
         return max((each.generation for each in self._readers.values()), default=-1)
 
     def add(self, rows: int, block: Any, offset: int = 0) -> None:
-        """Append ``rows`` rows of a block, the first at index ``offset`` in it; 0 rows are ignored."""
+        """Append ``rows`` rows of a block, the first at index ``offset`` in the block; 0 rows are ignored."""
         if rows:
             span = RowSpan(first=self.end, rows=rows, block=block, offset=offset)
             self.end = span.end
@@ -95,7 +95,7 @@ class RowWindow:
         self._raise_floor()
 
     def leave(self, client: str) -> bool:
-        """Remove a reader that will send no further requests; return True if no reader is left."""
+        """Mark the reader of ``client`` as finished; return True if all readers are finished."""
         known = self._readers.get(client)
         if known is None:
             return False
@@ -124,7 +124,7 @@ class RowWindow:
 
 
 class Readers:
-    """Registry of the stream that each client reads.
+    """Registry of clients (readers of one rank and loader) and the stream that each of them reads.
 
     Evaluation within a training loop reads with a second loader, possibly in a newer group than the last request of the
     training loader. A request from any client of a run therefore shows that all clients of the run are alive.
@@ -135,10 +135,7 @@ class Readers:
         self._heard: dict[str, int] = {}
 
     def record(self, reader: Reader, stream: object) -> object | None:
-        """Record a client's request for rows of a stream.
-
-        Returns the stream that the client read before, or None if it was the same one.
-        """
+        """Record that a client requests rows of a stream; return the other stream that it read before, or None."""
         _, before = self._reads.get(reader.client, (None, None))
         self._reads[reader.client] = reader, stream
         self._heard[reader.run] = max(reader.generation, self._heard.get(reader.run, reader.generation))
@@ -157,11 +154,14 @@ class Readers:
                 self._reads[client] = reader, None
 
     def is_latest(self, reader: Reader) -> bool:
-        """True if the client still waits for this request: it has not left or sent a newer one."""
+        """True if ``reader`` is its client's latest request and the client has not left."""
         return self._reads.get(reader.client, (None, None))[0] is reader
 
     def has_others(self, stream: object, reader: Reader) -> bool:
-        """True if other clients whose run is alive in the reader's generation or a later one read the stream."""
+        """True if other living clients read the stream.
+
+        A client lives if its run (call of the train function) has sent a request in the reader's generation or later.
+        """
         there = {run for run, generation in self._heard.items() if generation >= reader.generation} | {reader.run}
         return any(
             each.client != reader.client and each.run in there for each, read in self._reads.values() if read is stream

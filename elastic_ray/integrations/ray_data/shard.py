@@ -72,7 +72,7 @@ def get_dataset_shard(dataset_name: str = "train") -> RayDataShard:
 
 
 class RayDataShard(IterableDataset[Any]):
-    """A dataset of the job for ``AdaptiveDataLoader(shard, batch_size)``; created by :func:`get_dataset_shard`.
+    """Dataset of the job for ``AdaptiveDataLoader(shard, batch_size)``; created by :func:`get_dataset_shard`.
 
     Attributes:
         name: Key of the dataset in ``ElasticTrainer(datasets=...)``.
@@ -85,7 +85,7 @@ class RayDataShard(IterableDataset[Any]):
         self._coordinator, self._run = coordinator, run
 
     def batch_source(self, collate: Callable[[Any], Any] | None) -> RayDataBatches:
-        """Return the source of a loader's batches.
+        """Return the source from which a loader over this dataset gets its batches.
 
         Args:
             collate: Function that makes a batch, like Ray Data's ``collate_fn``. Its argument is a dict from column to
@@ -161,7 +161,7 @@ class RayDataBatches:
         self._epoch = epoch
 
     def end(self) -> None:
-        """End the pass, and deregister from the coordinator."""
+        """End the pass over the data, and notify the coordinator that this reader needs no more rows."""
         self._discard(0)
         self._epoch = -1
         self._coordinator.leave.remote(self._client)
@@ -170,7 +170,7 @@ class RayDataBatches:
         """Do nothing at the end of the run, because the coordinator ends with the job."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the batches of the step at ``position``; ``total`` is an estimate until the epoch's end is known."""
+        """Return the step at ``position``; its ``total`` is an estimate until the end of the epoch is known."""
         within = current_session().ledger.round
         self._advance(position if within is None else within.position)  # a round may be drawn again as a whole
         batch_size = max(cut.batch_size, cut.world_size)
@@ -307,7 +307,7 @@ def cut(block: Any, first: int, end: int) -> Any:
 
 
 def to_batch(pieces: Sequence[Any], collate: Callable[[Any], Any] | None) -> Any:
-    """Make one batch from the rows of the given tables.
+    """Return one batch made from the rows of the given tables.
 
     Args:
         pieces: Arrow tables with a common schema, in order.
@@ -348,9 +348,9 @@ def _matrix(chunk: Any) -> Any:
 
 
 def tensor(values: np.ndarray[Any, Any]) -> Any:
-    """Convert a column to a tensor [rows, ...].
+    """Return a column as a tensor [rows, ...].
 
-    Values without a torch dtype (text, bytes, times, nulls) become a list.
+    Values without a torch dtype (text, bytes, times, nulls) become a list instead.
     """
     if values.dtype == object and len(values) and all(isinstance(each, np.ndarray) for each in values):
         shapes = {each.shape for each in values}

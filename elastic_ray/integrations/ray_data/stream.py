@@ -22,13 +22,13 @@ class StreamClosed(Exception):
 
 
 class RowStream:
-    """Rows of one epoch of a dataset, in order.
+    """Rows of one epoch of a dataset, in order, read by a thread only as far as readers need them.
 
     Args:
-        epoch: Index of the epoch. Seeded shuffles that Ray Data reorders in each execution get the same order whenever
-            the same epoch is executed again.
+        epoch: Index of the epoch, on which the order of seeded shuffles depends.
         seed: Seed for shuffles that have none.
         left: Amounts of resources reserved for the job's workers.
+        floor: Position of the first row that is needed.
         changed: Called in the reading thread whenever there are new rows or the execution ends.
     """
 
@@ -56,7 +56,7 @@ class RowStream:
 
     @property
     def generation(self) -> int:
-        """Generation of the newest group that reads the stream; -1 without readers."""
+        """Generation (number of the group of ranks) of the newest reader of the stream; -1 without readers."""
         return self._window.generation
 
     @property
@@ -71,7 +71,7 @@ class RowStream:
 
     @property
     def total(self) -> int | None:
-        """Number of rows in the whole epoch, or None until its end has been read."""
+        """Number of rows in the whole epoch; None until the epoch's end has been read."""
         return self._window.end if self._window.ended else None
 
     def want(self, reader: Reader, end: int) -> None:
@@ -96,17 +96,17 @@ class RowStream:
             return self._window.ended or self._window.end >= end
 
     def spans(self, first: int, end: int) -> tuple[RowSpan, ...]:
-        """Return the spans that contain any row in the half-open range from ``first`` to ``end``."""
+        """Return the spans (runs of rows in one block) that contain any row from ``first`` to ``end`` (exclusive)."""
         with self._lock:
             return self._window.spans(first, end)
 
     def leave(self, client: str) -> bool:
-        """Remove a reader that will send no further requests; return True if no reader is left."""
+        """Mark the reader of ``client`` as finished; return True if all readers are finished."""
         with self._lock:
             return self._window.leave(client)
 
     def close(self) -> None:
-        """End the execution; its blocks are released together with this object."""
+        """End the reading of the dataset; blocks of rows are released together with this object."""
         with self._lock:
             if self._closed:
                 return
@@ -158,9 +158,9 @@ def _rows(entry: Any) -> int:
 
 
 def hold_order(dataset: Any, *, epoch: int, seed: int) -> None:
-    """Fix the row order of the dataset's next execution for an epoch. Modifies the dataset, so pass a copy.
+    """Fix the row order of the dataset's next execution, for this epoch. Modifies the dataset, so pass a copy.
 
-    Ray Data counts a dataset's executions, and seeded shuffles depend on that count; it is set to the epoch here.
+    Ray Data counts a dataset's executions, and seeded shuffles depend on that count, which is set to the epoch here.
     Shuffles without a seed get ``seed``. Random numbers drawn in user functions are not controlled.
     """
     for operator in dataset._logical_plan.dag.post_order_iter():
@@ -173,7 +173,7 @@ def hold_order(dataset: Any, *, epoch: int, seed: int) -> None:
 
 
 def leave_room(dataset: Any, left: Mapping[str, float]) -> None:
-    """Reserve the cluster's CPUs and GPUs for the job's workers, but leave at least one CPU to the dataset.
+    """Reserve the CPUs and GPUs in ``left`` for the job's workers, but leave at least one CPU to the dataset.
 
     Otherwise Ray Data's tasks would use every free CPU, and the job could not grow. Resources that the user has already
     excluded stay excluded.

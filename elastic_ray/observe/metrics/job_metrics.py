@@ -104,7 +104,7 @@ class JobMetrics:
         self._guarded = Guarded(f"job {spec.job}")
 
     def recall(self, events: int) -> None:
-        """Restore the number of events that an earlier controller has written, so that they are not repeated."""
+        """Restore the number of events that an earlier controller has written, so that they are not written again."""
         self._seen = events
 
     def tick(self, now_s: float) -> None:
@@ -152,12 +152,12 @@ class JobLabels:
 
     @property
     def values(self) -> tuple[str, str, str]:
-        """Label values, in the order of the instruments."""
+        """Values of the labels, in the order in which all instruments (gauges, counters, histograms) declare them."""
         return label_value(self.job), label_value(self.tenant), label_value(self.model)
 
 
 def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> tuple[Sample, ...]:
-    """Return the current values of all gauges that have one; a job that is not training has no speed gauges."""
+    """Return the current values of all gauges that have one; speed gauges have none while the job does not train."""
     whose, found = labels.values, list[Sample]()
     for name, each in GAUGES.items():
         found += each.sample(getattr(status, name), *whose)
@@ -177,10 +177,10 @@ def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> 
 
 
 def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> tuple[Sample, ...]:
-    """Return the samples by which these events change counters and histograms.
+    """Return the samples that these events add to the job's counters and histograms.
 
     Args:
-        steps: Steps committed before the first restart, used if the event does not contain that number.
+        steps: Steps committed before the first restart, used if the restart's event lacks this number.
     """
     whose, found = labels.values, list[Sample]()
     for event in events:

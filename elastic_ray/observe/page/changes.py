@@ -29,7 +29,7 @@ _BIG = 1e5  # above: seconds since the epoch, of which hundredths count
 
 
 def tables(snapshot: PageSnapshot) -> dict[str, Any]:
-    """Return the snapshot's fields as values that JSON can hold, keyed by field name."""
+    """Return the fields of a page's snapshot as values that JSON can hold, keyed by field name."""
     return {name: plain(getattr(snapshot, name)) for name in _names(PageSnapshot)}
 
 
@@ -66,7 +66,7 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the difference between two results of ``tables``; empty if only the time has changed.
+    """Return the changes between two results of :func:`tables`, keyed by field; empty if only the time differs.
 
     A changed table is ``{"set": [new or changed rows], "remove": [keys]}``; any other entry is its new value.
     """

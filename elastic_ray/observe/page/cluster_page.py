@@ -29,7 +29,7 @@ MOST_SIZES = 128
 
 
 class ClusterPage:
-    """Page of a running cluster, updated by each poll."""
+    """Data of a running cluster's web page, updated by each poll."""
 
     def __init__(self, name: str, *, actions: bool = False) -> None:
         self._name, self._actions = name, actions
@@ -46,7 +46,7 @@ class ClusterPage:
 
     @property
     def known(self) -> tuple[str, int]:
-        """Id of the allocator that answered last, and the number of its latest known decision."""
+        """Id of the allocator that answered last, and the number of its latest decision that the page has."""
         return self._life, self._known
 
     def take(self, look: ClusterLook) -> None:
@@ -218,7 +218,7 @@ class ClusterPage:
         )
 
     def detail(self, job: str, answer: JobAnswer, now_s: float) -> JobDetail | None:
-        """Return the details of a job; None if it is unknown or ended long ago."""
+        """Return the details of a job; None if the job is unknown or ended long ago."""
         memory = self._jobs.get(job)
         cluster = self._poll.core.cluster if self._poll is not None else Cluster()
         return job_detail(memory, cluster, answer, now_s) if memory is not None else None

@@ -14,7 +14,7 @@ class TooManyClientsError(Exception):
 
 
 class Client:
-    """Queue of messages for one browser."""
+    """Queue of messages for one browser that has the page open."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes, self._bytes = most, most_bytes, 0
@@ -56,7 +56,7 @@ class Client:
         self._messages.put_nowait(None)
 
     async def next(self, timeout_s: float) -> bytes | None:
-        """Return the next message; empty if none comes within ``timeout_s`` [s]; None if the client was dropped."""
+        """Return the next message; empty if none comes within ``timeout_s`` [s], None if the client was dropped."""
         try:
             message = await asyncio.wait_for(self._messages.get(), timeout_s)
         except asyncio.TimeoutError:
@@ -66,7 +66,7 @@ class Client:
         return message
 
     async def until_dropped(self) -> None:
-        """Wait until the client is dropped."""
+        """Wait until the client is dropped (disconnected by the server)."""
         await self._dropped.wait()
 
 
@@ -85,7 +85,7 @@ class Feed:
         return len(self._clients)
 
     def join(self) -> Client:
-        """Add a client. Raises TooManyClientsError: the maximum number is already connected."""
+        """Add a browser to the feed and return its queue. Raises TooManyClientsError: the maximum is connected."""
         if len(self._clients) >= self._most_clients:
             raise TooManyClientsError(f"{self._most_clients} browsers have this page open already; close one")
         client = Client(self._most_waiting, self._most_bytes)
@@ -93,7 +93,7 @@ class Feed:
         return client
 
     def leave(self, client: Client) -> None:
-        """Remove a client."""
+        """Remove a browser's queue from the feed."""
         self._clients.discard(client)
 
     def notify(self, message: bytes) -> None:

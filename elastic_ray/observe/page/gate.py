@@ -26,7 +26,7 @@ HEADERS: Mapping[str, str] = {
 
 
 def new_token() -> str:
-    """Return a new token of 256 random bits, as text."""
+    """Return a new random token of 256 bits, as text."""
     return secrets.token_urlsafe(32)
 
 
@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Properties of a request that determine whether it is allowed."""
+    """Properties of an HTTP request that determine whether the page allows it."""
 
     method: str  # ``GET``..
     path: str
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Access rules of one page."""
+    """Access rules of one web page: which hosts, origins and tokens its requests must have."""
 
     host: str = "127.0.0.1"  # where it listens
     # further names of this machine, by which a browser may ask for the page where it listens on all addresses
@@ -134,7 +134,7 @@ class _Connection:
 
 
 class Doors:
-    """Limited set of open connections to a page."""
+    """Limited set of open connections to a page, in total and per peer (client address)."""
 
     def __init__(self, most: int = MOST, most_of_one: int = MOST_OF_ONE) -> None:
         self._most, self._most_of_one = most, most_of_one
@@ -144,7 +144,7 @@ class Doors:
         return len(self._connections)
 
     def open(self, key: Hashable, peer: str, now_s: float) -> Hashable | None:
-        """Add a connection; if there are too many, return the longest waiting one, to be closed, otherwise None."""
+        """Add a connection; if there are too many, remove and return the longest idle one, to be closed; else None."""
         of_peer = [each for each, one in self._connections.items() if one.peer == peer]
         self._connections[key] = _Connection(peer, now_s)
         if len(of_peer) >= self._most_of_one:
@@ -163,7 +163,7 @@ class Doors:
             self._connections[key] = dataclasses.replace(one, asks=one.asks + 1)
 
     def end(self, key: Hashable, now_s: float) -> None:
-        """Record that a request has been answered."""
+        """Record that a request on a connection has been answered at ``now_s``."""
         if (one := self._connections.get(key)) is not None:
             self._connections[key] = dataclasses.replace(one, asks=one.asks - 1, since_s=now_s)
 

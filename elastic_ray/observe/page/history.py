@@ -11,7 +11,7 @@ MOST_BARS, MOST_MARKS, MOST_USES = 6000, 2000, 2000
 
 
 class History:
-    """History of the allocation, bounded in size; the oldest entries are dropped first."""
+    """History of which job has which slots, bounded in size; the oldest entries are dropped first."""
 
     def __init__(self, most_bars: int = MOST_BARS) -> None:
         self._numbers = 0
@@ -22,31 +22,31 @@ class History:
 
     @property
     def bars(self) -> tuple[Bar, ...]:
-        """Bars, each one job's slots on one node over a period: the ended bars, then the open ones."""
+        """Bars of the timeline, each one job's slots on one node over a period: the ended bars, then the open ones."""
         return (*self._ended, *(bar for own in self._open.values() for bar in own.values()))
 
     @property
     def marks(self) -> tuple[Mark, ...]:
-        """Marks in the order in which they were added."""
+        """Marks of events in the timeline, in the order in which they were added."""
         return tuple(self._marks)
 
     @property
     def use(self) -> tuple[Use, ...]:
-        """Use of slots over time, with one entry per change."""
+        """Number of slots in use over time, with one entry per change."""
         return tuple(self._uses)
 
     @property
     def slots(self) -> int:
-        """Total number of slots of all open bars."""
+        """Number of slots in use now: those of all open bars."""
         return sum(bar[5] for own in self._open.values() for bar in own.values())
 
     @property
     def jobs(self) -> frozenset[str]:
-        """Names of the jobs that have an open bar."""
+        """Names of the jobs that have slots now (an open bar)."""
         return frozenset(self._open)
 
     def on(self, node: str) -> dict[str, int]:
-        """Return the slots of the open bars on a node, keyed by job."""
+        """Return the number of slots that each job has on a node now, keyed by job."""
         return {job: own[node][5] for job, own in self._open.items() if node in own}
 
     def place(self, time_s: float, job: str, nodes: Mapping[str, int], decision: int) -> None:
@@ -67,7 +67,7 @@ class History:
             del self._open[job]
 
     def end(self, time_s: float, jobs: Collection[str]) -> None:
-        """End all bars of the given jobs."""
+        """End all open bars (periods with slots) of the given jobs at ``time_s``."""
         for job in jobs:
             for bar in self._open.pop(job, {}).values():
                 self._end(bar, time_s)
@@ -78,12 +78,12 @@ class History:
             self._ended.append((number, node, job, from_s, time_s, slots, decision))
 
     def mark(self, time_s: float, job: str, kind: str, text: str) -> None:
-        """Add a mark for an event of a job, or of a node if ``job`` is empty."""
+        """Add a mark to the timeline for an event of a job, or of a node if ``job`` is empty."""
         self._numbers += 1
         self._marks.append((self._numbers, time_s, job, kind, text))
 
     def measure(self, time_s: float, used: int, waiting: int | None, usd_per_h: float | None) -> None:
-        """Record slots in use, waiting jobs and price [USD/h] (None if unknown), replacing an entry of equal time."""
+        """Record slots in use, waiting jobs and price [USD/h] at ``time_s``, replacing an entry for the same time."""
         last = self._uses[-1] if self._uses else None
         if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] > time_s):
             return

@@ -19,7 +19,7 @@ _PARTS = ("vote_s", "group_s", "state_s")
 
 
 class JobMemory:
-    """Data kept about one job, bounded in size: if the series gets too long, every other point is dropped."""
+    """Data kept about one job, bounded in size: if its series gets too long, every other point is dropped."""
 
     def __init__(self, job: str, colour: str, first_s: float) -> None:
         self.job, self.colour, self.first_s = job, colour, first_s
@@ -115,7 +115,7 @@ def noise_scale(state: JobState | None) -> float | None:
 def pauses(
     events: Iterable[JobEvent], last: Pause | None = None
 ) -> tuple[tuple[float, str, float, dict[str, float]], ...]:
-    """Return (time, kind, seconds, {part: seconds}) of every pause; time outside of known parts is ``other``.
+    """Return (time, kind, seconds, {part: seconds}) of each event that paused training; unknown time is ``other``.
 
     The last pause also gets a part ``first step``, from ``JobStatus.last_pause``, that its seconds do not include.
     """
@@ -137,5 +137,5 @@ def pauses(
 def shares_of_time(
     events: Iterable[JobEvent], status: JobStatus | None, submitted_s: float, until_s: float
 ) -> dict[str, float]:
-    """Return how many seconds since submission the job spent on each use, from its status or else its events."""
+    """Return the seconds since submission that the job spent training, pausing, waiting..., keyed by name."""
     return named_parts(time_spent(events, submitted_s, until_s) if status is None else status)

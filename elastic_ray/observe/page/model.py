@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageSource:
-    """Source of the data on the page."""
+    """Source of the data on the page: a cluster, stored runs or a simulation."""
 
     kind: str  # ``live``, ``files`` or ``simulation``
     name: str  # the cluster's address, the path, or the trace
@@ -23,7 +23,7 @@ class PageSource:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCount:
-    """Slots of one GPU type (``CPU`` for nodes without GPUs), by state; the counts add up to all slots of the nodes."""
+    """Number of slots of one GPU type (``CPU`` for nodes without GPUs), by state; the counts sum to all slots."""
 
     type: str
     used: int = 0  # a worker trains there
@@ -123,7 +123,7 @@ class PageJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageNode:
-    """Row of one node in the timeline, with key ``node``."""
+    """Row of one node in the page's timeline, identified by ``node``."""
 
     node: str
     label: str  # its address, or what tells it from the others
@@ -139,7 +139,7 @@ class PageNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageDecision:
-    """Row of the decision log, with key ``number``."""
+    """Row of one allocator decision in the page's log, identified by ``number``."""
 
     number: int
     time_s: float
@@ -152,7 +152,7 @@ class PageDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """Row of one tenant, with key ``tenant``; shares are of its most heavily used resource, 0 to 1."""
+    """Row of one tenant, identified by ``tenant``; shares are of its most heavily used resource, 0 to 1."""
 
     tenant: str
     weight: float  # beside the others'
@@ -168,7 +168,7 @@ class TenantShare:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WantedNodes:
-    """Row of one node type that the allocator's autoscaling requests, with key ``type``."""
+    """Row of one node type that the allocator's autoscaling requests, identified by ``type``."""
 
     type: str
     market: str

@@ -19,7 +19,7 @@ from placement.planning.tenants import Tenant, entitlements
 
 
 def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode]) -> Strip:
-    """Return the one-line summary of the cluster."""
+    """Return the one-line summary of the cluster at the top of the page."""
     states = look.core.jobs
     now, one_each, equal = _speeds([(each.view, sum(each.target.values())) for each in states.values()], look)
     return Strip(
@@ -106,7 +106,7 @@ def _enough(slots: Sequence[int], workers: int) -> Sequence[int]:
 
 
 def tenant_shares(look: AllocatorLook) -> tuple[TenantShare, ...]:
-    """Return the shares of each tenant, sorted by name; empty if there are no jobs or tenants are not used."""
+    """Return each tenant's shares of the cluster, sorted by tenant; empty without jobs or if tenants are not used."""
     known = {each.name: each for each in look.tenants}
     states = tuple(look.core.jobs.values())
     names = sorted({state.view.tenant for state in states})
@@ -186,7 +186,7 @@ def _fairness(own: Sequence[JobState], owed: float, look: AllocatorLook) -> floa
 
 
 def wanted_nodes(look: AllocatorLook, since: Mapping[str, float]) -> tuple[WantedNodes, ...]:
-    """Return the nodes that should exist, as rows sorted by type; empty if the allocator does not manage nodes.
+    """Return the nodes that the allocator requests, as rows sorted by type; empty if it does not manage nodes.
 
     Args:
         look: The allocator's state.

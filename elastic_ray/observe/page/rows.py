@@ -70,7 +70,7 @@ def job_row(
 
 
 def trial_cells(trial: TrialFacts | None, metric: str) -> dict[str, Any]:
-    """Return the facts about a trial as fields of its row; for a job that is not a trial, only its metric."""
+    """Return the fields of a page row that describe a trial; for a job that is not a trial, only its metric."""
     return (
         {"metric": metric}
         if trial is None
@@ -119,7 +119,7 @@ def slots_of(total: Mapping[str, float]) -> int:
 
 
 def slots_per_worker(bundle: Mapping[str, float], total: Mapping[str, float]) -> float:
-    """Return how many slots (GPUs, or CPUs without GPUs) of a node with ``total`` a worker with ``bundle`` occupies."""
+    """Return how many slots (GPUs, or CPUs without GPUs) of a node a worker occupies, given the resources of both."""
     return bundle.get("GPU", 0.0) if total.get("GPU") else bundle.get("CPU", 0.0)
 
 
@@ -144,7 +144,7 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
 
 
 def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
-    """Return the job's planned slots keyed by node id, at least 1 each; ``totals`` holds each node's resources."""
+    """Return the number of slots planned for the job on each node, at least 1, keyed by node id."""
     return {
         node: max(1, math.ceil(workers * slots_per_worker(state.view.bundle, totals.get(node, {})) - 1e-6))
         for node, workers in by_node(state.target).items()
@@ -152,5 +152,5 @@ def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict
 
 
 def finite(values: Any) -> tuple[float, ...]:
-    """Return an array's numbers as floats, replacing those that are not finite by 0."""
+    """Return an array's numbers as floats, with 0 in place of numbers that are not finite."""
     return tuple(np.nan_to_num(np.asarray(values, dtype=np.float64), posinf=0.0, neginf=0.0).tolist())

@@ -43,7 +43,7 @@ INDEX = "index.html"
 
 
 class PageServer:
-    """HTTP server of one page."""
+    """HTTP server of the web page of one data source."""
 
     def __init__(self, source: Source, gate: Gate, feed: Feed | None = None) -> None:
         self._source, self._gate, self._feed = source, gate, feed or Feed()
@@ -58,7 +58,7 @@ class PageServer:
         self.doors = Doors(*_room())
 
     def application(self) -> web.Application:
-        """Return the aiohttp application."""
+        """Return the aiohttp application that serves the page."""
         app = web.Application(middlewares=[self._guard], client_max_size=_MOST_BODY)
         app.router.add_get("/", self._file)
         app.router.add_get("/api/snapshot", self._snapshot)
@@ -326,7 +326,7 @@ def _message(kind: str, version: int, value: Any) -> bytes:
 
 
 def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
-    """Return a socket that listens on this address.
+    """Return a socket that listens on an address of this machine.
 
     Args:
         port: Port number; 0 for any free port.
@@ -349,7 +349,7 @@ def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
 
 
 async def serve(server: PageServer, bound: socket.socket, until: Callable[[], Awaitable[object]]) -> None:
-    """Serve a page until ``until()`` returns."""
+    """Serve a page on the socket ``bound`` until ``until()`` returns."""
     log = logger.getChild("http")
     log.addFilter(few := _Few())
     runner = web.AppRunner(

@@ -16,7 +16,7 @@ from placement.simulator.results.outlook import Outlook
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """Facts about a job that do not change while it runs."""
+    """Facts about a job, from its specification, that do not change while the job runs."""
 
     min_workers: int
     max_workers: int
@@ -57,7 +57,7 @@ class ClusterLook:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswer:
-    """Answers about one job that are requested only while somebody is viewing its details."""
+    """Answers about one job that are requested only while somebody is viewing the job's details."""
 
     workers: tuple[WorkerInfo, ...] = ()
     explanation: Explanation | None = None  # the allocator's; None where it does not know the job
@@ -88,15 +88,16 @@ class Source(Protocol):
         """Return the details of a job; None if the job is unknown."""
 
     def process(self, job: str, rank: int, what: str) -> str:
-        """Return a worker's last output (``logs``) or thread stacks (``stack``); may run beside other calls.
+        """Return a worker's last output (``logs``) or thread stacks (``stack``); may run in parallel with other calls.
 
         Raises ActionRefusedError: no such worker exists, or its process cannot be inspected.
         """
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-        """Return the outlook of the running jobs on the existing nodes, and on other nodes (such as ``T4:4x8``).
+        """Return the outlook (expected size and end) of each running job, on the existing nodes and on ``nodes``.
 
-        Raises InputError: the nodes or the policy are invalid, or no job runs.
+        ``nodes`` is text such as ``T4:4x8``; ``policy`` names the policy used on it. Raises InputError: either is
+        invalid, or no job runs.
         """
 
     def act(self, job: str, action: str, workers: int | None) -> str:
@@ -107,7 +108,7 @@ class Source(Protocol):
 
 
 class StoredPage:
-    """Page of stored data, a :class:`Source` that never changes."""
+    """Page of stored data, as a :class:`Source` whose data never changes."""
 
     def __init__(self, snapshot: PageSnapshot, details: Mapping[str, JobDetail]) -> None:
         self._snapshot, self._details = snapshot, details

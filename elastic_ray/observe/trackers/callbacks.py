@@ -112,7 +112,7 @@ _MOST_STATE = 1 << 16  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """Description of a run for the trackers that call callbacks."""
+    """Description of a run for trackers that call the user's callbacks."""
 
     job: str  # its name
     run_id: str  # the same for the whole run, whatever controllers it has
@@ -129,7 +129,7 @@ class Callbacks:
         self._unpacked: tuple[tuple[Any, ...], RunContext] | None = None
 
     def get(self, index: int) -> tuple[Any, RunContext]:
-        """Return the callback at ``index`` and the run's context; errors raised by unpickling propagate."""
+        """Return the callback at ``index`` and the run's context. Raises any error of unpickling the callbacks."""
         with self._lock:
             if self._unpacked is None:
                 self._unpacked = unpack_callbacks(self._packed, self._run_id)
@@ -137,7 +137,7 @@ class Callbacks:
 
 
 class CallbackTracker:
-    """Tracker that calls one user callback.
+    """Tracker that passes a run's reports and events to one user callback.
 
     The callback receives each report only once, even if the run returns to a checkpoint and repeats some reports.
     """
@@ -151,7 +151,7 @@ class CallbackTracker:
         self.note = ""  # what the tracker of a controller after this one has to know; empty for nothing
 
     def recall(self, note: str) -> None:
-        """Restore the note left by an earlier controller's tracker; must be called before any other method."""
+        """Restore ``note``, the state left by an earlier controller's tracker; must be the first method called."""
         if note:
             self._note = json.loads(note)
             self._seen = SeenReports(int(self._note.get("told", 0)))
@@ -182,7 +182,7 @@ class CallbackTracker:
         self._numbers = numbers.values
 
     def event(self, event: JobEvent) -> None:
-        """Pass an event of the job to the callback, which reacts only to changes of size."""
+        """Pass an event for the job to the callback, which is notified of changes of size only."""
         if self._target is not None:
             self._target.event(event)
 
@@ -338,7 +338,7 @@ class _LoggerCallback:
 
 
 def folder_of(run: TrackedRun) -> str:
-    """Create and return the loggers' directory, which is temporary and copied at the end if storage is not local."""
+    """Create and return the loggers' directory; unless storage is local, it is temporary and copied at the end."""
     storage = run.storage
     if storage.local:
         path = os.path.join(storage.path, FOLDER)
@@ -374,7 +374,7 @@ def _address() -> str:
 # neither: of the first, the run id is put back where it keeps it; the second gets `resume="allow"`, which its
 # constructor takes for `wandb.init`. Others (Comet, Aim) begin another run.
 def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
-    """Resume a logger's run from ``state``; call this after the logger's ``setup``."""
+    """Resume a logger's run from ``state``, returned by :func:`state_of`; call this after the logger's ``setup``."""
     kind, _, value = state.partition(":")
     if kind == "mlflow" and isinstance(getattr(logger, "_trial_runs", None), dict):
         logger._trial_runs[trial] = value
@@ -383,7 +383,7 @@ def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
 
 
 def state_of(logger: Any, trial: TrialView | None) -> str | None:
-    """Return the state from which a logger can resume its run; None if there is none or it is too large."""
+    """Return the state from which a logger can resume its run; None if it is missing, too large or not JSON."""
     runs = getattr(logger, "_trial_runs", None)
     if _is(logger, "MLflowLoggerCallback") and isinstance(runs, dict) and trial in runs:
         return f"mlflow:{runs[trial]}"
@@ -399,7 +399,7 @@ def state_of(logger: Any, trial: TrialView | None) -> str | None:
 
 
 def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
-    """Return the indices of the reports that an MLflow run already has; empty for other loggers.
+    """Return the indices of the reports that a logger's MLflow run already has; empty for other loggers.
 
     They are needed because a process may die after it has logged a report and before its note says so.
     """
@@ -432,7 +432,7 @@ class RunContext:
 def pack_callbacks(
     callbacks: Sequence[Any], *, run_config: Any, train_loop_config: Mapping[str, Any] | None, scaling_config: Any
 ) -> bytes:
-    """Pickle callbacks by value, like the train function; empty if there are none.
+    """Return the callbacks pickled by value, like the train function; empty if there are none.
 
     Raises TypeError: a callback cannot be pickled; the message names its class.
     """

@@ -92,7 +92,7 @@ def frame(record: bytes) -> bytes:
 
 
 def records(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the records of a file, up to the first one that is truncated or damaged."""
+    """Yield the records of a TensorBoard event file, up to the first one that is truncated or damaged."""
     while True:
         head = stream.read(_LENGTH + _SUM)
         if len(head) < _LENGTH + _SUM or _masked(head[:_LENGTH]) != head[_LENGTH:]:
@@ -107,12 +107,12 @@ def records(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def version_event(time_s: float) -> bytes:
-    """Return the first record of a file, with a format version for which readers respect :func:`restart_event`."""
+    """Return the first record of an event file, whose format version makes readers apply :func:`restart_event`."""
     return _packed(wall_time=time_s, file_version=b"brain.Event:2")
 
 
 def restart_event(time_s: float, step: int) -> bytes:
-    """Return an event that invalidates all earlier events at this step or later ones."""
+    """Return a TensorBoard event that invalidates all earlier events at this step or later steps."""
     return _packed(wall_time=time_s, step=step, session_log={"status": _START})
 
 
@@ -122,7 +122,7 @@ def _utf8(text: str) -> bytes:
 
 
 def scalar_event(time_s: float, step: int, values: Mapping[str, float]) -> bytes:
-    """Return an event with scalar values at a step, keyed by tag (``time_s`` in [s since the epoch])."""
+    """Return a TensorBoard event with scalars at a step, keyed by tag (``time_s`` in [s since the epoch])."""
     scalars = [{"tag": _utf8(tag), "simple_value": value} for tag, value in values.items()]
     return _packed(wall_time=time_s, step=step, summary={"value": scalars})
 
@@ -141,7 +141,7 @@ def _packed(**fields: Any) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReadEvent:
-    """Contents of one event read from a file."""
+    """Contents of one event that was read from a TensorBoard file."""
 
     time_s: float = 0.0  # when it was written [s since the epoch]
     step: int = 0
@@ -151,7 +151,7 @@ class ReadEvent:
 
 
 def read_event(record: bytes) -> ReadEvent:
-    """Parse a record into its step, time and scalars. Raises ValueError: the record is not an event."""
+    """Return the step, time and scalars of a record. Raises ValueError: the record is not an event."""
     try:
         event = _Event.FromString(record)
     except DecodeError as error:

@@ -71,7 +71,7 @@ class RunTrackers:
             self._threads.append(TrackerThread(f"callback {name}", tracker))
 
     def recall(self, notes: Mapping[str, str], events: tuple[JobEvent, ...]) -> None:
-        """Restore the notes and events of an earlier controller; must be called before :meth:`begin`."""
+        """Restore the trackers' notes and the events of an earlier controller; must be called before :meth:`begin`."""
         for event in events:
             self._count(event)
         if _BEGUN not in notes:
@@ -114,7 +114,7 @@ class RunTrackers:
                 thread.report(report, time_s)
 
     def event(self, event: JobEvent, group: GenerationSpec | None) -> None:
-        """Pass an event of the job to all trackers; ``group`` is the job's current generation."""
+        """Pass an event for the job to all trackers; ``group`` is the job's current generation (group of workers)."""
         self._count(event)
         if not self._begun:
             return
@@ -143,7 +143,7 @@ class RunTrackers:
             thread.call("after_exception", functools.partial(tell, tracker))
 
     def tick(self, now_s: float, planner: BatchPlanner, group: GenerationSpec | None) -> None:
-        """Update the trackers; called about ten times a second (``now_s`` in [s, monotonic])."""
+        """Pass new numbers of the job to all trackers, and trackers' problems to the user; ``now_s`` is monotonic."""
         if group is not None and (not self._groups or self._groups[-1].generation != group.generation):
             self._groups.append(group)
         if planner.latest is not None and planner.latest is not self._seen:

@@ -40,7 +40,7 @@ _SIZES = frozenset({EventKind.RESIZE, EventKind.FAILURE, EventKind.PREEMPTED, Ev
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobNumbers:
-    """Numbers that describe a job's state at one moment."""
+    """Numbers that describe a job's training at one moment, for trackers."""
 
     time_s: float  # when [s since the epoch]
     step: int  # optimizer steps committed then
@@ -113,13 +113,13 @@ def changes_workers(event: JobEvent) -> bool:
 
 
 def mark_text(event: JobEvent) -> str:
-    """Describe an event in one line of text."""
+    """Return a line of text that describes an event marked on a run's curves."""
     pause = f", pause {event.pause_s:.2f} s" if event.pause_s else ""
     return f"{event.from_workers} -> {event.to_workers} workers{pause}: {event.reason}"
 
 
 class SeenReports:
-    """Set of report numbers that a tracker has received; all numbers up to a moving floor count as received."""
+    """Set of the report numbers that a tracker has received; all numbers up to a moving floor count as received."""
 
     _MOST = 1000
 
@@ -134,7 +134,7 @@ class SeenReports:
         return max(self._above, default=self._floor)
 
     def add(self, number: int) -> bool:
-        """Add a report's number and return True if it is new."""
+        """Add a report's number; return True if the tracker had not received the report before."""
         if number <= self._floor or number in self._above:
             return False
         self._above.add(number)
@@ -142,7 +142,7 @@ class SeenReports:
         return True
 
     def go_back(self, last: int) -> None:
-        """Return to report number ``last``: reports with larger numbers count as new again."""
+        """Remove report numbers above ``last``, because the run repeats these reports."""
         self._floor = min(self._floor, last)
         self._above = {number for number in self._above if number <= last}
 

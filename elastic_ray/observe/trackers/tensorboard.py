@@ -89,7 +89,7 @@ class TensorBoardWriter:
         self._files.add(event_format.scalar_event(numbers.time_s, self._step, values))
 
     def event(self, event: JobEvent) -> None:
-        """Write a mark for the event; a restart also invalidates later values."""
+        """Write a mark for an event; a restart also invalidates the values after the step at which the job resumes."""
         if event.kind is EventKind.RESTART:
             self._go_back(int(event.detail.get("steps", 0)), int(event.detail.get("reports", 0)))
         if is_mark(event):
@@ -130,7 +130,7 @@ class TensorBoardWriter:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Found:
-    """Contents of event files that are still valid."""
+    """Contents found in earlier event files that no restart has invalidated."""
 
     reports: dict[int, int] = dataclasses.field(default_factory=dict)  # the last reports, with their steps
     # when each mark was made [s since the epoch], with its step
@@ -165,7 +165,7 @@ class EventFiles:
         self._not_before_s = self._again_s = 0.0
 
     def find(self) -> Found:
-        """Return the contents of earlier controllers' files that are still valid.
+        """Return those contents of earlier controllers' event files that no restart has invalidated.
 
         Raises OSError: the directory cannot be read.
         """

@@ -43,10 +43,10 @@ class Tracker(Protocol):
         """Receive a report of rank 0, made at ``time_s`` [s since the epoch]."""
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """Receive the job's current numbers."""
+        """Receive the numbers that describe the job's current training."""
 
     def event(self, event: JobEvent) -> None:
-        """Receive an event of the job."""
+        """Receive an event for the job, such as a change of its size."""
 
     def flush(self) -> None:
         """Write out buffered data; called about once a second."""
@@ -105,11 +105,11 @@ class TrackerThread:
 
     @property
     def done(self) -> bool:
-        """True if the thread has been told to finish and has completed all calls."""
+        """True if :meth:`finish` was called and all queued calls are done."""
         return self._closed and (self._thread is None or not self._thread.is_alive())
 
     def give_up(self) -> str:
-        """Drop all queued calls and return a sentence that says how many, and which call was in progress."""
+        """Drop all queued calls; return a sentence that says how many, and which call was in progress."""
         with self._news:
             waiting, running = len(self._calls), self._running
             self._given_up = True
@@ -119,7 +119,7 @@ class TrackerThread:
         return f"{self.name} was given up at the job's end: {waiting} calls waited{inside}"
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        """Return the problems since the previous call, each once (``now_s`` in [s, monotonic])."""
+        """Return the tracker's problems since the previous call of this method (``now_s`` in [s, monotonic])."""
         running = self._running
         if running is not None and now_s - running[1] > self._hangs_s:
             self._warn(f"hangs {running[0]}", f"does not return from {running[0]} for {self._hangs_s:g} s")

@@ -21,22 +21,23 @@ class Averager(Protocol):
     """
 
     def run(self, model: Replica, steps: int) -> None:
-        """Average the replicas after a period.
+        """Average this rank's model with the other ranks' models at the end of a period.
 
         Args:
+            model: This rank's parameters, with access to those of the other ranks.
             steps: Number of committed optimizer steps, which is a multiple of the period.
 
         Raises CommunicationFailedError: the group broke; this rank's model and averager are unchanged.
         """
 
     def prepare(self, model: Replica) -> None:
-        """Start the collectives that :meth:`run` needs, while the ranks still vote on the steps of the period."""
+        """Start the collectives that :meth:`run` needs, while the ranks still vote on whether to commit the steps."""
 
     def start(self, model: Replica) -> None:
         """Initialise the algorithm's state, or that of new parameters, from parameters that are equal on all ranks."""
 
     def capture(self) -> Any:
-        """Return the averager's state for joiners and checkpoints, which is equal on all ranks."""
+        """Return the averager's state, which is equal on all ranks, for joiners and checkpoints."""
 
     def restore(self, tree: Any) -> None:
         """Restore a state that was captured by the same algorithm."""
@@ -92,12 +93,12 @@ class SMAAverager(Stateless):
 
 
 class PairAverager(Stateless):
-    """w_r <- w_r + (w_s - v_r) / 2 before an update, w_s the newest model that a random other rank s has published.
+    """Averager that moves a model half of the way to a random other rank's model, before each update.
 
-    w_s is the newest model that a random other rank s has published, and v_r is this rank's model when it requested
-    w_s: a mean with w_r itself would undo half of the steps made since. Source: KungFu's ``PairAveragingOptimizer``
-    (OSDI 2020), after AD-PSGD (Lian et al., ICML 2018), where both ranks adopt the mean. Models are pulled during
-    steps, and no rank waits for one. If none has arrived, the rank keeps its own.
+    w_r <- w_r + (w_s - v_r) / 2, where w_s is the newest model that the other rank s has published, and v_r is this
+    rank's model when it requested w_s: a mean with w_r itself would undo half of the steps made since. Source: KungFu's
+    ``PairAveragingOptimizer`` (OSDI 2020), after AD-PSGD (Lian et al., ICML 2018), in which both ranks adopt the mean.
+    Models are pulled during steps, and no rank waits for one. If no model has arrived, the rank keeps its own.
     """
 
     def prepare(self, model: Replica) -> None:
@@ -108,7 +109,7 @@ class PairAverager(Stateless):
 
     @torch.no_grad()
     def mix(self, model: Replica) -> None:
-        """Average with the model pulled during the step (if any), publish the result, and start another pull."""
+        """Average this rank's model with the pulled model (if any), publish the result, and start another pull."""
         away = model.pulled()
         if away is not None:
             params = list(model.named.values())

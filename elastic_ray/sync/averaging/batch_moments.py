@@ -20,9 +20,9 @@ _MOST = 1 - 2**-6  # with all of g^2 taken out, rounding could leave a negative 
 def weight(shares: float, beta1: float, step: float) -> float:
     """Return w such that (1 - w) g^2 + w m^2 has the expectation of G^2, where G is the mean of K gradients like g.
 
-    m, Adam's bias-corrected first moment after t steps, averages over them: E[g^2] = s + n, E[G^2] = s + n / K, and
-    E[m^2] = s + a n with a = (1 - beta1) / (1 + beta1) (1 + beta1^t) / (1 - beta1^t), if s, the square of the expected
-    gradient, changes slowly. So w = (1 - 1 / K) / (1 - a), at most 63/64.
+    m is Adam's bias-corrected first moment after t steps, an average of past gradients g: E[g^2] = s + n,
+    E[G^2] = s + n / K, and E[m^2] = s + a n with a = (1 - beta1) / (1 + beta1) (1 + beta1^t) / (1 - beta1^t), if s, the
+    square of the expected gradient, changes slowly. So w = (1 - 1 / K) / (1 - a), at most 63/64.
 
     Args:
         shares: K, the size of the whole batch divided by the size of one rank's share.
@@ -37,9 +37,9 @@ def weight(shares: float, beta1: float, step: float) -> float:
 def scale_moments(optimizer: torch.optim.Optimizer, shares: float) -> None:
     """Correct Adam's second moments after a step on one rank's share, to those of the whole batch's gradient.
 
-    In the latest contribution to v, g^2 of the share is replaced by an estimate of the whole batch's G^2. Optimizers of
-    other classes are unchanged: Adam with a decay within the gradient, subclasses, and a fused step under AMP, which
-    may not have been made.
+    In the latest contribution to v, g^2 of the share is replaced by an estimate of the whole batch's G^2. Nothing
+    changes for optimizers outside the Adam family, for subclasses, for parameter groups that add weight decay to the
+    gradient, and after a fused step under AMP, which may have been skipped.
 
     Args:
         shares: Size of the whole batch / size of the share from which the gradient was computed.

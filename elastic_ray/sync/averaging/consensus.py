@@ -53,8 +53,8 @@ def agree(
         counts: Whether this rank contributes to the mean; at least one rank must.
         changed: Whether this rank's trees may differ from those of other ranks.
 
-    Returns the mean, keyed by name; None if this rank does not receive it, or if no rank with ``holds`` has
-    ``changed``.
+    Returns the mean, keyed by name; None if this rank does not receive it, or if ``changed`` is False on every rank
+    that receives it.
 
     Raises CommunicationFailedError: the group broke.
     """

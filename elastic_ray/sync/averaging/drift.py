@@ -96,7 +96,7 @@ class Drift:
 
     @property
     def marker(self) -> int:
-        """Marker of the last average that this rank completed, which increases with each average; 0 before the first.
+        """Number that identifies the last average that this rank completed: larger for later ones, 0 before the first.
 
         If the group broke during an average, some ranks may have completed it and others not. Only the ranks that
         completed it contribute to the next mean, because their models already include the contributions of the other
@@ -129,13 +129,16 @@ class Drift:
             self._context.notify("warning", _OUTSIDE)
 
     def prepare(self) -> None:
-        """Start the next average while the ranks still vote on its round; raises like :meth:`after_step`."""
+        """Start a due average while the ranks still vote on the steps before it; raises like :meth:`after_step`."""
         average, steps = self.average, self._context.states.progress.steps
         if average is not None and self._averager is not None and steps != average.until and not steps % average.period:
             self._averager.prepare(self._replica)
 
     def after_step(self, *, ends: bool) -> None:
-        """Average the replicas if the committed step ends a period; if averaging ``ends``, make them identical."""
+        """Average the replicas if the committed step ends a period; if averaging ``ends``, make them identical.
+
+        Raises CommunicationFailedError: the group broke.
+        """
         average, steps = self.average, self._context.states.progress.steps
         if average is None or self._averager is None or (average.until is not None and steps > average.until):
             return
@@ -256,14 +259,14 @@ def _beside(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> tuple[float, int] | None:
-    """Return the smallest loss scale of the contributing ranks, which overflows on no rank; a collective.
+    """Return the smallest AMP loss scale of the contributing ranks; a collective that all ranks call.
 
     Args:
         scaler: This rank's ``GradScaler``, enabled; None on all ranks without AMP.
         counts: Whether this rank contributes its scale.
 
-    Returns the scale with its growth counter: the fewest steps since the last change on any rank with that scale.
-    None without AMP.
+    Returns the scale and its growth counter: the fewest steps since the last change on any rank with that scale. None
+    without AMP, or if no rank contributes.
     """
     if scaler is None:
         return None
@@ -378,14 +381,14 @@ class Replica:
                 self._asked = [each.flat.to("cpu", copy=True) for each in self._flats]
 
     def pulled(self) -> list[torch.Tensor] | None:
-        """Return another rank's parameters less this rank's when it asked; None if none of these have come since."""
+        """Return the pulled model minus this rank's model at the time of the request; None if no valid one has come."""
         if not self.exchange.arrived(self._into) or not self._asked or self._outdated(list(self.named.values())):
             return None
         torch._foreach_sub_(self._into, self._asked)
         return _in_order(self._incoming)
 
     def drop_pull(self) -> None:
-        """Ignore the model that is being pulled, after this rank's own was replaced."""
+        """Ignore the model that is being pulled, because this rank's own model was replaced after the request."""
         self._asked = []
 
     def _outdated(self, params: Sequence[torch.Tensor]) -> bool:

@@ -21,7 +21,7 @@ _UNKNOWN_ROWS = 0.1  # share of a table's rows that a rank is taken to touch in 
 
 
 def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[ParamInfo], world_size: int) -> int:
-    """Return the bytes, after compression, that each rank sends in one step for some of the plan's buckets.
+    """Return the bytes, after compression, that each rank sends in one step for the given buckets of the plan.
 
     For tables of which touched rows are sent, the result is an estimate until rows have been observed. For averaged
     models, it is the traffic of one period divided by its number of steps.
@@ -142,7 +142,7 @@ def candidates(
 
 
 def what_is_done(plan: SyncPlan) -> object:
-    """Return a value that is equal for plans that do the same, even if their ``bucket_bytes`` differ."""
+    """Return a value that is equal for plans that synchronise alike, even if their ``bucket_bytes`` differ."""
 
     def work(sync: Sync) -> Sync:
         return sync if isinstance(sync, Rows) else dataclasses.replace(sync, bucket_bytes=PLAIN.bucket_bytes)
@@ -165,7 +165,7 @@ def consider(
     most: int,
     works: Callable[[SyncPlan], bool] = lambda plan: True,
 ) -> tuple[Strategy, ...]:
-    """Return the strategies to race: the equivalent of the current one, then those with the least traffic.
+    """Return the strategies to race: first the equivalent of the current strategy, then those with least traffic.
 
     Plain all-reduce is included, unless its traffic is far too high to win.
 

@@ -120,7 +120,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """State of the automatic choice of a strategy in a group of one topology."""
+    """State of the automatic choice of a strategy, for a group whose ranks are placed on nodes in one given way."""
 
     strategy: Strategy  # to be in force
     settled: bool = False  # it is kept

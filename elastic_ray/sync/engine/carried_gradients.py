@@ -31,8 +31,8 @@ _TWICE = (
 class CarriedGradients:
     """Tracker of gradients that have been accumulated in one model's ``.grad`` for a future optimizer step.
 
-    A loop that applies the gradients of each step at once carries none, and this class costs nothing. Some loops
-    leave gradients behind after the optimizer's step and discard them later, as a GAN does with the gradients of its
+    If a loop applies the gradients of each step at once, there is nothing to track, at no cost. Some loops leave
+    gradients behind after the optimizer's step and discard them later, as a GAN does with the gradients of its
     other loss. Once this has been observed, such gradients no longer count as carried.
     """
 
@@ -71,7 +71,7 @@ class CarriedGradients:
 
     @property
     def note(self) -> int:
-        """Flag, equal on all reducing ranks, that is 1 if gradients were added to those of the last update.
+        """Flag, equal on all reducing ranks: 1 if ``.grad`` was not zeroed after the last update but added to.
 
         It is 0 until the first update in a group, because a joiner lacks the gradients that other ranks have added
         since their last update. It does not depend on the number of passes within ``no_sync``, in which ranks may
@@ -98,7 +98,7 @@ class CarriedGradients:
                 self._context.notify("warning", _TWICE)
 
     def refuse_own(self) -> None:
-        """Refuse an optimizer step if no backward pass has averaged its gradients.
+        """Refuse an optimizer step whose gradients were not averaged over the ranks.
 
         Raises RuntimeError: some gradients exist only on this rank: they are not zero, were not reduced, do not lie in
             slices, and are not left over from the last update.
@@ -116,7 +116,7 @@ class CarriedGradients:
         refuse_own(grad for grad in map(plain_or_sliced, grads) if not isinstance(grad, SlicedGradient))
 
     def taken(self) -> None:
-        """Reset the accumulation, because the optimizer steps."""
+        """Mark the accumulated gradients as applied, because the optimizer is about to step."""
         self._steps, self._asked, self.local = 0, True, False
         self._alike, self._beneath = True, False
         self._last, self._last_version, self._updated, self.watched = None, 0, None, None
@@ -153,7 +153,7 @@ class CarriedGradients:
                 return
 
     def capture(self) -> Any:
-        """Return the state for joiners and checkpoints; gradients that differ between ranks are only counted."""
+        """Return the state for joiners and checkpoints; of gradients that differ between ranks, only the step count."""
         if self.local:
             return {"lost": self._steps}
         gradients = self._gradients() if self._steps else {}
@@ -167,7 +167,7 @@ class CarriedGradients:
         self._lost = tree.get("lost", 0)
 
     def enter_group(self) -> None:
-        """Enter a group, and drop gradients that only some ranks hold, with a warning."""
+        """Enter a new group; accumulated gradients that differ between ranks are dropped with a warning."""
         self._updated, self.watched, self._beneath, self._alike = None, None, False, False
         lost, self._lost = self._steps if self.local else self._lost, 0
         if self.local:
@@ -285,7 +285,8 @@ class OwedGradients:
         """Move residuals and low-rank factors to the buckets of a new layout, parameter by parameter.
 
         Args:
-            places: Indices of each bucket's parameters in ``params``.
+            layout: New layout, whose operations receive the residuals.
+            places: For each bucket, the indices of its parameters in ``params``.
         """
         owed: dict[str, torch.Tensor] = {}
         folded: dict[str, torch.Tensor] = {}
@@ -347,9 +348,8 @@ class OwedGradients:
     def enter_group(self) -> None:
         """Enter a group, starting with an equal part of the summed residuals if all ranks know the sum.
 
-        If any rank does not know the sum, each rank continues with its own residual. Even ranks without residuals
-        take part, because a strategy that compresses may be in use on only some of the ranks that come from another
-        group.
+        If any rank does not know the sum, each rank continues with its own residual. Ranks without residuals must call
+        this too, because other ranks of the group may come from a group whose strategy compressed gradients.
 
         Raises CommunicationFailedError: the group broke again.
         """

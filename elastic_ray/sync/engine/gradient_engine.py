@@ -126,13 +126,13 @@ class GradientEngine(Participant):
 
     @property
     def strategy_key(self) -> str | None:
-        """Key under which step times are recorded; equal keys are comparable. None while a strategy is being chosen."""
+        """Key under which step times are recorded, comparable if keys are equal; None while a strategy is chosen."""
         force = self._in_force
         return force.own_key if force.tuner is None else force.key
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
-        """Winners of races between strategies, keyed by model number, backend, and distribution over nodes."""
+        """Winners of races between strategies, keyed by model number, backend, and distribution of ranks over nodes."""
         return self._in_force.tuner.found if self._in_force.tuner is not None else {}
 
     @property
@@ -191,7 +191,7 @@ class GradientEngine(Participant):
         return self._in_force.explain()
 
     def require_statistics(self, user: str) -> None:
-        """Refuse strategies without gradient statistics from this call on, naming the setting ``user`` in errors.
+        """Require gradient statistics for the setting ``user``: from now on, strategies without them are refused.
 
         Raises StrategyError: the current strategy does not provide statistics.
         """
@@ -241,7 +241,7 @@ class GradientEngine(Participant):
             )
 
     def before_forward(self) -> None:
-        """Adapt buckets before a forward pass to unfrozen parameters and to a pending change of the strategy."""
+        """Rebuild the buckets before a forward pass if parameters were unfrozen or a change of strategy is pending."""
         force = self._in_force
         if force.tuner is not None:
             force.before_forward()
@@ -256,7 +256,11 @@ class GradientEngine(Participant):
             self._expect_examples(self._statistics.examples)
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
-        """Start (``wanted``) or stop measuring noise from single samples' gradients; return True if it is measured."""
+        """Measure noise from single samples' gradients if ``wanted`` and possible; return True if it is measured.
+
+        Args:
+            every: Number of steps between measurements; None lets the meter choose.
+        """
         known = self._statistics.examples
         if wanted and known is not None and known.every == every:
             return True
@@ -300,7 +304,7 @@ class GradientEngine(Participant):
         self._reducer.end_lost_pass(give_zeros)
 
     def before_update(self) -> None:
-        """Close the accumulation of gradients before the optimizer's update; later gradients belong to another loss.
+        """Stop the accumulation of gradients before the optimizer's update; later gradients belong to another loss.
 
         Raises RuntimeError: gradients of parameters in tiles were not averaged over the ranks.
         """
@@ -330,14 +334,14 @@ class GradientEngine(Participant):
                 statistics.add_up(wishes.measured, self._statistics_for)
 
     def applied(self) -> None:
-        """Record that the update was applied, so that a step lost later has no gradients to restore."""
+        """Record, just before the update, that it will be applied: a step lost later has no gradients to restore."""
         self._carried.applied = True
         self._reducer.reduction.applied()
         if self._drift.average is not None:
             self._drift.record_update()
 
     def scale_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set second moments to those of the step's whole batch, after an update with this rank's gradient."""
+        """Correct Adam's second moments to those of the whole batch, after an update with local gradients."""
         average, step = self._drift.average, self._context.ledger.outermost
         if average is not None and average.batch_moments and self._drift.on and step is not None:
             own = sum(step.sizes[self._context.group.rank])
@@ -392,7 +396,7 @@ class GradientEngine(Participant):
         return self._drift.settled and self._sharded.settled and self._divided.settled
 
     def fix_drift(self) -> int:
-        """Fix the strategy that applies after this step; return a digest of it and the current plan.
+        """Fix the strategy for the next step; return a digest of this strategy and the current plan.
 
         Ranks compare the digest before they commit a step. Later requests wait for the next step, because some ranks
         might not receive them before this step ends.
@@ -402,7 +406,7 @@ class GradientEngine(Participant):
 
     @property
     def marker(self) -> int:
-        """Marker of the last model average that this rank completed, which increases with each average."""
+        """Number that identifies the last model average that this rank completed; larger for later averages."""
         return self._drift.marker
 
     @property
@@ -411,12 +415,12 @@ class GradientEngine(Participant):
         return self._drift.scaler
 
     def prepare_average(self) -> None:
-        """Start to average the models of a round that has ended, while the ranks still vote on it."""
+        """Start to average the models after the last step of a period, while the ranks still vote on its steps."""
         if not self._in_force.pending:
             self._drift.prepare()
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """Average the replicas, if due, after a committed training step; ``agree_on_scale`` equalises AMP's scales."""
+        """Average the replicas, if due, after a committed step; with ``agree_on_scale``, equalise AMP's loss scales."""
         self._reducer.drop_halves()
         if self._drift.average is not None:
             self._drift.after_step(ends=self._ends)
@@ -439,7 +443,7 @@ class GradientEngine(Participant):
         return self.tabled
 
     def join(self, what: Announced) -> None:
-        """Participate in a table's row exchange without fetching rows, because this rank has no samples."""
+        """Participate in the announced row exchange ``what`` without fetching rows, as this rank has no samples."""
         self._sharded.join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
@@ -463,7 +467,7 @@ class GradientEngine(Participant):
         self._divided.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Prepare a change of group; ``stays`` holds, for each rank, True if it stays. Called on every rank.
+        """Prepare a change of group, in which ``stays[r]`` is True if rank r stays; called on every rank.
 
         Residuals are summed, replicas are made identical, and state that only leaving ranks hold is sent to others.
         """

@@ -36,7 +36,7 @@ class JointOptimizer(torch.optim.Optimizer):
         return JointStates(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError, because it is unknown to which optimizer the group should be added."""
+        """Raise RuntimeError, because it is unknown which optimizer should step the new group."""
         raise RuntimeError(
             "parameter groups of one of several optimizers must be there when the model is wrapped: give the "
             "optimizer all parameters first, and freeze them with requires_grad_(False) until they are to be trained"
@@ -124,7 +124,7 @@ class JointDenominators:
 
 
 class JointTiles:
-    """Tiled states of several optimizers of one model, as seen by gradient synchronisation; see ``TiledOptimizer``."""
+    """Optimizer states of one model's optimizers, divided among ranks in tiles (parts); see ``TiledOptimizer``."""
 
     def __init__(self, parts: Sequence[TiledOptimizer]) -> None:
         self._parts = parts
@@ -184,7 +184,7 @@ class JointTiles:
             each.gather()
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send states that only leaving ranks own to ranks for which ``stays`` is True; called on every rank."""
+        """Send optimizer states that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
         for each in self._parts:
             each.hand_over(stays)
 

@@ -144,7 +144,7 @@ class GradientReducer:
         self._knows = False  # as a joiner: what user code sends within a backward pass is in one order on all ranks
 
     def adapt(self, *, changed: bool) -> None:
-        """Rebuild the buckets before a forward pass, if parameters were unfrozen or the layout has ``changed``."""
+        """Rebuild the buckets before a forward pass, if parameters were unfrozen or the layout must change."""
         if self._running and torch._C._current_graph_task_id() == -1:
             self._running = False  # user code has caught an exception of a backward pass
         if self._running or not (changed or self._trainable.changed()):
@@ -212,7 +212,7 @@ class GradientReducer:
         """Decide at a backward pass's first gradient whether the pass is reduced, accumulated and measured."""
         if self._context.faults is not None:
             self._context.moment("backward")
-        step = self._ledger.unleft
+        step = self._ledger.step
         self._running = True
         self._task = torch._C._current_graph_task_id()
         self._reached = set()
@@ -409,7 +409,7 @@ class GradientReducer:
             self._complete = True
             for bucket in self._buckets:
                 self._complete = self._complete and bucket.complete
-            if not self._told:
+            if not (self._told or self._ledger.failed):  # by another model of this pass
                 self._announce()
             if self._launched < len(self._buckets):
                 self._launch()

@@ -59,7 +59,7 @@ def make_bucket(
 
     Args:
         index: Position of the bucket in the order of reduction.
-        owners: Optimizer state, which knows the ranks that own each part.
+        owners: Tiled optimizer state, which knows the ranks that own each part of a parameter.
     """
     if isinstance(plan.sync, Rows):
         return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
@@ -184,7 +184,7 @@ class BucketLayout:
         """Write the values that are sent with the reduction into the tail.
 
         Args:
-            head: Values before ``own_sum``, with zeros for the norms.
+            head: Values that come before ``own_sum`` in the tail, with zeros in the places of the norms.
             norms: Squared norms of local gradients; empty if they are not measured.
             own_sum: Sum of this rank's gradient elements.
             used: For each parameter, whether it has a gradient; None if all have one.
@@ -289,7 +289,7 @@ class Reduction:
 
     @property
     def spacing(self) -> int:
-        """Number of steps between two steps in which gradient statistics can be measured."""
+        """Number of steps from one measurement of gradient statistics to the next; above 1 under compression."""
         return PROBE_EVERY if self._compresses and self._group.world_size > 1 else 1
 
     def launch(self, index: int) -> None:
@@ -400,7 +400,7 @@ class Reduction:
         return [rank for rank, (bad,) in enumerate(rows) if bad]
 
     def complete(self) -> None:
-        """Add compression residuals to the local gradients if no other rank's gradients are summed with them.
+        """Add compression residuals to the local gradients, if this rank's gradients are not summed with others.
 
         If models are averaged, each rank's update has a weight of 1 / ranks in the mean, so the residual is
         multiplied by the number of ranks.
@@ -483,7 +483,7 @@ class StepWeights:
 
     @torch.no_grad()
     def leave_out(self, step: LoaderStep, buckets: Sequence[GradientBucket]) -> bool:
-        """Set ``.grad`` to 0 if a lone rank's step has no samples with weight; return True in that case.
+        """Set ``.grad`` to 0 if this rank trains alone and its step has no samples with weight; return True then.
 
         The gradient of a mean over no samples may be NaN. A sum over several ranks would be 0 without this.
         """
@@ -505,13 +505,14 @@ class StepWeights:
 
 
 class Announcements:
-    """Announcements of a backward pass, which differ with weights because these need one more collective.
+    """Announcements of one model's backward pass, with which ranks check that all are about to reduce the same.
 
     Args:
         layout: Layout of the model's buckets in the current group.
 
     Attributes:
-        plain, weighed: Announcement of a pass whose micro-batches are weighted by their samples, or by the loop.
+        plain: Announcement if micro-batches are weighted by their numbers of samples.
+        weighed: Announcement if the loop sets the weights, which requires one more collective.
     """
 
     def __init__(self, number: int, layout: BucketLayout) -> None:
@@ -554,5 +555,5 @@ class SummingGroup:
         return self.group.world_size if self.model.average is None or not self.model.on else 1
 
     def share(self, step: LoaderStep) -> float:
-        """Return the weight of this rank's current micro-batch in the step's mean, or in its own if it is alone."""
+        """Return the current micro-batch's weight in the step's mean, or in this rank's own if replicas diverge."""
         return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)

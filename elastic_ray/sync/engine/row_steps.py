@@ -42,7 +42,7 @@ class RowSteps:
         self._looks, self.idle = True, False
 
     def stand_inside(self) -> None:
-        """Register the hooks that swap rows for tables inside all user hooks, so that those see whole tables."""
+        """Register hooks that show only rows to the optimizer's step, whereas all user hooks see whole tables."""
         # Also where there are no tables: a checkpoint of another strategy brings sparse buffers too.
         needed = bool(self._tables) or self._looks
         if needed and self._hooks is None:

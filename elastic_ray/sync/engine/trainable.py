@@ -40,7 +40,7 @@ class Trainable:
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """Trainable parameters by name, in the model's order; for divided parameters, this worker's part."""
+        """Trainable parameters keyed by name, in the model's order; for divided parameters, this worker's part."""
         left = {id(p): p for p in self.params}
         found = {name: left.pop(key) for name, key in self._places.items() if key in left}
         return {name: local(p) for name, p in found.items()}
@@ -115,7 +115,7 @@ class Trainable:
         self._sizes = [len(group["params"]) for group in self._optimizer.param_groups]
 
     def capture(self) -> dict[str, Any]:
-        """Return the names of parameters that are trainable, that are synchronised, and that are in each group."""
+        """Return three lists of parameter names: trainable, synchronised, and by the optimizer's parameter group."""
         names = {id(p): name for name, p in self._module.named_parameters()}
         return {
             "requires_grad": [name for name, p in self._module.named_parameters() if p.requires_grad],
@@ -146,7 +146,7 @@ class TrainedState(OptimizerState):
         carried: Accumulated gradients that wait for an optimizer step; None if another optimizer's state includes
             them.
         divided: States of which each rank holds a part.
-        in_unit: Whether parameters and their states may be divided within the unit.
+        in_unit: Whether parameters and their states may be divided within the unit (workers that share one replica).
 
     Attributes:
         takes_unread: Whether ranks read only the parts of a checkpoint's complete states that they need.
@@ -181,7 +181,7 @@ class TrainedState(OptimizerState):
         return captured
 
     def capture_to_save(self) -> Any:
-        """Return the complete state if this rank holds it."""
+        """Return the state for a checkpoint, with the complete optimizer state if this rank holds it."""
         captured, gathered = self.capture(), self._divided.gathered()
         if "divided" in captured and gathered is not None:
             places = {id(p): i for i, p in enumerate(self._parameters())}
@@ -282,7 +282,7 @@ class LocalParameter:
 
 
 def local_groups(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
-    """Return the parameters by group, with stand-ins for parameters that are divided within the unit."""
+    """Return the parameters by group, with a stand-in for the local part of each distributed parameter."""
     return [[LocalParameter(p) if hasattr(p, "_local_tensor") else p for p in group] for group in groups]
 
 

@@ -1,4 +1,4 @@
-"""Gradient statistics of a model that is divided among the workers of a unit (torch).
+"""Gradient statistics of a model that is divided among the workers of a unit, e.g. for tensor parallelism.
 
 Estimates are linear in the squared norms, so each worker computes them for its part, and the unit adds them up. A
 parameter that several workers hold (same name, same gradient) is counted only on the first of them.
@@ -30,7 +30,7 @@ _NOTHING = Monitor()
 
 
 class UnitStatistics:
-    """Statistics of one model's backward passes, as measured by one worker of a unit.
+    """Statistics of one model's backward passes on one worker of a unit (workers that share one replica).
 
     Args:
         module: The model, or the part of it that this worker holds.

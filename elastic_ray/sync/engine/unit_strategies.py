@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def why_not_in_units(plan: SyncPlan, params: Sequence[ParamInfo], held: Set[str]) -> str:
-    """Return why units cannot use a plan, and what to do instead; empty if they can.
+    """Return why a model divided within a unit cannot use a plan, and what to do instead; empty if it can.
 
     Args:
         params: Parameters of the model, to which the plan refers.

@@ -49,16 +49,16 @@ class BucketOperation(Protocol):
     """
 
     def launch(self, bucket: Any, group: GradientGroup) -> Sequence[Any]:
-        """Start the first round and return its works."""
+        """Start the first round of collectives and return their works (handles to wait on)."""
 
     def next_round(self, bucket: Any, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Start the next round after ``finished`` rounds and return its works; none once the bucket holds the sum."""
 
     def commit(self) -> None:
-        """Keep the operation's state (such as residuals) as it is after the step."""
+        """Make the changes of the step to the operation's state (such as residuals) final."""
 
     def void(self) -> None:
-        """Discard the current pass, and restore the operation's state from before it."""
+        """Discard the passes of the current step, and restore the operation's state from before them."""
 
 
 _FORMS = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -117,8 +117,6 @@ class Bucket:
             first: Whether the pass is the first of its step; state of earlier steps is then discarded.
             reduces: Whether the pass ends in a reduction.
             accumulates: Whether its gradients are added to those of other micro-steps.
-
-        These elements stay there until :meth:`adopt` moves them into the buffer.
         """
         self.complete, self.is_summed_up, self.additions, self._sum = True, False, 1, None
         if first:
@@ -172,7 +170,7 @@ class Bucket:
         self.complete = False
 
     def carry(self) -> None:
-        """Start another micro-step, keeping the buffer's gradients of earlier micro-steps as ``carried``."""
+        """Copy the buffer's gradients to ``carried``, so that another micro-step can use the buffer."""
         if self.carried is None:
             self.carried = torch.empty_like(self.body)
         self.carried.copy_(self.body)
@@ -182,7 +180,7 @@ class Bucket:
         return self.body * factor
 
     def carried_share(self, factor: float = 1.0) -> torch.Tensor | None:
-        """Return the gradients kept by :meth:`carry`, multiplied by ``factor``; None if there are none."""
+        """Return the gradients kept by :meth:`carry`, multiplied by ``factor``; None if none were kept."""
         return self.carried if self.carried is None or factor == 1.0 else self.carried * factor
 
     def flat_gradient(self) -> torch.Tensor:
@@ -239,7 +237,9 @@ class Bucket:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def put(self, weight: float, *, sums: bool = False) -> torch.Tensor | None:
-        """Copy the weighted gradients into the buffer, with zeros for parameters without a gradient.
+        """Copy this rank's gradients, multiplied by ``weight``, into the buffer.
+
+        Parameters without a gradient get zeros.
 
         Args:
             sums: Whether to compute the sum of this rank's gradients, if the reduction will overwrite them.
@@ -341,7 +341,7 @@ class Bucket:
 
 
 class BucketMemory:
-    """Flat buffer, with views of it.
+    """Flat buffer of a bucket, with one view of the buffer per parameter.
 
     Attributes:
         views: View for each parameter, each with its own version counter.

@@ -31,7 +31,7 @@ _NOT_REDUCED = (
 
 
 def refuse_own(grads: Iterable[torch.Tensor | None]) -> None:
-    """Raise RuntimeError if any gradient is not zero, because no pass has averaged these over the workers."""
+    """Raise RuntimeError if any of these gradients, which were not averaged over the workers, is not zero."""
     if any(grad is not None and (grad.layout != torch.strided or bool(grad.any())) for grad in grads):
         raise RuntimeError(_NOT_REDUCED)
 

@@ -99,11 +99,11 @@ class LowRankCompression:
             self._factors, self._fresh = self._fresh, []
 
     def void(self) -> None:
-        """Discard the factors of the pass."""
+        """Discard the factors of the current pass, whose collectives may have been abandoned."""
         self._fresh = []
 
     def drop(self) -> None:
-        """Discard the factors of the last pass."""
+        """Discard the factors of the last pass, because its sum was not finite."""
         self._fresh = []
 
     def factors(self) -> dict[int, torch.Tensor]:

@@ -25,7 +25,7 @@ class Owed:
 
 
 class Residual:
-    """Residual of one bucket: as committed, as changed by the current pass, and as summed over ranks.
+    """Residual of one bucket: the part of its gradients that compression has not sent yet.
 
     Each pass adds the residual to its gradients, and leaves a new residual with its own error. After the passes of a
     step, :meth:`commit` makes their outcome final, and :meth:`void` restores the last committed residual.
@@ -68,7 +68,7 @@ class Residual:
         return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
 
     def leave(self, flat: torch.Tensor | None, scale: float) -> None:
-        """Set the residual that a pass leaves, which is multiplied by AMP's ``scale``; None if it leaves none."""
+        """Set the residual that a pass leaves, multiplied by AMP's loss scale ``scale``; None if it leaves none."""
         self._fresh = Owed(flat, scale)
 
     def drop(self) -> None:
@@ -76,7 +76,7 @@ class Residual:
         self._fresh = None
 
     def commit(self) -> None:
-        """Make the residual that the step has left final."""
+        """Make the residual that the step's last pass has left final."""
         new = self._fresh or self._latest
         if new is not None:
             self._spare = self.owed.flat if self.owed is not None else None
@@ -129,10 +129,10 @@ class OwingOperation(abc.ABC):
         """Continue the operation; see ``BucketOperation``."""
 
     def complete(self, bucket: GradientBucket, scale: float) -> None:
-        """Add the residual directly to ``.grad`` on a lone rank, if all parameters have gradients.
+        """Add the residual to ``.grad`` if this rank's gradients are not reduced and all parameters have gradients.
 
         Args:
-            scale: AMP's loss scale, by which the gradients are multiplied.
+            scale: Factor of the residual: AMP's loss scale, times the number of ranks.
         """
         owed = self.residual.owed
         if owed is None or owed.flat is None or any(p.grad is None for p in bucket.params):
@@ -148,7 +148,7 @@ class OwingOperation(abc.ABC):
         self.residual.leave(None, scale)
 
     def commit(self) -> None:
-        """Make the outcome of the step final: its residual is added to the next step."""
+        """Make the outcome of the step final, so that its residual is added to the next step's gradients."""
         self.residual.commit()
 
     def void(self) -> None:
@@ -161,7 +161,7 @@ class OwingOperation(abc.ABC):
 
 
 class SettlingOperation(OwingOperation):
-    """Wrapper of an operation that adds, once, the residual that the previous strategy left."""
+    """Wrapper of an operation that also sends, once, the residual that the previous strategy left."""
 
     def __init__(self, operation: BucketOperation) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Compression(Protocol):
         """
 
     def commit(self) -> None:
-        """Make the outcome of the step final; its factors are the starting point of the next step."""
+        """Make the outcome of the step final; any low-rank factors are the starting point of the next step."""
 
     def void(self) -> None:
         """Discard the current pass, whose collectives may have been abandoned."""

@@ -118,7 +118,7 @@ class OwnerOperation:
         return (group.reduce(self._sent, self._owner),)
 
     def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Launch the broadcast from the owner to all ranks, or copy its result into the bucket."""
+        """Launch the owner's broadcast of the sum after the first round; after the second, copy it into the bucket."""
         if finished == 1 and self._sent is not None:
             return (group.broadcast(self._sent, self._owner),)
         self._form.unpack(bucket.flat_gradient())

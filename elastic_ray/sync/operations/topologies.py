@@ -40,7 +40,7 @@ class Round:
 
 
 def cut(span: Span, parts: int) -> list[Span]:
-    """Return ``parts`` consecutive spans that divide a span, whose lengths differ by at most one."""
+    """Divide a span into ``parts`` consecutive spans, whose lengths differ by at most one."""
     begin, end = span
     edges = [begin + (end - begin) * i // parts for i in range(parts + 1)]
     return list(itertools.pairwise(edges))
@@ -63,9 +63,9 @@ def ring(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def tree(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return the 2 ceil(log2 W) rounds up a binomial tree to the first rank and down again; for small buckets.
+    """Return the 2 ceil(log2 W) rounds of a binomial tree, which suits small buckets.
 
-    Ranks on the same node exchange data first.
+    W ranks send sums up to the root and the result down again. Ranks on the same node exchange data first.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     up, stride = [], 1
@@ -81,7 +81,7 @@ def tree(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def star(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return the two rounds of a star: all ranks send to the first, which returns the sum; W buckets per link."""
+    """Return the two rounds of a star: all ranks send to rank 0, which returns the sum; W - 1 buckets on its link."""
     others = range(1, len(nodes))
     return [
         Round(transfers={(rank, 0): (0, size) for rank in others}, adds=True),
@@ -92,9 +92,9 @@ def star(nodes: Sequence[int], size: int) -> list[Round]:
 def two_level(nodes: Sequence[int], size: int) -> list[Round]:
     """Return rounds within nodes, between nodes, and within nodes again; each node sends a bucket only once.
 
-    The bucket is cut into one slice for each rank of the smallest node. On each node, equally many ranks are
-    responsible for one slice each. In four rounds, they sum their slice within the node, reduce-scatter it among
-    their counterparts on other nodes, gather the results, and send the slice to all ranks of their node.
+    The bucket is cut into as many slices as the smallest node has ranks. On each node, one rank is responsible for each
+    slice. In four rounds, these ranks sum their slice within the node, reduce-scatter it among their counterparts on
+    other nodes, gather the results, and send the slice to all ranks of their node.
     """
     members = [[rank for rank, node in enumerate(nodes) if node == each] for each in sorted(set(nodes))]
     slices = cut((0, size), min(map(len, members)))

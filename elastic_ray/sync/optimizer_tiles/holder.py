@@ -26,7 +26,7 @@ Owners = tuple[tuple[int, ...], ...]
 
 
 def needed_at_once(moves: Sequence[Move], target: Owners, held: Sequence[Set[int]]) -> tuple[Move, ...]:
-    """Return the moves to make before the next step: first tiles for ranks that must own some and hold none yet."""
+    """Return the moves that the next step needs: those to tiles' first owners that hold no tiles yet."""
     return tuple(move for move in moves if not held[move.destination] and target[move.tile][0] == move.destination)
 
 
@@ -53,7 +53,7 @@ def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
 
 
 def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int) -> tuple[Move, ...]:
-    """Return the moves after the next step: each rank receives one tile, or several if they are small.
+    """Return the moves after one step: each rank that lacks tiles receives one tile, or several if they are small.
 
     Args:
         target: Planned owners of each tile.
@@ -76,7 +76,7 @@ def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Everyone:
-    """Tiles that each rank of a group holds, with flags for the whole group."""
+    """Tiles that each rank of a group holds, with flags that are equal on all ranks."""
 
     tiles: list[frozenset[int]]
     unpublished: bool  # whether one lacks parameters of the last update
@@ -91,9 +91,9 @@ class Everyone:
 
 
 class TileHolder:
-    """Holder of this rank's part of the optimizer state: some tiles, the complete state, or nothing.
+    """Holder of this rank's part of the optimizer state: some tiles (parts), the complete state, or nothing.
 
-    Some tiles are in :attr:`held`; the complete state is in the optimizer.
+    Tiles are kept in :attr:`held`, the complete state in the optimizer.
 
     Methods that communicate raise CommunicationFailedError if the group breaks; the rank then keeps its state.
     """
@@ -149,7 +149,7 @@ class TileHolder:
         return Everyone(tiles, any(row[-3] for row in rows), any(row[-2] for row in rows), bool(rows[0][-1]))
 
     def arrange(self, group: Group, everyone: Everyone, copies: int, *, gradually: bool) -> None:
-        """Place each tile on ``copies`` ranks.
+        """Move optimizer state between ranks so that ``copies`` ranks own each tile; called on every rank.
 
         Args:
             gradually: Whether to move only tiles that the next step needs; :meth:`restore_some` moves the rest.
@@ -198,7 +198,7 @@ class TileHolder:
         return self._tiling.elements(tile) * self.params[self._tiling.tiles[tile][0].name].element_size()
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to ranks for which ``stays`` is True; called on every rank."""
+        """Send tiles that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
         if given := hand_over(self.owners, stays):
             self._receive(communicator, given)
 
@@ -214,7 +214,7 @@ class TileHolder:
         return assemble(tiling, self.params, states, torch.device("cpu"))  # no GPU may have room for it
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes to a joint checkpoint; None if it does not hold tiles."""
+        """Return the states that this rank writes to a checkpoint of all ranks; None if it does not hold tiles."""
         return written_states(self.held, self.params, self.owners, rank) if self.held is not None else None
 
     @property
@@ -304,7 +304,7 @@ class TileHolder:
         self._clear()
 
     def to_keep(self) -> dict[str, Any]:
-        """Return this rank's tiles for a rerun in this process; empty if it does not hold tiles."""
+        """Return this rank's tiles for a later run in the same process; empty if it does not hold tiles."""
         held = self.held
         if held is None:
             return {}

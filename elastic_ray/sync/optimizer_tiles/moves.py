@@ -18,12 +18,12 @@ class StateLostError(LostGroupError):
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], give: Callable[[int], list[State]]
 ) -> Iterator[tuple[int, list[State]]]:
-    """Send tiles to ranks that lack them; all ranks call this with the same moves.
+    """Send tiles of optimizer state to ranks that lack them; all ranks call this with the same moves.
 
     Callers must exhaust the iterator. Pairs of ranks communicate in a fixed order, which prevents deadlocks.
 
     Args:
-        give: Returns the states of the spans of a tile that this rank holds.
+        give: Returns, for a tile that this rank holds, the optimizer state of each of its spans.
 
     Yields:
         Tiles that this rank receives, with the states of their spans.

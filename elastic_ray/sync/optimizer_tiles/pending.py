@@ -1,4 +1,4 @@
-"""Pending updates, for which this rank has voted without learning whether they were decided (torch)."""
+"""Pending updates: this rank voted for them, but does not know whether all other ranks did too (torch)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Update:
 
 
 class PendingUpdate:
-    """Copies of everything that is needed to make an update later, once it is known to be decided.
+    """Copies of everything needed to make an update later, once it is known that all ranks voted for it.
 
     By that time, the model may have received new parameters, and the optimizer may have the options of a later step.
     """
@@ -115,7 +115,7 @@ class PendingUpdate:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group (such as betas), for :func:`as_then`."""
+    """Return the options of each parameter group (such as betas), to be restored by :func:`as_then`."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
@@ -162,7 +162,7 @@ _SCALED = ("lr", "betas", "eps", "weight_decay")
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """Return the learning rates of all groups, and other numeric options that a scaling rule changes with the batch."""
+    """Return all groups' learning rates and other numeric options that depend on the batch size."""
     return tuple(float(number) for group in optimizer.param_groups for name in _SCALED for number in _in(group, name))
 
 

@@ -117,7 +117,7 @@ class HeldTiles:
             del self.states[view]
 
     def own_memory(self, count: int) -> None:
-        """Copy the states of up to ``count`` spans out of larger tensors, so that the larger tensors can be freed."""
+        """Copy the states of up to ``count`` spans that are views of larger tensors, so that these can be freed."""
         while self._borrowed and count:
             view = self._borrowed.pop()
             if view in self.states:
@@ -129,7 +129,7 @@ class HeldTiles:
         return [self.states[view] for view in self._views[tile]]
 
     def spans(self) -> Iterator[tuple[Span, Parameter]]:
-        """Yield each span with its view of the parameter."""
+        """Yield each held span (range of elements of a parameter) with a view of these elements."""
         for tile in self.tiles:
             yield from zip(self.tiling.tiles[tile], self._views[tile], strict=True)
 
@@ -141,7 +141,7 @@ class HeldTiles:
                 view.data = part_of(param, span)
 
     def put_gradients(self) -> None:
-        """Set the gradients of the views to parts of the parameters' gradients.
+        """Set the gradient of each view to its part of the parameter's gradient.
 
         Raises RuntimeError: gradients were reduced for previous owners.
         """
@@ -198,7 +198,7 @@ def assemble(
 
 
 class StoredStates:
-    """Optimizer states that were loaded and have not been cut into tiles yet.
+    """Optimizer states that were loaded from a checkpoint and have not been cut into tiles yet.
 
     They are kept until an update makes them outdated, so that rank 0 can return complete states on request.
 
@@ -216,10 +216,12 @@ class StoredStates:
         return bool(self._states)
 
     def take(self, tiled: Collection[Parameter]) -> None:
-        """Move loaded states out of the optimizer; states that stay in it are read and moved to the right device.
+        """Move the states of parameters in tiles from the optimizer to this object.
+
+        The states of all other parameters stay in the optimizer; they are read and moved to the right device.
 
         Args:
-            tiled: Parameters in tiles, whose states are moved to this object.
+            tiled: Parameters in tiles.
         """
         state, known, kept = self._optimizer.state, self.states(), {id(param) for param in tiled}
         self._states = {}
@@ -235,7 +237,7 @@ class StoredStates:
                     state[param] = read_all(placed)
 
     def adapt(self, tiled: Collection[Parameter]) -> None:
-        """Adapt to a changed set of parameters in tiles."""
+        """Adapt to a changed set of parameters in tiles, moving states out of the optimizer or back into it."""
         given = (self._optimizer.state.get(p, {}) for group in self._optimizer.param_groups for p in group["params"])
         if self._states or any(map(_is_unread, given)):
             self.take(tiled)
@@ -249,7 +251,7 @@ class StoredStates:
         self._states = {}
 
     def states(self) -> dict[Any, State]:
-        """Return the states by parameter; states that the optimizer holds take precedence over stored ones."""
+        """Return all states keyed by parameter; states that the optimizer holds take precedence over stored ones."""
         return {**self._states, **self._optimizer.state}
 
     def copies(self, params: Mapping[str, Parameter]) -> dict[str, State]:
@@ -270,9 +272,9 @@ def _is_unread(state: Mapping[str, Any]) -> bool:
 
 
 def placed_state(state: Mapping[str, Any], device: torch.device, options: Mapping[str, Any]) -> State:
-    """Return a state with its tensors on the devices where torch keeps them, or read there once needed.
+    """Return a parameter's optimizer state with its tensors on the devices where torch keeps them.
 
-    Tensors from a checkpoint are initially on the CPU.
+    Tensors from a checkpoint are initially on the CPU. An unread tensor will be read to its device when needed.
 
     Args:
         options: Options of the parameter's group. Step counts stay on the CPU unless the group is fused or

@@ -41,7 +41,7 @@ RESTORED_IN_A_STEP = 8 << 20
 
 
 class TiledOptimizer:
-    """Optimizer of one model whose state is divided into tiles.
+    """Optimizer of one model whose state is divided into tiles, each of which is owned by a few ranks.
 
     Methods that communicate raise CommunicationFailedError if the group breaks.
 
@@ -83,7 +83,7 @@ class TiledOptimizer:
     # -- the strategy --------------------------------------------------------------------------------------------------
 
     def adapt(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Adopt the tiles of a new bucket layout; the state is moved later."""
+        """Adopt the tiles of a new bucket layout; the optimizer state is moved later."""
         self.idle, tiles, groups = False, plan.tiles, self._groups
         params: Sequence[int] = tiles.params if tiles is not None else ()
         if groups is not None:
@@ -174,7 +174,7 @@ class TiledOptimizer:
         self._pending = PendingUpdate(self._optimizer, held, self._holder.params, self._last.number + 1, generation)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make a decided update with ``apply`` (the optimizer's step), and publish the new parameters."""
+        """Make an update for which all ranks voted, with the optimizer's step ``apply``; publish the parameters."""
         held = self._holder.held
         if held is None or not self._begun:
             result = apply(**kwargs)
@@ -280,7 +280,7 @@ class TiledOptimizer:
         self._call_hooks({})
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to ranks for which ``stays`` is True; called on every rank."""
+        """Send tiles that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
         if self.divided:
             self._holder.hand_over(self._run.group.communicator, stays)
 
@@ -305,17 +305,17 @@ class TiledOptimizer:
     def gather(self) -> None:
         """Gather the complete state on rank 0, where it stays until the next update; called on every rank.
 
-        This also happens at the end of a pass, so that code after the loop can save a checkpoint on rank 0 alone.
+        This also happens at the end of a pass over the data, so that rank 0 alone can save a checkpoint after the loop.
         """
         if self.divided and not self._open:
             self._gathered = self._holder.collect(self._run.group)
         self.idle, self._open = False, True
 
     def whole_states(self) -> dict[Tensor, State] | None:
-        """Return the complete states by parameter; an empty dict on ranks other than 0.
+        """Return the complete states keyed by parameter; an empty dict on ranks other than 0.
 
-        Returns None if the state is not divided. Between an update and the end of a pass, all ranks must call this
-        method.
+        Returns None if the state is not divided. Between an update and the end of a pass over the data, all ranks must
+        call this method.
 
         Raises RanksDisagreeError: another rank does not call this method.
         """
@@ -348,7 +348,7 @@ class TiledOptimizer:
         return {"update": [*self._last.key, list(self._last.rates)], "begun": self._begun, **owes}
 
     def gathered(self) -> dict[Parameter, State] | None:
-        """Return the complete state by parameter, or None if this rank does not have it."""
+        """Return the complete states keyed by parameter; None if this rank does not have them."""
         if self._holder.held is None:
             known = self._holder.stored.states()
             return {param: known[param] for param in self.tiled if param in known}
@@ -356,15 +356,17 @@ class TiledOptimizer:
         return None if whole is None else {self._holder.params[name]: state for name, state in whole.items()}
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes to a joint checkpoint; None if the optimizer holds all states."""
+        """Return the states that this rank writes to a checkpoint of all ranks; None if the state is not divided."""
         return self._holder.written(rank)
 
     def kept(self) -> dict[str, Any]:
-        """Return the tiles that this rank holds, for a rerun in this process."""
+        """Return the tiles that this rank holds, for a later run in the same process; empty if it holds none."""
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Adopt the result of :meth:`capture`; tiles from before its last update are updated or dropped.
+        """Adopt another rank's or a checkpoint's :meth:`capture`; tiles from before its last update cannot be kept.
+
+        Such tiles are updated if this rank has kept everything for the update, and dropped otherwise.
 
         Args:
             tree: Captured state; None if the capturing rank had no tiles.
@@ -408,7 +410,7 @@ class Denominators:
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """Optimizer state by parameter, in which gathered denominators take precedence."""
+        """Optimizer states keyed by parameter, in which gathered denominators take precedence."""
         if not self._divided():
             return self._optimizer.state
         return collections.ChainMap(dict(self._gathered), self._optimizer.state)
@@ -433,7 +435,7 @@ class Denominators:
         self._gathered = {}
 
     def due(self, step: int) -> bool:
-        """True if the denominators must be gathered before this step."""
+        """True if the denominators must be gathered before the given step."""
         early = step <= SETTLED_STEPS or step % REFRESHED_EVERY == 0
         return is_adam_like(self._optimizer) and (self._outdated or early)
 

@@ -24,7 +24,7 @@ class ModelTables:
         number: Index of the model, in the order in which the loop wraps models.
         scaler: AMP's ``GradScaler``; None without AMP.
 
-    Raises StrategyError: a table cannot be trained with this optimizer, or not with a scaler.
+    Raises StrategyError: a table cannot be trained with this optimizer or this scaler.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ModelTables:
         self.tables[what.detail // 4].join()
 
     def exchange(self) -> None:
-        """Send the gradients of a finished backward pass to the row owners, and vote that all have arrived.
+        """Send the row gradients of a finished backward pass to the row owners, and vote that all have arrived.
 
         No rank applies gradients before the vote has ended.
         """

@@ -37,7 +37,7 @@ class RowTiling:
 
     @property
     def height(self) -> int:
-        """Number of positions in a tile; tiles with one row less do not use the last one."""
+        """Number of rows in the largest tile. A tile that is one row shorter leaves its last position unused."""
         return -(-self.rows // self.tiles)
 
     def rows_in(self, tile: int) -> int:
@@ -85,10 +85,11 @@ def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: in
     Args:
         tiles: Number of tiles, at least 1.
         held: Tiles that each rank holds, in rank order.
+        nodes: Name of each rank's node.
         copies: Number of owners per tile, at least 1.
 
-    The first owner of a tile serves ranks that do not hold it; each rank is the first owner of about equally many
-    tiles.
+    A tile's first owner supplies its contents to ranks that do not hold the tile; each rank is the first owner of about
+    equally many tiles.
     """
     world = len(held)
     copies = min(copies, world)
@@ -189,7 +190,7 @@ class _Matching:
 
 
 def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Move, ...]:
-    """Return the moves of tiles to owners that lack them, balanced over the sending ranks.
+    """Return the moves that send each tile to the owners that lack it, balanced over the sending ranks.
 
     Raises ValueError: no rank holds a tile; see :func:`lost`.
     """
@@ -209,13 +210,14 @@ def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Mo
 
 
 def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: int = 1) -> tuple[Move, ...]:
-    """Return the moves after which staying ranks own `copies` of each tile, or one each if fewer ranks stay.
+    """Return the moves after which each tile has `copies` owners among the staying ranks.
 
-    If possible, leaving ranks send; the ranks that own the fewest tiles receive.
+    If fewer ranks stay, all of them own each tile. If possible, leaving ranks send; the ranks with the fewest tiles
+    receive.
 
     Args:
         owners: Ranks that own each tile.
-        stays: For each rank, whether it stays; at least one must.
+        stays: ``stays[r]`` is True if rank r stays; at least one must.
 
     Raises ValueError: no rank stays.
     """

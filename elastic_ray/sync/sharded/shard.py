@@ -118,18 +118,18 @@ class TableShard:
         self._stores, self._source = [], None
 
     def take(self, store: TileStore) -> None:
-        """Restore the rows that this rank held before a rerun."""
+        """Restore the rows that this rank held in an earlier run in this process."""
         self._stores, self._source = [store], None
 
     def make_whole(self) -> None:
-        """Hold all tiles, in a process that has no group."""
+        """Hold all tiles on this rank, because there is no group yet."""
         everything = tuple(range(self._tiling.tiles))
         self._set_owners(self._made(everything, self._source), tuple((0,) for _ in everything))
 
     def enter(self, communicator: Communicator, nodes: Sequence[str]) -> int:
-        """Receive the tiles that this rank owns in a new group; all ranks with rows must have made the same updates.
+        """Receive the tiles that this rank owns in a new group; return the number of tiles sent between ranks.
 
-        Returns the number of tiles sent between ranks.
+        All ranks with rows must have made the same updates.
 
         Raises RowsLostError: no rank holds some of the rows; raised on every rank.
         """
@@ -179,7 +179,7 @@ class TableShard:
         self._by_tile = torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to ranks for which ``stays`` is True; called on every rank."""
+        """Send tiles that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
         given = hand_over(self._owners, stays)
         if not given:
             return
@@ -204,7 +204,7 @@ class TableShard:
         return fetch(communicator, self.store, self._by_tile[:, 0], ids)
 
     def push(self, communicator: Communicator, ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Send row gradients to the row owners; return ids and gradients, summed over ranks, of this rank's own rows.
+        """Send row gradients to the row owners; return ids and summed gradients of the rows that this rank owns.
 
         Args:
             gradient: Gradients on this rank for the rows ``ids``, weighted by samples.
@@ -277,7 +277,10 @@ def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tens
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], stores: Sequence[TileStore], into: TileStore, height: int
 ) -> None:
-    """Send tiles of ``height`` rows from ``stores`` and receive others ``into`` a store; same moves on every rank."""
+    """Send tiles of ``height`` rows between ranks; all ranks call this with the same moves.
+
+    Tiles are sent from ``stores`` and received in the store ``into``.
+    """
     rank, world = communicator.rank, communicator.world_size
     matrix = [[0] * world for _ in range(world)]
     for move in moves:
@@ -294,7 +297,7 @@ def carry_out(
 def collect(
     communicator: Communicator, owners: Sequence[Sequence[int]], store: TileStore, height: int, names: Sequence[str]
 ) -> TileStore | None:
-    """Collect tiles that rank 0 lacks from their first owners, for the named tensors; called on every rank.
+    """Collect on rank 0, for the named tensors, the tiles that rank 0 lacks; called on every rank.
 
     Returns None on ranks other than 0.
     """

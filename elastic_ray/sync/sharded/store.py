@@ -48,14 +48,14 @@ class TileStore:
     def tile(self, name: str, tile: int) -> Tensor:
         """Return a tile's part of one tensor, [height, width], as a writable view.
 
-        If the tile has one row less than ``height``, its last position is not used.
+        If the tile is one row shorter than ``height``, its last position is not used.
         """
         begin = int(self._slots[tile]) * self.tiling.height
         return self.tensors[name][begin : begin + self.tiling.height]
 
 
 class InitialRows(Protocol):
-    """Protocol of a source of a table's rows, used before any rank holds them."""
+    """Protocol of a source of a table's rows, used while no rank holds these rows yet."""
 
     @property
     def trained(self) -> bool:

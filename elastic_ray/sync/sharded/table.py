@@ -58,9 +58,9 @@ class ShardedTable:
     """Sharded table during training, which fetches rows, exchanges their gradients, and updates owned rows.
 
     An update is decided once all ranks have received their gradients and a subsequent vote has ended. From then on,
-    every surviving rank can make it: a rank that voted but did not update receives the other ranks' state, which
-    includes the only value that it lacks, the learning rate. After a loss, rows must therefore be sent only if they
-    need a new second owner.
+    every surviving rank can make it. A rank that voted but did not update receives the other ranks' state, which
+    includes the only value that this rank lacks, the learning rate. After a loss, rows must therefore be sent only if
+    they need a new second owner.
     """
 
     def __init__(
@@ -86,7 +86,10 @@ class ShardedTable:
         self._loaded, self._begun = source.trained, False
 
     def left_for(self, run: Run) -> dict[str, Tensor] | None:
-        """Return the complete weight, to start another run in this process with it; None before the first group."""
+        """Return the complete weight for ``run``, another run in this process; None before the first group.
+
+        Raises ValueError, RuntimeError: the table already belongs to this run, or this rank does not hold all rows.
+        """
         if run is self._run:
             raise ValueError("a ShardedEmbedding must belong to one model, but another wrapped model already has it")
         if self._shard.store is not None and not self._shard.everywhere:
@@ -102,7 +105,7 @@ class ShardedTable:
         return self._last.number
 
     def load(self, whole: Mapping[str, Tensor], updates: int = 0) -> None:
-        """Load a complete table and its number of updates; all ranks must load the same.
+        """Load a complete table and its number of updates; all ranks must load the same values.
 
         Raises:
             RuntimeError: a loader's step is in progress, which might be lost and drawn again.
@@ -206,7 +209,7 @@ class ShardedTable:
             )
 
     def push(self) -> None:
-        """Send this rank's gradients to the row owners, and receive those for its own rows; called on every rank."""
+        """Send row gradients to the row owners, and receive those for this rank's rows; called on every rank."""
         ids, gradient = self._shard.push(self._run.group.communicator, *self._local.take())
         update = _Update(self._last.number + 1, self._run.group.generation)
         before = self._pending
@@ -215,7 +218,7 @@ class ShardedTable:
         self._pending = _PendingRows(update, ids, gradient)
 
     def close(self) -> None:
-        """Close the accumulation of gradients, because the optimizer steps."""
+        """Stop adding row gradients to the current update, because the optimizer is about to step."""
         self._local.close()
         self._unused = False
 
@@ -240,7 +243,7 @@ class ShardedTable:
         self._apply(_Update(self._last.number + 1, self._run.group.generation, lr * self.rule.lr_factor))
 
     def leave_out(self) -> None:
-        """Skip the update and discard its received gradients; called on every rank."""
+        """Skip the current update and discard the gradients received for it; called on every rank."""
         self._pending = None
 
     def _apply(self, update: _Update) -> None:
@@ -262,7 +265,7 @@ class ShardedTable:
         self._begun, self._unused, self._pending, self._gathered = True, False, None, None
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send rows that only leaving ranks own to ranks for which ``stays`` is True; called on every rank."""
+        """Send rows that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
         self._gathered = None
         self._shard.hand_over(self._run.group.communicator, stays)
 
@@ -276,9 +279,9 @@ class ShardedTable:
         return self._gathered is not None or self._run.group.world_size == 1
 
     def whole(self, names: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
-        """Return the complete table on rank 0, and tensors without rows on other ranks; called on every rank.
+        """Return the named tensors of the complete table on rank 0, without rows on other ranks; called on every rank.
 
-        In a lost step, rank 0 gets no rows either, which an event reports.
+        In a lost step, rank 0 gets no rows either, which is reported to the job's user.
 
         Raises:
             RanksDisagreeError: another rank does not make this call.
@@ -309,7 +312,7 @@ class ShardedTable:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def capture(self) -> Any:
-        """Return shape and last update of the table, which all ranks share, without rows."""
+        """Return the state that all ranks share, such as the table's shape and its last update, without rows."""
         return {
             "rows": [self._shape.rows, self._shape.width],
             "rule": repr(self.rule),
@@ -333,7 +336,7 @@ class ShardedTable:
         return {**self.capture(), "kept": kept}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state; rows from before its last update are updated or dropped.
+        """Restore a captured state; held rows that lack the state's last update are updated if possible, or dropped.
 
         Raises RuntimeError: the state belongs to a different table.
         """
@@ -405,7 +408,7 @@ class LocalGradients:
             self.waits = True
 
     def close(self) -> None:
-        """Close the accumulation of gradients, because the optimizer steps."""
+        """Stop adding gradients in this micro-step, because the optimizer steps; later gradients are ignored."""
         if not self._closed:
             self._carried += self._present
             self._present = []

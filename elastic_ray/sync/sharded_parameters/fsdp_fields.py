@@ -174,7 +174,7 @@ def units_of(module: nn.Module) -> list[FSDPModule]:
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """Return torch's groups of parameters, each of which is gathered together."""
+    """Return torch's parameter groups of all sharded modules; the parameters of each are gathered together."""
     return [group for state in states_of(module) for group in _param_groups(state)]
 
 

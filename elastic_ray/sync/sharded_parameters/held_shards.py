@@ -52,7 +52,7 @@ class Shard:
 
 
 class HeldShards:
-    """Shards that this rank holds.
+    """Shards of a model that this rank holds, with their optimizer state.
 
     Attributes:
         unread: All rows of each parameter in the checkpoint from which this rank continues, which are read when they
@@ -80,10 +80,10 @@ class HeldShards:
         shard: ShardId,
         place: Callable[[Piece, Tensor], Tensor] = lambda _, value: value,
     ) -> Shard:
-        """Return a shard assembled from held and received rows; it may share their memory (see :func:`apart`).
+        """Return a shard assembled from held and received rows, which may share their memory (see :func:`apart`).
 
         Args:
-            move: Received rows, each with its piece.
+            move: Received rows, each with its piece (range of rows).
             place: Moves rows of a parameter to their final memory; by default, they stay where they are.
         """
         made = Shard()
@@ -144,7 +144,7 @@ def _narrowed(value: Tensor | UnreadTensor, first: int, count: int) -> Tensor:
 
 
 def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows:
-    """Return consecutive rows joined into one; a single part is returned as it is, unless ``copies``."""
+    """Return consecutive rows joined into one; a single part is returned without copying, unless ``copies``."""
     (_, first), *_ = parts
     like = first[VALUE].shape
     found: Rows = {}
@@ -223,12 +223,13 @@ def _checked(
 
 
 def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, share: ShardId) -> Written:
-    """Return the rows of a shard, or one owner's share of them, as pieces of the whole tensors.
+    """Return the rows of a shard that one of its owners writes to a checkpoint, as pieces of the whole tensors.
 
     Other optimizer state of a parameter, such as a step count, is written with the parameter's first rows. A rank
     that writes later rows returns `Pieces` without elements for it, so that all ranks list the same names in order.
 
     Args:
+        shapes: Shape of each whole parameter of the model.
         share: Index of this rank among the shard's owners, and number of owners.
     """
     found: Written = {}

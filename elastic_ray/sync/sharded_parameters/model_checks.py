@@ -56,9 +56,9 @@ _HOOKS = (
 
 
 def key_of(shard_size: int | None) -> str:
-    """Return the key under which step times of a layout with this shard size are recorded.
+    """Return the key for a shard size under which the step times of its layout are recorded.
 
-    The key for one group of all workers contains no size, so that records of earlier versions stay valid.
+    If all workers form one group (None), the key contains no size, so that records of earlier versions stay valid.
     """
     return SHARDED.name if shard_size is None else f"{SHARDED.name}({shard_size})"
 

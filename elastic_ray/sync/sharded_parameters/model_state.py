@@ -28,11 +28,11 @@ class ShardedModelState:
         self._module, self._optimizer = module, optimizer
 
     def capture(self) -> Any:
-        """Return the buffers, keyed by name, without parameters."""
+        """Return the model's buffers, keyed by name, without its parameters."""
         return {"buffers": dict(self._module.named_buffers())}
 
     def capture_to_save(self) -> Any:
-        """Return the buffers, and the whole parameters if this rank has them."""
+        """Return the model's buffers, and its whole parameters if this rank has them."""
         whole = self._optimizer.gathered_whole()
         names = [each.name for each in self._optimizer.params]
         found = {} if whole is None else {"parameters": {names[place]: value for place, (value, _) in whole.items()}}

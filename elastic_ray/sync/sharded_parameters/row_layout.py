@@ -172,12 +172,12 @@ def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = 
 
 
 def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout) -> Layout:
-    """Return an interim layout, which differs from the target in that followers already have their rows.
+    """Return an interim layout: the target layout, but with followers that already hold their rows.
 
-    A new group can thus train before second copies are sent. In the interim layout, too, two ranks hold each shard.
+    A follower holds the second copy of a shard. A new group can thus train before second copies are sent.
 
-    Each follower that lacks rows is replaced by a rank that has them all, if there is one. Among several such ranks,
-    the one that follows the fewest shards is chosen.
+    Each follower that lacks rows is replaced by a rank that has all rows of the shard, if there is one. Among several
+    such ranks, the one that is the follower of the fewest shards is chosen.
     """
     if target.follower_of(0) is None:
         return target
@@ -259,7 +259,7 @@ def moves(
         held: Shards that each rank of the current group holds.
         widths: Number of elements per row of each parameter; 1 by default.
 
-    Raises ValueError: No rank holds some rows; see :func:`lost`.
+    Raises ValueError: Some rows are held by no rank; see :func:`lost`.
     """
     world = len(held)
     widths = widths or [1] * len(rows)

@@ -85,9 +85,9 @@ class ShardCollectives:
         self._entered = entered
 
     def watch(self, scattered: Callable[[int, Tensor], None] | None) -> None:
-        """Set a function that receives the weighted gradients of this rank's rows from its shard group.
+        """Set a function that receives each rank's weighted gradients of this rank's rows, before they are summed.
 
-        Their shape is [ranks, elements]. None removes the function.
+        It is called with the number of a sharded module and a tensor [ranks, elements]. None removes the function.
         """
         self._scattered = scattered
 
@@ -159,7 +159,9 @@ class ShardCollectives:
             tensor.mul_(self.weight)
 
     def gather(self, output: Tensor, tensor: Tensor, unit: int = -1) -> None:
-        """Gather ``tensor`` from the shard group's ranks into ``output``; after a failure, repeat this rank's tensor.
+        """Gather ``tensor`` from the shard group's ranks into ``output``.
+
+        After a failure, ``output`` holds copies of this rank's tensor.
 
         Args:
             unit: Number of the sharded module to which the parameters belong; -1 for none.
@@ -268,7 +270,7 @@ class ShardCollectives:
 
     @property
     def is_first_owner(self) -> bool:
-        """True if this rank is the first owner of its rows, and so the one that counts them in sums over all ranks."""
+        """True if this rank is the first owner of its rows, so that it counts them in sums over all ranks."""
         rank = self._run.group.rank
         return self.layout.owners(self.layout.owned_by(rank).index)[0] == rank
 

@@ -112,7 +112,7 @@ class ShardHolder:
 
     @property
     def mine(self) -> tuple[Shard, ...]:
-        """Shards that this rank holds in the current layout: its own first, then those for which it is the follower."""
+        """Shards that this rank holds in the current layout: its own first, then second copies of other shards."""
         return tuple(self._held.shards[each] for each in self._layout.held_by(self._rank))
 
     def written(self) -> Written:
@@ -155,7 +155,7 @@ class ShardHolder:
     def gather_holdings(self, group: Group, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
         """Return the shards that each rank holds, and whether any rank is ``opened``; called on every rank.
 
-        A model that is still on the meta device is initialised.
+        All ranks must call it. A model that is still on the meta device is initialised.
 
         Args:
             opened: Whether rank 0 has gathered the whole model, as far as this rank knows.
@@ -264,7 +264,7 @@ class ShardHolder:
         )
 
     def hand_over(self, group: Group, stays: Sequence[bool]) -> None:
-        """Move shards so that two ranks for which ``stays`` is True hold each, before others leave; on every rank."""
+        """Copy shards until two ranks r with ``stays[r]`` hold each, before others leave; called on every rank."""
         layout = self._layout
         given = hand_over([layout.holders(index) for index in range(layout.parts)], stays, COPIES)
         sent = [

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 class RowDenominators:
     """Denominators by which an Adam-like optimizer divides gradients; a ``StatesSource`` for statistics.
 
-    Each rank measures the rows that it owns, in units of its optimizer state. Only one number per parameter is
-    exchanged, from which the lower bound of the parameter's denominators is computed.
+    Each rank computes the denominators of the rows that it owns. Only one number per parameter is exchanged, from
+    which the lower bound of the parameter's denominators is computed.
     """
 
     idle = False
@@ -75,7 +75,7 @@ class RowDenominators:
         self.state, self._round = {}, None
 
     def due(self, step: int) -> bool:
-        """True if denominators must be computed before a measured step; equal on all ranks."""
+        """True if denominators must be computed before the given step is measured; equal on all ranks."""
         fresh = step // REFRESHED_EVERY == self._round and step > SETTLED_STEPS
         return self.adam_like and not fresh
 
@@ -159,7 +159,7 @@ class MovedRows:
         return rows
 
     def values(self, groups: int) -> list[float]:
-        """Return 1 and the measured update's squared norms per group, or zeros; the size is :meth:`size`."""
+        """Return 1 and the squared update norm of each parameter group; zeros if no update was measured."""
         if self._waiting is not None and len(self._waiting[1]) != groups:
             self._waiting = None  # the optimizer was given another group since
         if not self.size(groups) or self._waiting is None:
@@ -167,7 +167,7 @@ class MovedRows:
         return [1.0, *self._waiting[1]]
 
     def take(self, sums: Sequence[float], *, ranks: int) -> None:
-        """Store the results of :meth:`values`, summed over `ranks` ranks."""
+        """Store the results of :meth:`values`, summed over `ranks` ranks, if all of these have measured the update."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and round(sums[0]) == ranks:
             norms, _ = waiting
@@ -230,7 +230,7 @@ class ShardStatistics:
 
     @property
     def layout(self) -> tuple[int, bool]:
-        """Values that must be equal on all ranks: how many numbers are sent, and if denominators are computed first."""
+        """Values that all ranks compare: how many numbers are sent, and whether denominators are computed first."""
         return self._size, self._refreshes
 
     @property
@@ -353,7 +353,7 @@ class ShardStatistics:
         """Store the results of :meth:`values`, summed over all ranks.
 
         Args:
-            counts: Whether the step's gradients are complete.
+            counts: Whether the step's gradients are complete; if not, rank 0's values and update norms are ignored.
         """
         norms, mean = self._statistics.norms_size, self._statistics.norms_size + self._statistics.mean_size
         shared = mean + self._statistics.shared_size
@@ -421,7 +421,7 @@ class ScatteredRows(_Rows):
         self._before = None if before is None else as_real(before).reshape(-1)
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
-        """Return the sum over ranks of ``share * ||gradient||^2``, a scalar tensor; shares of 0 are left out."""
+        """Return the sum over ranks of ``share * ||gradient||^2`` as a scalar tensor; shares of 0 are skipped."""
         gradients = self._parts * self._roots.reciprocal().nan_to_num(posinf=0.0)
         if self._before is not None:
             gradients += self._before * self._roots

@@ -197,11 +197,12 @@ class ShardedGradients(Participant):
         if step.weighed:
             raise RuntimeError("loader.weigh(n) and a sharded model exclude each other: see docs/sharded-models.md")
         if step is not self._step:
-            if self._waits:
+            if self._waits and any(each.param.grad is not None for each in self._optimizer.params):
                 raise RuntimeError(
                     "gradients of a sharded model cannot be added up over several steps of a loader: call "
                     "optimizer.step() in each of them, or let the loader accumulate "
-                    "(autoscale_batch_size(..., gradient_accumulation=True))"
+                    "(autoscale_batch_size(..., gradient_accumulation=True)). optimizer.zero_grad() before backward() "
+                    "drops gradients that are not needed"
                 )
             self._step = step
             self._micro_steps.discard()
@@ -347,7 +348,7 @@ class ShardedGradients(Participant):
 
     @property
     def strategy_key(self) -> str:
-        """Key under which step times are recorded; equal keys are comparable."""
+        """Key under which step times are recorded; step times with equal keys are comparable."""
         return checks.key_of(self._collectives.shard_size)
 
     def set_strategy(self, strategy: object) -> None:
@@ -373,7 +374,10 @@ class ShardedGradients(Participant):
         return self._optimizer.divided
 
     def collapse(self, *, gather: bool = True) -> None:
-        """Compare shards and, with ``gather``, gather the model on rank 0 unless it was built on the meta device."""
+        """Do nothing unless ``gather``; otherwise compare the copies of shards and gather the model on rank 0.
+
+        A model that was built on the meta device is only compared, because it may not fit on rank 0.
+        """
         if gather:
             self._optimizer.end_pass()
 
@@ -382,7 +386,7 @@ class ShardedGradients(Participant):
         self._optimizer.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Send shards that only leaving ranks hold to ranks for which ``stays`` is True."""
+        """Send shards that only leaving ranks hold to staying ranks; ``stays[r]`` is True if rank r stays."""
         self._optimizer.hand_over(stays)
 
     def enter_group(self) -> None:

@@ -183,7 +183,7 @@ class ShardedOptimizer:
         return ShardUpdate(part.optimizer, hidden, groups, self._by_hand)
 
     def update(self, part: OptimizerPart, apply: Callable[[], Any]) -> Any:
-        """Make a decided update of one optimizer with ``apply``, its step, whose result is returned."""
+        """Make an update of one optimizer for which all ranks voted; return the result of ``apply``, its step."""
         followed, self._followed = self._followed, []
         result = self._update(part).make(self._with_grads(self.groups_of(part.optimizer), followed), apply)
         self._last = self._last.next(self._run.group.generation, part.optimizer)
@@ -234,7 +234,7 @@ class ShardedOptimizer:
         self._run.notify("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Move shards so that two ranks for which ``stays`` is True hold each, before others leave; on every rank."""
+        """Copy shards until two ranks r with ``stays[r]`` hold each, before others leave; called on every rank."""
         if self.divided and not all(stays):
             self._holder.hand_over(self._run.group, stays)
 
@@ -246,7 +246,7 @@ class ShardedOptimizer:
         return not self.divided or self._gathered is not None
 
     def end_pass(self) -> None:
-        """End a pass on all ranks: compare the copies of each shard, and gather the whole model on rank 0.
+        """End a pass over the data: compare the copies of each shard, and gather the whole model on rank 0.
 
         Code after the loop can then save a checkpoint on rank 0 alone. A model that was built on the meta device
         might not fit into rank 0's memory, so it is gathered only if all ranks request this.
@@ -344,13 +344,13 @@ class ShardedOptimizer:
         return self._holder.whole() if self._holder.holds else None
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes to a joint checkpoint; None if it holds all of them."""
+        """Return the states that this rank writes to a checkpoint of all ranks; None if it holds all states."""
         if not self.divided:
             return None
         return {self.params[place].param: state for place, (_, state) in self._holder.written().items()}
 
     def written_params(self) -> dict[str, Pieces]:
-        """Return this rank's parameter rows for a joint checkpoint, keyed by name; requires a divided model."""
+        """Return this rank's parameter rows for a checkpoint of all ranks, keyed by name; requires a divided model."""
         return {self.params[place].name: value for place, (value, _) in self._holder.written().items()}
 
     def kept(self) -> dict[str, Any]:
@@ -358,7 +358,9 @@ class ShardedOptimizer:
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Adopt the result of :meth:`capture`; shards that lack its last update are updated.
+        """Adopt another rank's or a checkpoint's :meth:`capture`; shards that lack its last update are updated.
+
+        Shards that this rank cannot update are dropped.
 
         Args:
             whole: Whether optimizer and model hold the whole state and all parameters after that update.
@@ -413,7 +415,7 @@ class OptimizerPart:
         return self.shards.decide(self)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make a decided update with ``apply``, the optimizer's step, whose result is returned."""
+        """Make an update for which all ranks voted; return the result of ``apply``, the optimizer's step."""
         return self.shards.update(self, lambda: apply(**kwargs))
 
     def whole_states(self) -> dict[Tensor, State]:
@@ -470,7 +472,7 @@ class ShardUpdate:
 
 
 class PendingShards:
-    """Copies of everything that is needed to make an update later, once it is known to be decided.
+    """Copies of everything needed to make an update later, once it is known that all ranks voted for it.
 
     By that time, the optimizer may have the options of a later step, and the gradients may no longer exist.
 

@@ -75,7 +75,7 @@ class SlicedBucket(Bucket):
         return super().put(weight, sums=sums)
 
     def give(self, own: Tensor) -> None:
-        """Keep the sent gradients ``own``, and free the bucket's memory and gradients for received data."""
+        """Store this rank's sent gradients ``own``, and replace ``.grad`` of each parameter by a sliced gradient."""
         self._own = own
         self.grads = []
         self._contents = {}
@@ -88,11 +88,11 @@ class SlicedBucket(Bucket):
         param.grad = SlicedGradient(param, content)
 
     def take(self, kept: Sequence[tuple[BucketPiece, Tensor]], received: Sequence[tuple[BucketPiece, Tensor]]) -> None:
-        """Store the pieces that this rank has summed (``kept``), and those that it received as a further owner."""
+        """Store the sums that this rank computed (``kept``), and those that it received as a further owner."""
         self._kept, self._received = list(kept), list(received)
 
     def numbers(self) -> Tensor:
-        """Return this rank's part of the shared statistics, [parameters, :data:`NUMBERS`] in float64 on the CPU."""
+        """Return squared norm, NaN count and infinity count of this rank's sums, [parameters, 3] in float64."""
         found = torch.zeros(len(self.params), NUMBERS, dtype=torch.float64)
         kept = self._kept or []
         if not kept:
@@ -107,7 +107,7 @@ class SlicedBucket(Bucket):
         return found
 
     def know(self, numbers: Tensor) -> None:
-        """Store the statistics of :meth:`numbers` after they were summed over all ranks."""
+        """Store the results of :meth:`numbers` after they were summed over all ranks."""
         self._numbers = numbers.tolist()
 
     @property
@@ -116,7 +116,7 @@ class SlicedBucket(Bucket):
         return not any(nans or infinities for _, nans, infinities in self._numbers)
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
-        """Set ``.grad`` to the sliced mean; ``used`` returns which parameters had a gradient on any rank."""
+        """Set ``.grad`` to the sliced mean; ``used()`` returns for each parameter whether any rank had a gradient."""
         for index, (param, flag) in enumerate(zip(self.params, used(), strict=True)):
             if flag and index not in self._contents:
                 self._show(index, param)

@@ -63,7 +63,7 @@ class Content:
         self.waits, self.plain = False, plain
 
     def fill(self, number: float, count: int) -> None:
-        """Set all ``count`` elements of the gradient to a number."""
+        """Set all elements of the gradient to a number; ``count`` is the number of elements on all ranks."""
         for part in self.parts.values():
             part.fill_(number)
         self.norm = abs(number) * count**0.5

@@ -88,7 +88,7 @@ class GradientMeter:
             gradients: Number of gradients in the step; a single one has no variance.
             spacing: Number of steps between two steps that can be measured.
             halved: Whether the step was split in half for the measurement.
-            again: Whether the measurement of the previous step was invalid.
+            again: Whether this step must be measured because the measurement of the previous step was invalid.
         """
         every = self.monitor.variance_every
         return every is not None and gradients > 1 and (halved or again or self._step % every < spacing)
@@ -107,7 +107,7 @@ class GradientMeter:
         gradients: int,
         goes_on: bool = False,
     ) -> None:
-        """Store the variance of several gradients.
+        """Store the variance estimated from several gradients of the step.
 
         The arguments are those of ``NoiseTracker.collect``, without a preconditioner. The noises of two losses are
         assumed to be independent, so the variances are added.

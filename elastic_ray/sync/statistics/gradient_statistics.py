@@ -130,7 +130,7 @@ class GradientStatistics:
 
     @property
     def in_layers(self) -> bool:
-        """True if the layers measure single samples' gradients in this step."""
+        """True if single samples' gradients are being measured in the model's layers in this step."""
         return self.examples is not None and self.examples.on
 
     def part(self) -> list[float]:
@@ -145,7 +145,7 @@ class GradientStatistics:
             self.meter.combine_parts([part[size:] for part in parts])
 
     def drop_parts(self) -> None:
-        """Drop the latest measurements, because the unit's workers have not all measured the same."""
+        """Drop the latest measurements, because the workers that share a replica have not all measured the same."""
         self.noise.drop()
         self.meter.invalidate()
 

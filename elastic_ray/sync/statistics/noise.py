@@ -103,7 +103,7 @@ class NoiseTracker:
 
     @property
     def signal(self) -> NoiseSignal:
-        """Strength of the gradient signal relative to its noise; only rank 0 measures it."""
+        """Strength of the gradient signal relative to its noise; up to date only on rank 0, which measures it."""
         return self._smoothed.signal
 
     def measures(self, step: int, gradients: int, *, halved: bool) -> bool:
@@ -198,7 +198,7 @@ class NoiseTracker:
         self._pending = None
 
     def leave_out(self, counted_elsewhere: list[str], *, looks: bool) -> None:
-        """Exclude parameters that other workers of the unit count.
+        """Exclude parameters that other workers of the unit (workers that share a replica) count.
 
         Args:
             looks: Whether there may be more such parameters.
@@ -232,7 +232,7 @@ class NoiseTracker:
             self.by_group, self.value = self._smoothed.groups(self._scale), self._smoothed.whole(self._scale)
 
     def shared_values(self) -> list[float]:
-        """Return rank 0's noise scale as numbers: sqr and var of each group and of the model; 0 if unknown."""
+        """Return rank 0's noise scale as numbers: signal and noise of each group and of the model; 0 if unknown."""
         if self._sent is None or self._sent[0] is not self._smoothed:
             known = [*(self._smoothed.groups(self._scale) or (None,) * self.groups), self._smoothed.whole(self._scale)]
             values = [value for noise in known for value in ((noise.sqr, noise.var) if noise else (0.0, 0.0))]
@@ -249,7 +249,7 @@ class NoiseTracker:
         self.by_group = tuple(groups)
 
     def advance(self, scale: float, noise: NoiseScale | None) -> None:
-        """Add the scale-invariant progress of an applied step, given the batch's scale and the model's noise scale."""
+        """Add a step's scale-invariant progress; ``scale`` is its batch size / initial batch size."""
         self.progress += 1.0 if scale == 1.0 else step_gain(scale, noise)
 
     def invalidate(self) -> None:

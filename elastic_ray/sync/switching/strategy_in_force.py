@@ -72,7 +72,7 @@ class StrategyTuner:
 
     @property
     def found(self) -> dict[str, FoundStrategy]:
-        """Winners of races, for other jobs of the same model; keyed by model number and form of the group."""
+        """Winners of races, for other jobs of the same model; keyed by model number and distribution over nodes."""
         choices = {**self._known, self._form: self.choice}
         return {
             f"{self._number} {form}": FoundStrategy(name=choice.strategy.name, step_s=measured[choice.strategy.name])
@@ -147,7 +147,7 @@ class StrategyTuner:
         return consider(profile, self._model.topology, present, exact=auto.exact, most=most, works=works)
 
     def enter_group(self) -> None:
-        """Enter a group: reuse the strategy chosen for a group of this form, or start to measure."""
+        """Enter a group: reuse the strategy chosen earlier for this distribution over nodes, or start to measure."""
         self._since_s, self._step, self._entered_s = None, None, time.monotonic()
         form = self._form_of(self._model.topology)
         if form != self._form:
@@ -264,7 +264,7 @@ class StrategyInForce:
 
     @property
     def label(self) -> str:
-        """Name of the current strategy, followed by the name of the pending one."""
+        """Name of the current strategy, and of the pending one if there is any."""
         asked = self.asked.strategy if self.asked is not None else self.wanted
         present = self.plan.strategy.label
         return present if asked is None else f"{present}, then {asked.label}"
@@ -285,7 +285,7 @@ class StrategyInForce:
 
     @property
     def key(self) -> str | None:
-        """Key under which step times are recorded; equal keys are comparable. None while a strategy is being chosen.
+        """Key under which step times are recorded, comparable if keys are equal; None while a strategy is chosen.
 
         A chosen strategy has the prefix ``auto/``, because the choice may be different in another group.
         """
@@ -303,7 +303,9 @@ class StrategyInForce:
         return True
 
     def ask(self, given: object) -> None:
-        """Request another strategy from the next step on, identically on all ranks; ``Auto`` starts a race.
+        """Request another strategy from the next step on; all ranks must request the same one.
+
+        ``Auto`` starts a race between strategies.
 
         Args:
             given: Any value accepted by ``AdaptiveDataParallel(strategy=...)``.
@@ -321,18 +323,18 @@ class StrategyInForce:
         self.asked = _Asked(strategy, tuner)
 
     def ask_topology(self, topology: str) -> None:
-        """Request another topology for the strategy that was requested last, or else for the current one."""
+        """Request another all-reduce topology for the strategy that was requested last, or else for the current one."""
         self.ask((self.asked.strategy if self.asked is not None else self.plan.strategy).with_topology(topology))
 
     def before_forward(self) -> None:
-        """Adopt the strategy that the tuner proposes, if there is a new one."""
+        """Check for a new proposal of the tuner, which then becomes the pending strategy."""
         if self.tuner is not None:
             self.tuner.notify(lambda: str(self.explain()))
             wanted = self.tuner.strategy
             self.wanted = wanted if wanted is not self.plan.strategy and wanted != self.plan.strategy else None
 
     def take(self, *, switch: bool = True, entering: bool = False) -> SyncPlan:
-        """Make the requested plan the current one, and return it for laying out buckets.
+        """Make the pending strategy's plan the current one, and return the plan for laying out buckets.
 
         Args:
             entering: Whether the current group has not started its first step.
@@ -385,7 +387,7 @@ class StrategyInForce:
             self.wanted = None
 
     def capture(self) -> dict[str, Any]:
-        """Return the tuner's state, and the strategy if it differs from the initial one."""
+        """Return the state for joiners and checkpoints: the tuner's, and the strategy if it is not the initial one."""
         asked = self.asked
         strategy = asked.strategy if asked is not None else self.wanted or self.plan.strategy
         tuner = asked.tuner if asked is not None else self.tuner

@@ -73,7 +73,7 @@ class RowBucket:
         self.complete = False
 
     def carry(self) -> None:
-        """Start another micro-step, keeping the rows that earlier micro-steps have left in the bucket."""
+        """Start another micro-step, keeping the rows of earlier micro-steps for :meth:`carried_share`."""
         self._carried = self._kept()
 
     @property
@@ -83,7 +83,7 @@ class RowBucket:
 
     @property
     def has_gradient(self) -> Sequence[bool]:
-        """One-element list that is True if the table had a gradient on this rank when the bucket was filled."""
+        """List of one flag: whether the table had a gradient on this rank when the bucket was filled."""
         return [self._has_gradient]
 
     def share(self, factor: float) -> Any:
@@ -169,7 +169,7 @@ class RowBucket:
         self.used = [self._has_gradient or any(self.used)]
 
     def take(self, rows: TouchedRows, *, sparse: bool | None) -> None:
-        """Store the rows, summed over all ranks, and whether ``.grad`` is ``sparse``, as the ranks have agreed."""
+        """Store the rows, summed over all ranks, and whether all ranks agreed that ``.grad`` is ``sparse``."""
         self.held, self.is_sparse = rows, sparse
 
     def fill_flat(self) -> torch.Tensor:

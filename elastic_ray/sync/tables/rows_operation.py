@@ -116,7 +116,7 @@ class RowsOperation:
 
 
 def pays(most: int, table: int, world_size: int) -> bool:
-    """True if gathering rows is worthwhile: ``most`` rows per rank are no more than the table has in total.
+    """True if gathering ``most`` rows per rank is worthwhile: no more than ``table`` rows, the table's, in total.
 
     Counting only bytes, the all-gather would be better for up to twice as many rows, but summing rows also takes
     time. In measurements, both take equally long if about 50 % of the rows are touched with 2 ranks, and 25 % with 4.

@@ -43,7 +43,7 @@ class TableGradient:
         self._pause, self._left = 0, 0
 
     def adapt(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Attach to all layers that use the table."""
+        """Attach hooks to the given layers, which must be all layers that use the table."""
         if self._shows == "auto" and not any(getattr(layer, "sparse", False) for layer in layers):
             self._shows = "dense"
         if self._shows == "auto":
@@ -107,7 +107,7 @@ class TableGradient:
         return found
 
     def write(self, rows: TouchedRows, *, sparse: bool) -> None:
-        """Write rows to a ``sparse`` or dense ``.grad``, including all rows that :meth:`rows` returned for it."""
+        """Write rows to a ``sparse`` or dense ``.grad``; they must include all rows that :meth:`rows` returned."""
         grad = self.param.grad
         if sparse:
             self.param.grad = rows.to_sparse()

@@ -27,7 +27,7 @@ class RowPreconditioner:
         self.state, self._group, self._dtype, self._floor = state, group, dtype, floor
 
     def of(self, ids: torch.Tensor | None) -> torch.Tensor:
-        """Return 1 / denominator for each element of the rows with these ids; None selects all rows."""
+        """Return 1 / denominator for each element of the rows with the given ids; None selects all rows."""
         state = self.state if ids is None else _cut(self.state, lambda table: table.index_select(0, ids))
         size = denominators(state, self._group, self._dtype)
         assert size is not None
@@ -110,7 +110,7 @@ class TouchedRows:
         return squared_norm(self.values.reshape(-1), self.of(preconditioner))
 
     def of(self, weights: RowPreconditioner | None) -> torch.Tensor | None:
-        """Return the preconditioner's factors for these rows as a flat tensor; None if there is no preconditioner."""
+        """Return a preconditioner's factors for these rows as a flat tensor; None if ``weights`` is None."""
         return None if weights is None else weights.of(self.ids).reshape(-1)
 
     def to_dense(self) -> torch.Tensor:

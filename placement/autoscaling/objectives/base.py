@@ -99,7 +99,7 @@ class Objective(Protocol):
         ...
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the size that each job should have, keyed by job; a job left out has no use for any available node.
+        """Return the wanted size of each job, keyed by job; a job that is left out has no use for any available node.
 
         ``now_s`` is the current time [s since the epoch].
         """
@@ -116,6 +116,7 @@ def offers(
     Args:
         types: Node types of which at least one node may exist.
         lasts_h: Mean time until a node is reclaimed [h], keyed by type.
+        cache: Goodput computations of earlier decisions.
     """
     fitting = [kind for kind in types if kind.max_nodes and kind.slots(view)]
     on_demand = {kind.gpu_type: kind for kind in sorted(fitting, key=lambda each: -_usd(each, view)) if not kind.spot}
@@ -133,7 +134,7 @@ def offers(
 
 
 def option_on(options: tuple[NodeTypeOption, ...], gpu: str | None) -> NodeTypeOption:
-    """Return the cheapest option with this GPU type, or the cheapest of all if none has it."""
+    """Return the cheapest option with this GPU type, or the cheapest of all options if none has the type."""
     return next((offer for offer in options if offer.kind.gpu_type == gpu), options[0])
 
 

@@ -29,7 +29,7 @@ class CompletionForecast:
     score: Floats  # what is minimised [USD]
 
     def cost(self, workers: int) -> str:
-        """Return the remaining cost and time at this size, as text."""
+        """Return a text with the remaining cost and time on this many workers."""
         return f"{self.usd[workers - 1]:.3g} USD in {self.time_s[workers - 1] / 3600.0:.3g} h"
 
 
@@ -65,7 +65,7 @@ class CostPerProgress:
             check_number(field, getattr(self, field), least=0)
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the wanted sizes; see ``Objective``."""
+        """Return the wanted size of each job, keyed by the name of the job; see ``Objective.decide``."""
         return {view.job: self._want(view, demand, now_s) for view in demand.jobs if demand.offers[view.job]}
 
     def _want(self, view: JobView, demand: Demand, now_s: float) -> WantedSize:
@@ -180,7 +180,7 @@ def _meets(forecast: CompletionForecast, left_s: float | None, left_usd: float |
 
 
 def _finite(score: Floats, forecast: CompletionForecast) -> Floats:
-    """Return scores with options that miss the target after all others, the fastest first.
+    """Return the scores, with options that miss the target ranked after all others, the fastest first.
 
     They stay finite since exploration may allow no other option.
     """
@@ -251,7 +251,7 @@ class Budget:
         check_number("hysteresis", self.hysteresis, least=0)
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the wanted sizes; see ``Objective``."""
+        """Return the wanted size of each job, keyed by the name of the job; see ``Objective.decide``."""
         value = self.value_usd_per_h(demand.account, len(demand.jobs))
         wants = CostPerProgress(value_usd_per_h=value, hysteresis=self.hysteresis).decide(demand, now_s)
         spent = demand.account.spent_usd / demand.account.hours if demand.account.hours else 0.0
@@ -262,6 +262,7 @@ class Budget:
         """Return the current value of finishing a job one hour earlier [USD/h].
 
         Args:
+            account: Recent costs and numbers of jobs.
             jobs: Current number of jobs, which counts like one more hour of the account.
         """
         # The present jobs count like an hour's: a mean over the first minutes says nothing.

@@ -34,7 +34,7 @@ class UtilityBand:
             raise ValueError(f"low and high must satisfy 0 < low < high <= 1, but got {self.low} and {self.high}")
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the wanted sizes; see ``Objective``."""
+        """Return the wanted size of each job, keyed by the name of the job; see ``Objective.decide``."""
         jobs = {view.job: view for view in demand.jobs if demand.offers[view.job]}
         chosen = {job: option_on(demand.offers[job], demand.gpus[job]) for job in jobs}
         speeds = {job: _speeds(offer, jobs[job].min_workers) for job, offer in chosen.items()}

@@ -107,20 +107,20 @@ class BoaPolicy:
         check_number("usd", self.usd, above=0)
 
     def priced(self, prices: Mapping[str, float]) -> BoaPolicy:
-        """Return the policy with this price per GPU [USD/h]: the lowest in ``prices``, which are keyed by GPU type."""
+        """Return the policy with the lowest of these prices per GPU [USD/h], which are keyed by GPU type."""
         return dataclasses.replace(self, usd=min(prices.values(), default=self.usd))
 
     def told(self, classes: Mapping[str, JobClass], gpus: float) -> BoaPolicy:
         """Return the policy with widths for these classes, on ``gpus`` GPUs or as many as its budget pays for.
 
-        Raises ValueError: that is fewer than the classes need at their cheapest widths.
+        Raises ValueError: the budget pays for fewer GPUs than the classes need at their cheapest widths.
         """
         least = sum(each.per_h * _hull(each)[0][0] for each in classes.values()) / 3600.0
         budget = max(gpus, least) if self.budget_usd_per_h is None else self.budget_usd_per_h / self.usd
         return dataclasses.replace(self, widths=boa_widths(classes, budget))
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target per job: workers go one by one to the job with the fewest, up to its width."""
+        """Return a target per job: workers go one by one to the job with the fewest, up to its class's width."""
 
         def worth(view: JobView, curve: Floats, workers: int) -> float | None:
             width = self.widths.get(view.fingerprint or "")

@@ -61,7 +61,7 @@ class PolluxPolicy:
         check_number("most_nodes", self.most_nodes, least=1)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target for every job, keyed by the name of the job; see ``Policy.decide``."""
+        """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)

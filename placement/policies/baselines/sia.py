@@ -31,7 +31,7 @@ _ONE: Shape = (1, 1)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """Shape (nodes and workers) on nodes of one kind, given by the index of a GPU type."""
+    """Size of a job (its numbers of nodes and workers) on the GPU type with index ``kind``."""
 
     kind: int
     nodes: int
@@ -73,7 +73,7 @@ class SiaPolicy:
             importlib.import_module(name)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target for every job, keyed by the name of the job; see ``Policy.decide``."""
+        """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)

@@ -53,11 +53,11 @@ class UtilityCostPolicy:
         check_number("slow_factor", self.slow_factor, above=1)
 
     def priced(self, prices: Mapping[str, float]) -> UtilityCostPolicy:
-        """Return the policy with these prices per worker and hour [USD], unless it already has prices."""
+        """Return the policy with these prices per worker and hour [USD], by GPU type, unless it already has prices."""
         return self if self.prices else dataclasses.replace(self, prices=dict(prices))
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target for every job, keyed by the name of the job; see ``Policy.decide``."""
+        """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
         room = FreeResources(cluster)
         types = {node.node_id: node.gpu_type for node in cluster.nodes}
         prices = {view.job: self._price(view, room, types) for view in jobs}
@@ -83,7 +83,7 @@ class UtilityCostPolicy:
         return decide_by_worth(jobs, cluster, worth, _say, slow_factor=self.slow_factor)
 
     def _price(self, view: JobView, room: FreeResources, types: Mapping[str, str]) -> float:
-        """Return the price per worker and hour [USD]; types without a price count at what the job has paid so far."""
+        """Return the price per worker and hour [USD]; GPU types without a price cost what the job has paid so far."""
         price = view.bill.worker_usd_per_h if view.bill is not None and view.bill.worker_usd_per_h else self.price
         slots = dict.fromkeys(types.values(), 0)
         held = {node: workers for node, workers in view.allocation.items() if node in types}

@@ -31,7 +31,7 @@ _TINY = 1e-9
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of every job, with their values and sizes; J jobs, C options, K GPU types."""
+    """Options of J jobs, C for each job; every option has a value, and a size on one of K GPU types."""
 
     values: Floats  # worth of each option, (J, C); -inf where it is not possible
     sizes: Floats  # what it takes, (J, C), 0 or more
@@ -70,7 +70,7 @@ class Solution:
 
 
 def solve(options: Options, near: Floats | None = None, *, polished: bool = True) -> Solution:
-    """Return options that fit together and have nearly the highest sum of values.
+    """Return one option per job, such that all fit together and the sum of their values is nearly the highest.
 
     The remaining capacity cannot be used to increase the sum. Ties go to the first option. The result is deterministic.
 
@@ -99,7 +99,7 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
 
 
 def bound(options: Options, multipliers: Floats) -> float:
-    """Return an upper bound of any feasible sum: sum of max(value - price x size) + price x capacity."""
+    """Return an upper bound of the sum of values, by duality: sum of max(value - price x size) + price x capacity."""
     net = options.values - multipliers[options.pool_of] * options.sizes
     return float(net.max(axis=1).sum() + multipliers @ options.capacities)
 
@@ -279,7 +279,10 @@ def _exchange(options: Options, picks: Ints) -> Ints:
 
 
 def solve_exactly(options: Options) -> Ints:
-    """Maximise f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), with g one count per GPU type."""
+    """Return the index of each job's option with the highest sum of values, (J,), by dynamic programming.
+
+    f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), with g one count of free slots per GPU type.
+    """
     shape = tuple((np.floor(options.capacities + _TINY).astype(np.int64) + 1).tolist())
     best = np.zeros(shape)
     sizes = np.rint(options.sizes).astype(np.int64)

@@ -24,7 +24,7 @@ _FEW = 64  # jobs; among more, some job's regular size fits about as well as an 
 
 
 def present_placements(instance: OptionTable) -> tuple[list[Placement], list[bool]]:
-    """Return each job's current placement on remaining nodes, and a flag that is True if the job may keep it."""
+    """Return each job's current placement on nodes that still exist, and a flag: True if the job may keep it."""
     index = {node: (m, i) for m, pool in enumerate(instance.pools) for i, node in enumerate(pool.node_ids)}
     left: dict[tuple[int, tuple[object, ...]], Ints] = {}
     placements, valid = [], []
@@ -65,14 +65,15 @@ def _fit_together(instance: OptionTable, placements: Sequence[Placement], valid:
 def improve(
     instance: OptionTable, utility: SpeedValue, present: Sequence[Placement], valid: Sequence[bool]
 ) -> tuple[list[Placement] | None, dict[int, Reason]]:
-    """Return a better allocation, or None if there is none, and the reasons of the jobs that wait.
+    """Return a better allocation (None if there is none), and the reasons of the jobs that wait, keyed by job index.
 
     Two candidates are tried: a new decision about all jobs, and the current allocation with idle GPUs filled. The
-    better one is used if its worth, with every change discounted for its cost, exceeds that of the current allocation.
-    If it does not, and there is one GPU type, idle GPUs go to jobs for which they pay by the job's own weight, without
-    the charge for the pause: no other job can use these GPUs, and they would otherwise stay idle beside a long job for
-    as long as short jobs come and go. If moving other jobs for this does not pay, the job gets scattered room.
-    Discounts vanish once a change is made, so each step raises the worth of staying, and repeated calls terminate.
+    better one is used if its worth, with every change discounted for its cost, exceeds that of the current
+    allocation. If it does not, and there is one GPU type, idle GPUs go to jobs whose own gain repays the pause,
+    without the minimum charge for pauses: no other job can use these GPUs, and they would otherwise stay idle beside
+    a long job for as long as short jobs come and go. If moving other jobs for this does not pay, the job gets
+    scattered room. Discounts vanish once a change is made, so each step raises the worth of staying, and repeated
+    calls terminate.
     """
     score = utility.weight * np.where([bool(here.place) for here in present], _RUNNING, 1.0)
     rounded = [round(each, 9) for each in score.tolist()]
@@ -161,7 +162,7 @@ class _Alternatives:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """Jobs with their current placements, and what each may have."""
+    """Jobs with their current placements, and the placements that each may have."""
 
     instance: OptionTable
     utility: SpeedValue
@@ -262,7 +263,7 @@ def _anew(alternatives: _Alternatives) -> list[Ints]:
 def pack_placements(
     instance: OptionTable, wanted: Sequence[Mapping[int, int]], present: Sequence[Placement]
 ) -> list[Placement]:
-    """Return placements, per pool and job, for workers of different bundles; workers that do not fit are dropped."""
+    """Return a placement per job for workers that need unlike resources; workers that do not fit are dropped."""
     placements = [UNPLACED] * len(present)
     for m, (pool, counts) in enumerate(zip(instance.pools, wanted, strict=True)):
         views = []
@@ -296,7 +297,7 @@ class PoolCapacity:
         return int(self._rooms[pool].slots(self._case.views[job]).sum())
 
     def take(self, job: int, pool: int, workers: int) -> bool:
-        """Reserve room in the pool for all of the workers or none; True if they fit. Job and pool are indices."""
+        """Reserve room for all of the workers or none; return True if they fit. ``job`` and ``pool`` are indices."""
         if not self._rooms:
             fits = workers <= self._left[pool] + 1e-6
             self._left[pool] -= workers if fits else 0

@@ -21,15 +21,15 @@ def assign_nodes(
     A job that keeps its size stays in place, and a job that shrinks keeps its fullest nodes. All other jobs are
     placed in order of decreasing size. A job of up to one full node goes to the tightest node that holds all of it,
     preferring its own nodes; a larger job gets whole nodes, its own first. If scattered room would split a job over
-    more nodes than its size needs, smaller jobs that are in the way are moved. This is rarer the more sizes are powers
-    of two or whole nodes.
+    more nodes than its size needs, smaller jobs that are in the way are moved. Such moves are rarer the more sizes
+    are powers of two or whole nodes.
 
     Args:
         slots: Number of workers that fit on each node when it is empty.
         sizes: Workers of each job; their sum must not exceed the sum of the slots.
-        present: Current workers of each job by node index; empty if it has none.
+        present: Current workers of each job, keyed by node index; empty if it has none.
 
-    Returns the workers of each job by node index; all workers are placed.
+    Returns the workers of each job, keyed by node index; all workers are placed.
     """
     assignment = _Assignment(slots, sizes)
     waiting: list[int] = []
@@ -57,10 +57,11 @@ def grow_in_place(
     """Assign nodes to each job's workers without moving current workers; a job grows on its own nodes first.
 
     Args:
+        slots: Number of workers that fit on each node when it is empty.
         sizes: Workers of each job; a job whose size is below its current workers keeps its current workers.
-        present: Current workers of each job by node index; together they fit the slots.
+        present: Current workers of each job, keyed by node index; together they fit the slots.
 
-    Returns the workers of each job by node index: fewer than its size if there is not enough room.
+    Returns the workers of each job, keyed by node index: fewer than its size if there is not enough room.
     """
     free = slots.copy()
     places = [dict(here) for here in present]

@@ -117,7 +117,7 @@ class GoodputPolicy:
         return dict(self._cache.prices)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target for every job, keyed by the name of the job; see ``Policy.decide``."""
+        """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
         if not any(view.mixed_gpu_types for view in jobs):
             return self._on_one_type_each(jobs, cluster, now_s)
         mixed = MixedTypes(cluster=cluster, horizon_s=self.horizon_s, hysteresis=self.hysteresis, cache=self._cache)
@@ -143,7 +143,7 @@ class GoodputPolicy:
         }
 
     def utility(self, instance: OptionTable, now_s: float) -> SpeedValue:
-        """Return how the decision values each job's speed at the time ``now_s`` [s since the epoch]."""
+        """Return the parameters by which a decision values each job's speed; ``now_s`` is in s since the epoch."""
         views = instance.views
         left_s = seconds_left(views, instance.rate) if self.lengths else np.full(len(views), np.nan)
         untold = np.array([view.progress is None for view in views], dtype=np.bool_)
@@ -209,7 +209,7 @@ class Decided:
             object.__setattr__(self, name, self.instance.speed_at(placements).tolist())
 
     def reason(self, j: int) -> Reason:
-        """Return why job number ``j`` has its workers: which jobs got those it lost, or the gain from its change."""
+        """Return the reason for the size of job number ``j``: its gain in speed, or the jobs that got its workers."""
         view, was, here = self.instance.views[j], self.before[j], self.after[j]
         if here.place and (why := held(view, here.workers)) is not None:
             return why
@@ -294,7 +294,7 @@ class MixedTypes:
     cache: GoodputCache  # of what was computed before
 
     def on_one_type(self, view: JobView) -> JobView:
-        """Return the job with only its workers on its own GPU type, whose workers alone have the highest goodput."""
+        """Return the job's view with only the workers on its own GPU type: the type on which its workers do most."""
         if not view.mixed_gpu_types:
             return view
         parts = self._parts(view.allocation)
@@ -303,7 +303,9 @@ class MixedTypes:
         return view.placed(parts[self._own_type(view, parts)])
 
     def extend(self, jobs: Sequence[JobView], targets: Mapping[str, Target]) -> dict[str, Target]:
-        """Add workers on other GPU types, in order of arrival, if the model of mixed groups predicts a gain.
+        """Return the targets with workers on other GPU types added, in order of arrival, if these promise a gain.
+
+        The model of mixed groups (``MixedGroup``) predicts the gain.
 
         Args:
             targets: The policy's targets with one GPU type per job, including nodes.

@@ -311,18 +311,21 @@ class SpeedValue:
     growth_hysteresis: float = 0.0  # relative gain that is worth giving a running job more workers for
 
     def where_gpus_idle(self) -> SpeedValue:
-        """Return the utility for GPUs that no other job can use, so that a pause costs only the job that pauses."""
+        """Return the parameters for GPUs that no other job can use, so that a pause costs only the job that pauses."""
         return dataclasses.replace(self, charge=0.0, arrivals_per_s=0.0, growth_hysteresis=self.hysteresis)
 
     def of(self, jobs: NDArray[np.int64]) -> SpeedValue:
-        """Return the utility restricted to the given jobs."""
+        """Return the parameters restricted to the jobs with these indices."""
         parts = {name: getattr(self, name)[jobs] for name in ("weight", "left_s", "cost_s", "stop_s", "horizon_s")}
         return dataclasses.replace(self, **parts)
 
     def values(self, speed: Floats, fewer: NDArray[np.bool_], same: NDArray[np.bool_]) -> Floats:
-        """Return weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount)), (J, C).
+        """Return the value of each job's speed in each option, less the cost of changing to that option, (J, C).
 
-        A stop is worth weight x (phi(0) + phi(discount)), since the job pauses when it starts again at speed 1.
+            weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount))
+
+        A stop is worth weight x (phi(0) + phi(discount)), since the job pauses when it starts again at speed 1. phi is
+        ``concave_value``.
 
         Args:
             fewer: True if the option gives a running job no more workers than it has now.
@@ -350,7 +353,7 @@ def worth_of(
     valid: Sequence[bool],
     may_wait: Sequence[bool],
 ) -> tuple[float, float]:
-    """Return (minus the total weight of jobs that would not run, sum of values of the others); larger is better.
+    """Return (minus the weight of jobs that ``placements`` do not run, sum of the others' values); larger is better.
 
     Args:
         valid: Per job, True if it may have its placement; otherwise it counts as not running.

@@ -39,9 +39,9 @@ class Target:
 
 
 def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
-    """Return a policy's answer as targets: a plain number of workers becomes a ``Target``, any reason a ``Reason``.
+    """Convert a policy's answer to a ``Target`` for each job: plain numbers to targets, plain text to reasons.
 
-    Numbers of workers are not checked here; the core rejects invalid ones later.
+    ``policy`` is its name, for reasons. The numbers are not checked here; the core rejects invalid ones later.
 
     Raises AllocationError: the answer is not a mapping (rule ``mapping``).
     """
@@ -91,9 +91,10 @@ class Policy(Protocol):
         ...
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target for every job, keyed by name; ``JobView.allocation`` holds its current or planned workers.
+        """Return the target size of every job, keyed by the job's name.
 
-        ``now_s`` is the time of day [s since the epoch], the only clock that a policy may use.
+        ``JobView.allocation`` holds the workers that a job has or is planned to have. ``now_s`` is the time of day [s
+        since the epoch], the only clock that a policy may use.
         """
         ...
 
@@ -110,12 +111,12 @@ class Admission:
 
 
 def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
-    """Give every job its minimum number of workers or nothing.
+    """Decide which jobs run: each job gets its minimum number of workers or nothing.
 
-    Running jobs come first, then waiting jobs, each in order of arrival. Jobs grow only afterwards, into the room that
-    is left. Other jobs are therefore shrunk to admit a waiting job, though never below *their* minimum. A smaller job
-    may overtake a larger one that does not fit. Finally, jobs held at a size are raised to that size in order of
-    arrival, or as close to it as room allows.
+    Running jobs come first, then waiting jobs, each in order of arrival. Jobs grow only afterwards, into the room
+    that is left. Other jobs are therefore shrunk to admit a waiting job, though never below their own minimum. A
+    smaller job may overtake a larger one that does not fit. Finally, jobs held at a size are raised to that size in
+    order of arrival, or as close to it as room allows.
     """
     room = FreeResources(cluster)
     floors: dict[str, int] = {}
@@ -156,7 +157,7 @@ def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
 
 
 def no_room(view: JobView, fits: int, others: int) -> Reason:
-    """Return the reason for a waiting job: beside the minimums of ``others`` other jobs, only ``fits`` workers fit."""
+    """Return the reason why a job waits: only ``fits`` workers fit beside the minimums of ``others`` other jobs."""
     wanted = f"{view.min_workers} x {describe(view.bundle)}"
     cause = Cause.MEMORY if 1 < view.sizes.fitting == view.min_workers else Cause.NO_ROOM
     return Reason(cause, (wanted, fits), f"the minimum of {others} other jobs comes first")
@@ -180,8 +181,9 @@ Worth = Callable[[JobView, Floats, int], "float | None"]
 def climb(jobs: Sequence[JobView], admission: Admission, score: Score) -> dict[str, int]:
     """Return the workers of each admitted job after adding workers one by one where the score is highest.
 
-    ``score`` rates one more worker for a job with its current number; None if it wants no more. Ties go to the job that
-    arrived first. Jobs held at a size stay at their floor. The workers are deducted from ``admission.room``.
+    ``score`` rates one more worker, given a job and its number of workers; None if the job wants no more. Ties go to
+    the job that arrived first. Jobs held at a size stay at their floor. The workers are deducted from
+    ``admission.room``.
     """
     counts = dict(admission.floors)
     views = {view.job: view for view in jobs}
@@ -217,7 +219,7 @@ def decide_by_worth(
     Each worth is multiplied by ``JobView.weight``; a negative worth, which is a cost, is divided by it.
 
     Args:
-        worth: Function that returns the worth of one more worker; None if the job wants no more.
+        worth: Function of a job, its speeds on 0..n workers and its size: the worth of one more, None for no more.
         say: Function that returns the reason for a job's size, given its workers and the worth of one more.
         slow_factor: Avoid nodes on which steps take at least this many times longer; None uses all nodes.
     """
@@ -268,7 +270,7 @@ def _placed(targets: dict[str, Target], jobs: Sequence[JobView], cluster: Cluste
 
 
 def grow_in_turn(order: Sequence[JobView], admission: Admission) -> dict[str, Target]:
-    """Return targets after growing jobs one by one: a fallback of slot-based policies for unlike workers."""
+    """Return targets after growing jobs one by one, for policies that count slots, if jobs need unlike workers."""
     counts = grow(order, admission)
     why = "workers; workers of several kinds, so jobs grow in turn"
     return {

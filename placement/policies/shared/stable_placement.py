@@ -72,7 +72,7 @@ class StablePlacer:
         return places
 
     def grown(self, job: int, more: int) -> dict[int, int] | None:
-        """Return the job's workers by node index with ``more`` added, first on its own nodes; None without room."""
+        """Return a job's workers per node index with ``more`` added on one node, first its own; None without room."""
         place, free = dict(self._occupied.place(job)), self._occupied.slots(job)
         own = [node for node in place if free[node] >= more]
         if own:
@@ -130,7 +130,7 @@ def use_idle(
 ) -> None:
     """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within ``horizon_s``.
 
-    Modifies ``places``, each job's workers by node index. No job grows beyond ``most_nodes`` nodes; held ones stay.
+    Modifies ``places``, each job's workers by node index. Jobs held at a size, or on ``most_nodes`` nodes, do not grow.
     """
     for i, view in enumerate(running):
         limit = growth_limit(view)
@@ -171,7 +171,10 @@ def growth_limit(view: JobView) -> int:
 
 
 def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int, int]:
-    """Return the job's current workers by node index; empty if ``index`` is None for a node (gone or draining)."""
+    """Return the job's current workers keyed by node index; empty if one of its nodes is gone or draining.
+
+    ``index`` maps a node id to the node's index, or to None for such a node.
+    """
     place: dict[int, int] = {}
     for node_id, workers in view.allocation.items():
         at = index(node_id)
@@ -182,9 +185,9 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
 
 
 def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
-    """Return the shapes (nodes, workers) to consider: all sizes up to one full node, then multiples of it.
+    """Return the shapes (nodes, workers) to consider: all sizes up to one full node, then multiples of a full node.
 
-    Each size, at least the job's minimum and at most ``most``, is on the fewest nodes; ``slots`` is each node's room.
+    Each size, from the job's minimum to ``most``, is on the fewest nodes; ``slots`` is each node's room.
     """
     roomy = np.cumsum(sorted(slots, reverse=True))
     if not len(roomy) or roomy[-1] < view.min_workers:
@@ -219,7 +222,7 @@ class WorstFitPlacer:
         self._types = [types[node_id] for node_id in self.free.node_ids]
 
     def keep(self, view: JobView) -> Mapping[str, int] | None:
-        """Reserve and return the job's current workers by node id; if part of it is not free, only return None."""
+        """Reserve and return the job's current workers keyed by node id; None if not all their slots are free."""
         fits = self.free.slots(view)
         place = {self.free.index(node_id): workers for node_id, workers in view.allocation.items()}
         if any(index is None or fits[index] < workers for index, workers in place.items()):

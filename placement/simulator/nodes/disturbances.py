@@ -26,7 +26,7 @@ Kind = Literal["down", "up", "slow", "well"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbances:
-    """Rates of disturbances, all 0 by default; rules other than ``live`` support only noise."""
+    """Rates of disturbances, all 0 by default. Rules other than ``live`` support only measurement noise."""
 
     node_mtbf_h: float = 0.0  # mean hours between failures of one node; 0 for none
     repair_s: float = 600.0  # time until a lost node is back [s]
@@ -52,7 +52,7 @@ class Disturbances:
             raise InputError("spot must be one trace for all nodes, or one a GPU type, but got both")
 
     def check(self, rules: Rules, cluster: Cluster) -> None:
-        """Raise InputError unless these rules and this cluster support the disturbances."""
+        """Raise InputError unless the simulation's rules and cluster support these disturbances."""
         wrong = dataclasses.replace(self, noise=0.0, spot_offset_h=0.0)
         if rules.round_s is not None and wrong != Disturbances():
             changed = [f.name for f in dataclasses.fields(self) if getattr(wrong, f.name) != f.default]
@@ -70,7 +70,7 @@ class Disturbances:
         return tuple(gpu for gpu in types if "" in self.spot or gpu in self.spot)
 
     def script(self, nodes: Sequence[Node], seed: int, until_s: float) -> list[tuple[float, Kind, str]]:
-        """Return (time [s], "down", "up", "slow" or "well", node id) of every event until ``until_s``, by time."""
+        """Return (time [s], event, node id) of all events until ``until_s``, by time: "down", "up", "slow", "well"."""
         events: list[tuple[float, Kind, str]] = []
         for node in nodes:
             events += self._spells(node.node_id, "down", "up", (self.node_mtbf_h, self.repair_s), seed, until_s)
@@ -116,13 +116,13 @@ class SpotTrace:
             raise InputError(f"spot trace {self.source} must have a machine at some time, but never has one")
 
     def deal(self, nodes: Sequence[str], seed: int) -> dict[str, int]:
-        """Return a random place of the market for each node; places repeat only if there are more nodes than places."""
+        """Return a random place of the market, keyed by node; places repeat only if nodes outnumber them."""
         order = list(range(len(self.places)))
         random.Random(f"{seed}/spot").shuffle(order)
         return {node: order[i % len(order)] for i, node in enumerate(nodes)}
 
     def gone(self, place: int, offset_s: float, until_s: float) -> Iterator[Span]:
-        """Yield each (from, to) [s] until ``until_s`` with a place empty; second 0 is ``offset_s`` of the trace."""
+        """Yield (from, to) [s] for each time a place is empty, until ``until_s``; 0 is ``offset_s`` in the trace."""
         taken = self.places[place]
         if not taken:
             yield 0.0, math.inf
@@ -140,10 +140,10 @@ class SpotTrace:
 
 
 def read_spot(path: str | Path) -> SpotTrace:
-    """Read a trace: JSON with ``metadata.gap_seconds`` and ``data``, or CSV lines ``milliseconds,add|remove,name``.
+    """Read a recorded spot market: JSON with ``metadata.gap_seconds`` and ``data``, or CSV.
 
-    Raises InputError: the file cannot be read, has neither format, or is inconsistent; the message names the file and
-    the position in it.
+    CSV lines are ``milliseconds,add|remove,name``. Raises InputError: the file cannot be read, has neither format, or
+    is inconsistent; the message names the file and the position in it.
     """
     with reading(f"spot trace {path}"):
         text = Path(path).read_text(encoding="utf-8")

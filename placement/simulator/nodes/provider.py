@@ -21,7 +21,7 @@ _HORIZON_S = 60 * 86400.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaledCluster:
-    """Settings for a simulated cluster that its jobs size; the cluster string gives the maximum nodes per type."""
+    """Settings for a simulated cluster whose size follows its jobs, up to the nodes in the cluster string."""
 
     objective: str | Objective = "cost_per_progress"
     config: AutoscalerConfig = dataclasses.field(default_factory=AutoscalerConfig)  # times of the autoscaler
@@ -40,9 +40,9 @@ class AutoscaledCluster:
         return f"Autoscaling({fields})"
 
     def check(self, rules: Rules, disturbances: Disturbances) -> None:
-        """Check that these rules and disturbances support autoscaling.
+        """Raise InputError unless these rules and disturbances support autoscaling.
 
-        Raises InputError: they do not, for example because permanent nodes would fail or slow down.
+        They do not if, for example, permanent nodes would fail or slow down.
         """
         if rules.round_s is not None:
             raise InputError(f"rules must be 'live' for autoscale, but got {rules.name!r}")
@@ -50,7 +50,7 @@ class AutoscaledCluster:
             raise InputError("autoscale goes with spot traces, interference and noise, but got failing or slow nodes")
 
     def types(self, cluster: Cluster, prices: PriceTable, spot: Mapping[str, SpotTrace]) -> tuple[NodeType, ...]:
-        """Return a node type for each GPU type of the cluster, and a spot type for each that has a spot trace."""
+        """Return an on-demand node type for each GPU type of the cluster, and a spot type for each with a trace."""
         found = []
         for gpu in sorted({node.gpu_type for node in cluster.nodes}):
             nodes = [node for node in cluster.nodes if node.gpu_type == gpu]
@@ -116,7 +116,7 @@ class Provider:
         return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
 
     def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
-        """Rent machines up to these numbers by type and return the new ones; release surplus ones still starting."""
+        """Rent machines up to these numbers, by type, and return the new ones; give surplus starting ones back."""
         fresh: list[Machine] = []
         for each in self.types:
             mine = [m for m in self.machines.values() if m.kind.name == each.name]
@@ -131,12 +131,12 @@ class Provider:
         return fresh
 
     def give_back(self, node_id: str, now_s: float) -> None:
-        """Return a machine to the cloud, so that it costs nothing more."""
+        """Give a machine back to the cloud, so that it costs nothing more."""
         machine = self.machines.pop(node_id)
         self.rented_h[machine.kind.name] += (now_s - machine.since_s) / 3600.0
 
     def close(self, now_s: float) -> None:
-        """Return all machines at the end of the simulation."""
+        """Give all machines back to the cloud at the end of the simulation."""
         for node_id in list(self.machines):
             self.give_back(node_id, now_s)
 

@@ -55,7 +55,7 @@ def rho(jobs: Sequence[SimulatedJob], cluster: Cluster) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=4096)
 def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: int) -> float:
-    """Return the application's time from first start to end if it runs alone on up to ``most`` GPUs of a type [s]."""
+    """Return the time from a job's first start to its end if it runs alone on up to ``most`` GPUs of a type [s]."""
     sizes = sorted({k for k in SIZES if k <= most} | {min(most, 64)})
     best = min(sizes, key=lambda k: alone_s(app, gpu, per_node, k))
     spec = TraceJob(name="alone", time_s=0.0, application=app.name, num_replicas=1, batch_size=app.init_batch_size)
@@ -71,7 +71,7 @@ def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: in
 
 @functools.lru_cache(maxsize=4096)
 def alone_s(app: Application, gpu: str, per_node: int, replicas: int) -> float:
-    """Return the pure training time on these GPUs with each epoch's best batch [s]; infinity if no batch fits."""
+    """Return the pure training time of a job on these GPUs with each epoch's best batch [s]; infinity if none fits."""
     counts = (per_node,) * (replicas // per_node) + ((replicas % per_node,) if replicas % per_node else ())
     least, most = app.local_bsz_range(gpu)
     table = app.step_times[gpu]

@@ -33,7 +33,7 @@ _CONFIG = AllocatorConfig(rounds=True, silence_s=math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Predicted number of workers and end of one job, see :func:`outlook`."""
+    """Predicted number of workers and end time of one job; see :func:`outlook`."""
 
     job: str
     workers: int  # that it would have at first
@@ -45,7 +45,7 @@ class Outlook:
 
 
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
-    """Return the nodes of a cluster string, which lists GPUs, or CPUs under the type ``cpu``.
+    """Return the nodes of a cluster string such as ``t4:2x4``; the type ``cpu`` counts CPUs instead of GPUs.
 
     Nodes have plenty of all other resources. Raises InputError: the string cannot be parsed.
     """
@@ -71,7 +71,7 @@ def outlook(
     stay: bool = False,
     constraints: Constraints = NO_CONSTRAINTS,
 ) -> tuple[Outlook, ...]:
-    """Predict when each job ends if the allocator divides these nodes, deciding again whenever a job ends.
+    """Predict each job's workers on these nodes, and when it ends; the policy decides again whenever a job ends.
 
     The prediction stops when every job with a known length has ended. Between decisions, a job progresses at goodput /
     M0 iterations per second, according to its current model. For a GPU type on which it has not run, the model of a
@@ -79,8 +79,8 @@ def outlook(
     the end.
 
     Args:
-        stay: True if the jobs already run on these nodes, so that the result describes their current workers; False
-            if they all start from scratch.
+        stay: True if the jobs already run on these nodes, so that the result describes their current workers; False if
+            they all start from scratch.
 
     Returns one outlook per job, in the order of the views.
 

@@ -16,7 +16,7 @@ _HUES = {"cifar10": 0, "ncf": 4, "deepspeech2": 2, "bert": 1, "yolov3": 5, "imag
 
 
 def check_picture(path: Path) -> None:
-    """Raise InputError unless Matplotlib is installed and can write files of this kind."""
+    """Raise InputError unless Matplotlib is installed and can write files with this extension."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs Matplotlib; install it with: pip install 'elastic-ray[plot]'")
     from matplotlib.backend_bases import FigureCanvasBase

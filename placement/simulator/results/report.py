@@ -53,7 +53,7 @@ class JobReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rented:
-    """Total cost of all rented nodes, including their idle time."""
+    """Total cost of all nodes that were rented, including the time for which they were idle."""
 
     node_hours: Mapping[str, float]  # hours for which nodes were paid for, by node type
     usd: float
@@ -104,7 +104,7 @@ class SimulationReport:
 
     @property
     def jct_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Job completion times [s]."""
+        """Completion time of each job, from submission to completion [s], in the order of the jobs."""
         return np.array([job.jct_s for job in self.jobs])
 
     @property
@@ -119,21 +119,21 @@ class SimulationReport:
 
     @property
     def gpu_hours(self) -> float:
-        """GPUs held x hours, summed over all jobs."""
+        """GPU-hours: number of GPUs held x hours, summed over all jobs."""
         return sum(sum(job.gpu_hours.values()) for job in self.jobs)
 
     @property
     def cost(self) -> float:
-        """Cost of the GPU-hours held [USD]."""
+        """Cost of the GPU-hours for which jobs held GPUs [USD]."""
         return sum(hours * self.prices[gpu] for job in self.jobs for gpu, hours in job.gpu_hours.items())
 
     @property
     def unfair(self) -> float:
-        """Fraction of jobs with rho above 2."""
+        """Fraction of jobs that took more than twice as long as on an equal share of the cluster (rho above 2)."""
         return float(np.mean([job.rho > 2.0 for job in self.jobs]))
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON record for this report."""
+        """Return the summary of this report as a JSON record."""
         jct_s = self.jct_s
         decision_ms = 1e3 * np.array(self.decision_s or (0.0,))
         rho = np.array([job.rho for job in self.jobs])

@@ -57,7 +57,7 @@ class Application:
         noise: NoiseScale,
         step_times: Mapping[str, Times],
     ) -> Application:
-        """Return an application whose epochs each last ``epoch`` iterations at the initial batch."""
+        """Return an application whose epochs each last ``epoch`` iterations (steps at the initial batch)."""
         ends = epoch * np.arange(1, epochs + 1)
         rows = np.ones((len(batch_sizes), 1))
         gains = np.array([[noise.gain(size / batch_sizes[0])] for size in batch_sizes])
@@ -87,7 +87,7 @@ class Application:
         self._stretched: dict[int, Application] = {self.epochs: self}
 
     def stretched(self, epochs: int) -> Application:
-        """Return the same training with its phases stretched over another number of epochs of the same length."""
+        """Return this application with another number of epochs, over which its phases of training are stretched."""
         if epochs not in self._stretched:
             twin = copy.copy(self)
             twin.epochs, factor = epochs, epochs / self.epochs
@@ -124,11 +124,11 @@ class Application:
         return least, min(most, _LOCAL_CAPS.get(self.name, {}).get(gpu, most))
 
     def progress_at(self, epoch: int) -> float:
-        """Return cumulative scale-invariant iterations after this number of epochs; 0 at 0."""
+        """Return the cumulative progress after this number of epochs, in iterations (steps at the initial batch)."""
         return float(self._progress[epoch])
 
     def noise(self, batch_size: float, epoch: int) -> NoiseScale:
-        """Return the gradient's squared norm and variance in an epoch, interpolated between profiled batch sizes."""
+        """Return the gradient's squared norm and variance at a batch size [samples] in an epoch, by interpolation."""
         key = float(batch_size), epoch
         if key not in self._noise and self.fixed_batch:
             self._noise[key] = NoiseScale(sqr=float(self._sqr[0, epoch]), var=float(self._var[0, epoch]))
@@ -150,12 +150,12 @@ class Application:
         return self._gain[key]
 
     def iterations_at(self, batch_size: float, epoch: int) -> float:
-        """Return the number of optimizer steps that a run at this batch needs to finish epoch ``epoch`` (from 0)."""
+        """Return the number of optimizer steps at this batch from the start to the end of epoch ``epoch`` (from 0)."""
         return float(np.interp(batch_size, self._sizes, self._iterations[:, epoch]))
 
 
 def load_profiles(folder: str | Path, gpus: tuple[str, ...]) -> dict[str, Application]:
-    """Load the applications in a folder that were profiled on all of these GPU types, keyed by name.
+    """Load those applications in a folder that were profiled on all of these GPU types, keyed by name.
 
     Raises InputError: the folder is missing or has no application, or a file lacks a column or has non-numbers.
     """
@@ -185,9 +185,9 @@ MOST_NODES = 16
 
 
 def read_rows(path: str | Path, columns: Sequence[str], what: str) -> list[tuple[int, dict[str, str | None]]]:
-    """Return the rows of a CSV file with these columns, each with its line number.
+    """Return the rows of a CSV file that must have these columns, each with its line number.
 
-    Raises InputError: the file is missing, or lacks a column.
+    Raises InputError: the file is missing, or lacks a column; the message calls the file ``what``.
     """
     with reading(f"{what} {path}"), open(path, newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
@@ -200,7 +200,10 @@ def read_rows(path: str | Path, columns: Sequence[str], what: str) -> list[tuple
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[str]]:
-    """Return columns of a profile keyed by header. Raises InputError: see ``read_rows``, or the file is empty."""
+    """Return columns of a profile as text, keyed by header.
+
+    Raises InputError: as ``read_rows``, or the file is empty.
+    """
     rows = read_rows(path, columns, "profile")
     if not rows:
         raise InputError(f"profile {path} must hold one row or more, but is empty")
@@ -208,7 +211,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[str]]:
 
 
 def numbers(path: Path, columns: Sequence[str]) -> dict[str, Floats]:
-    """Return the result of ``read_columns`` for columns of finite numbers.
+    """Return columns of a profile as arrays, keyed by header.
 
     Raises InputError: as ``read_columns``, or a value is not a finite number.
     """
@@ -226,7 +229,7 @@ def _numbers(path: Path, column: str, texts: Sequence[str]) -> Floats:
 
 
 def canonical(counts: Sequence[int]) -> Counts:
-    """Return the lexicographically smallest rotation of the workers per node, the key of a placement in the tables."""
+    """Return the lexicographically smallest rotation of the workers per node, which identifies a placement."""
     rotations = [tuple(counts[i:]) + tuple(counts[:i]) for i in range(len(counts))]
     return min(rotations)
 
@@ -236,11 +239,11 @@ class Times(Protocol):
 
     @property
     def local_bsz_range(self) -> tuple[int, int]:
-        """Fewest and most samples per worker and micro-step."""
+        """Minimum and maximum number of samples per worker and micro-step."""
         ...
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
-        """Return (step time without accumulation, its synchronisation part) [s].
+        """Return the time of a step without accumulation, and the part of it spent on synchronisation [s].
 
         ``counts`` is the number of workers on each node, ``local_bsz`` the samples per worker and micro-step.
         """
@@ -248,13 +251,13 @@ class Times(Protocol):
 
 
 class StepTimes:
-    """True step times by placement and local batch, which no policy sees.
+    """True step times by placement and local batch (samples per worker), which no policy sees.
 
     A placement in ``placements-<gpu>.csv`` is interpolated linearly in the local batch. For any other placement, the
     rows are averaged by (nodes, replicas, local batch), ``scalability-<gpu>.csv`` is appended, and all three axes are
     interpolated linearly over a Delaunay triangulation, with at most 16 nodes. This is the Pollux artifact's rule, so
-    its figures can be reproduced. For a point outside the measured region, the nearest measured node and replica
-    counts are used.
+    its figures can be reproduced. For a point outside the measured region, the nearest measured node and replica counts
+    are used.
     """
 
     def __init__(self, folder: Path, gpu: str) -> None:
@@ -287,7 +290,7 @@ class StepTimes:
         self._cache: dict[tuple[Counts, float], tuple[float, float]] = {}
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
-        """Return (step time without accumulation, its synchronisation part) [s].
+        """Return the time of a step without accumulation, and the part of it spent on synchronisation [s].
 
         Args:
             counts: Workers on each node, each at least 1, in the order of the nodes.

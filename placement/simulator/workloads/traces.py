@@ -19,7 +19,7 @@ COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJob:
-    """Job of a trace."""
+    """Job in a trace: its submission, its application, and the resources that its user requested."""
 
     name: str  # unique within the trace
     time_s: float  # submission [s from the start of the trace], 0 or more
@@ -48,7 +48,7 @@ def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJo
     """Return the jobs of a CSV file in the order of submission; simultaneous jobs keep their order in the file.
 
     Args:
-        path: A file with the columns of ``COLUMNS``, in any order.
+        path: A file that has the columns listed in ``COLUMNS``, in any order.
         applications: Names of the applications that have a profile.
 
     Raises InputError: the file is missing or empty, lacks a column, or has an invalid line, which the message names.
@@ -77,7 +77,7 @@ def _job(row: dict[str, str | None], where: str) -> TraceJob:
 def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str) -> tuple[TraceJob, ...]:
     """Return the jobs in the order of submission.
 
-    Raises InputError: a name occurs twice, or an application has no profile.
+    Raises InputError: a name occurs twice, or an application has no profile; the message names ``where``.
     """
     if not jobs:
         raise InputError(f"trace {where} must hold one job or more, but is empty")
@@ -113,7 +113,7 @@ class Lengths:
             check_number(f"epochs of job {job!r}", epochs, least=1, error=InputError)
 
     def application(self, application: Application, job: str, seed: int) -> Application:
-        """Return the job's application, stretched or shortened to the job's actual number of epochs."""
+        """Return the job's application with the job's actual number of epochs."""
         if job in self.epochs:
             return application.stretched(self.epochs[job])
         if not self.spread:
@@ -122,7 +122,7 @@ class Lengths:
         return application.stretched(max(1, round(application.epochs * factor)))
 
     def declaration(self, epochs: int, job: str, seed: int) -> float | None:
-        """Return how many epochs a job of ``epochs`` epochs declares, with a random error if set; None if none."""
+        """Return how many epochs a job of ``epochs`` epochs declares, with a random error if set; None for none."""
         if not self.declared:
             return None
         if not self.error:

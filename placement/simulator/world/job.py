@@ -158,7 +158,7 @@ class SimulatedJob:
         return self.trace.batch_size if self.requested else self.app.fixed_batch or _SINGLE.get(self.app.name)
 
     def arrive(self, now_s: float) -> None:
-        """Set the job's clock to ``now_s``: its arrival, or the start of the round in which it arrived."""
+        """Set the job's clock to ``now_s``: the time of its arrival, or the start of the round in which it arrived."""
         self.now_s = now_s
 
     def share(self, models: Mapping[str, GoodputModel]) -> None:
@@ -203,7 +203,7 @@ class SimulatedJob:
             self.now_s = end_s
 
     def next_s(self) -> float:
-        """Return the time of the job's next own event [s], an epoch's end or joining workers; infinity if it waits."""
+        """Return the time of the job's next event (epoch end, batch change, workers join) [s]; infinity if none."""
         if self.training is None or self.finished_s is not None:
             return math.inf
         missing = self._next_change() - self.progress
@@ -221,7 +221,7 @@ class SimulatedJob:
         self.joined_s = math.inf
 
     def see_slow(self, nodes: Mapping[str, float]) -> None:
-        """Set the slow nodes, each with the factor by which its steps take longer; the slowest node sets the pace.
+        """Set the job's slow nodes, each with the factor by which steps take longer on it; the slowest sets the pace.
 
         After leaving a slow node, the job still reports it for a while, since it measures nothing on it any more.
         """
@@ -231,7 +231,7 @@ class SimulatedJob:
         self.slowdown = max(nodes.values(), default=1.0)
 
     def see_shared_link(self, loss: float) -> None:
-        """Reduce the job's speed by the fraction ``loss``, because another job shares its nodes' links."""
+        """Reduce the job's speed by the fraction ``loss``, because another job uses the network links of its nodes."""
         self.slowdown /= 1.0 - loss
 
     def _slow_nodes(self) -> dict[str, float]:
@@ -461,7 +461,7 @@ class SimulatedJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MixedSteps:
-    """Division of a batch among workers of several GPU types."""
+    """Division of a step's batch among workers on several GPU types."""
 
     shares: Mapping[str, tuple[int, ...]]  # samples of each worker in a micro-step, by type, from the largest on
     accum_steps: int  # micro-steps before the one that synchronises
@@ -472,7 +472,7 @@ class MixedSteps:
         return sum(map(sum, self.shares.values())) * (self.accum_steps + 1)
 
     def measure(self, app: Application, counts: tuple[int, ...]) -> tuple[float, MixedObservation]:
-        """Return the true step time [s] with ``counts`` workers per node, and the measurement of it.
+        """Return the true step time [s] with ``counts`` workers on each node, and the job's measurement of that step.
 
         All workers wait for the slowest type and the slowest link.
         """
@@ -493,10 +493,10 @@ class MixedSteps:
 def shared_out(
     app: Application, models: Mapping[str, GoodputModel], location: Location, batch_size: int | None
 ) -> MixedSteps:
-    """Return how a step's batch is divided among workers on several GPU types, for the highest modelled goodput.
+    """Return the division of a step's batch among workers on several GPU types with the highest modelled goodput.
 
-    If a type has no model, or a worker would get no samples, all shares are equal. ``models`` are keyed by GPU type;
-    ``batch_size`` is the global batch, None for the best one (the initial one for equal shares) [samples].
+    If a type has no model, or a worker would get no samples, all shares are equal. ``models`` are keyed by GPU type.
+    ``batch_size`` is the global batch [samples]; None uses the best one, or the initial one if shares are equal.
     """
     workers = location.workers_by_type
     if all(gpu in models for gpu in workers):

@@ -101,7 +101,7 @@ class Rules(abc.ABC):
 
     @property
     def join_s(self) -> float:
-        """Pause while workers join that have started in the background [s]."""
+        """Pause of a job while workers that were started in the background join it [s]."""
         return 0.0
 
     @abc.abstractmethod
@@ -110,19 +110,19 @@ class Rules(abc.ABC):
     ) -> ChangeCost:
         """Return the cost of moving a job's workers from ``before`` (None if it has none) to ``after``.
 
-        ``training`` are the workers that currently train, without those still starting; None for none.
+        ``training`` are the workers that currently train, without workers still starting; None if no worker trains.
         """
 
     @abc.abstractmethod
     def expected_restart_s(self, application: str) -> float:
-        """Return the cost of a change that a job reports to the allocator [s]."""
+        """Return the cost that a job of this application reports to the allocator for a change of its workers [s]."""
 
     def expected_stop_s(self, application: str) -> float | None:
-        """Return the cost of a stop and restart that a job reports [s]; None if the job must not be stopped."""
+        """Return the cost that a job reports for a stop and restart [s]; None if the job must not be stopped."""
         return self.expected_restart_s(application)
 
     def divisor(self, application: str) -> float:
-        """Return the factor by which the application's true progress is slowed down; 1 for none."""
+        """Return the factor by which jobs of this application are slower than their profile; 1 if they are not."""
         return 1.0
 
 
@@ -147,7 +147,8 @@ class PolluxRules(Rules):
 class SiaRules(Rules):
     """Rules of Sia's simulator (SOSP 2023): rounds of 60 s, a restart delay and a slow-down for each application.
 
-    Every start is a restart, as is a change of the counts per node or of the GPU type; moving is free.
+    A start costs a restart, and so does a change of the GPU type or of the workers per node. A move to other nodes is
+    free.
     """
 
     name: str = "sia"

@@ -79,7 +79,7 @@ class World:
         self.send(JobHeartbeat(view=view), now_s)
 
     def end(self, job: SimulatedJob, now_s: float) -> None:
-        """End the job and free its GPUs."""
+        """End the job at ``now_s`` [s] and free its GPUs."""
         if job.location is not None:
             self.placed.append(Placed(time_s=now_s, job=job.name, nodes={}))
             job.leave()
@@ -142,11 +142,11 @@ class World:
 
 
 class IdleWatch:
-    """Record of how long GPUs were idle that some job could have used, according to the job's model.
+    """Record of how long GPUs were idle that some job could have used, judged by the job's own model.
 
     A waiting job can use idle GPUs if its smallest size fits. A running job can use them if some of them, on its own
-    nodes first, would make it 5 % faster after the cost of the change, and each contributes at least a quarter of
-    what its current GPUs contribute on average.
+    nodes first, would make it 5 % faster after the cost of the change, and each contributes at least a quarter of what
+    its current GPUs contribute on average.
     """
 
     def __init__(self) -> None:

@@ -23,13 +23,13 @@ _STILL = NoiseScale(sqr=1.0, var=0.0)  # of a batch that stays as it is the nois
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FittedTimes:
-    """Step times from a fitted model."""
+    """Step times that a fitted throughput model predicts."""
 
     model: ThroughputModel  # fitted to what was measured
     local_bsz_range: tuple[int, int]  # see ``Times``
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
-        """Return the model's times; see ``Times``."""
+        """Return the step time and its synchronisation part by the model [s]; see ``Times``."""
         step_s = float(self.model.step_time(len(counts), sum(counts), local_bsz, 0))
         return step_s, step_s - min(float(self.model.step_time(1, 1, local_bsz, 0)), step_s)
 
@@ -79,7 +79,7 @@ class RecordedWorkload:
 
 
 def recorded_workload(life: Life, *, gpu: str = "t4") -> RecordedWorkload:
-    """Return the jobs of a recording, with profiles fitted to all of their measurements.
+    """Return the jobs in a recording, with profiles fitted to all of their measurements.
 
     Args:
         gpu: GPU type assumed for nodes whose type is unknown.

@@ -30,10 +30,10 @@ _MOST_TEXT = 200
 def compare(
     look: AllocatorLook | None, nodes: str, policy: str, now_s: float
 ) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-    """Return the outlook of each job on the current nodes, and on the given nodes under the given policy.
+    """Return each job's outlook (expected size and end) on the current nodes, and on other nodes or another policy.
 
     Args:
-        nodes: Cluster such as ``T4:4x8``; empty for the current nodes.
+        nodes: Other cluster, such as ``T4:4x8``; empty for the current nodes.
         policy: Name of a registered policy; empty for the cluster's current policy.
 
     Raises InputError: the nodes or the policy are invalid, or the number of running jobs is zero or too large.
@@ -77,7 +77,7 @@ _BOOKKEEPING = ("node:", "bundle", "object_store_memory", "accelerator_type:")
 
 
 class LiveCluster:
-    """Data source for the cluster that this process has joined."""
+    """Data source of the page for the running cluster that this process has joined."""
 
     def __init__(self, name: str, *, actions: bool, period_s: float = 0.5) -> None:
         self._page = ClusterPage(name, actions=actions)
@@ -218,7 +218,7 @@ class LiveCluster:
             raise ActionRefusedError(str(error)) from None
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-        """Return the outlook of the running jobs on current and on other nodes; see :meth:`Source.what_if`."""
+        """Return each running job's outlook on current and on other nodes; see :meth:`Source.what_if`."""
         return compare(self._page.allocator, nodes, policy, now_s)
 
     def act(self, job: str, action: str, workers: int | None) -> str:
