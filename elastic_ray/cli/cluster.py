@@ -23,7 +23,6 @@ from elastic_ray.access import HOW_TO_START, AccessRefusedError, check_access, c
 from elastic_ray.cli.listings import JobAnswers
 from elastic_ray.events import JobEvent, JobPhase, JobStatus, WorkerInfo
 from elastic_ray.record.ended import EndedJobNote
-from placement.allocator.actor import NAME as ALLOCATOR
 from placement.allocator.actor import PolicyConflictError, find_allocator, get_or_create_allocator
 from placement.allocator.explaining import Explanation
 from placement.allocator.settings import OperatorSettings
@@ -33,7 +32,7 @@ from placement.cluster.jobs import JobView
 from placement.errors import InputError
 from placement.policies import make_policy
 from placement.ray_cluster import notes
-from placement.ray_cluster.named_actors import NAMESPACE, actors_named, find_actor
+from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE, actors_named, find_actor
 
 _CALL_TIMEOUT_S = 10.0
 _ANSWER_S = 5.0  # of many controllers together: a list need not wait long for one that hangs

@@ -51,8 +51,6 @@ from placement.storage.private_files import LineFile
 from placement.text import log_plainly
 from placement.versions import Spoken, check_spoken, spoken
 
-NAME = ALLOCATOR
-
 _POLL_S = 0.5
 _DEFAULT_POLICY = "goodput"
 _READ_TIMEOUT_S = 5.0
@@ -139,7 +137,7 @@ def find_allocator() -> Any:
 
 
 def _named_actor(packed: PackedPolicy, config: AllocatorConfig | None) -> Any:
-    return create_on_head(Allocator, NAME, packed, config, get_if_exists=True, max_restarts=-1)
+    return create_on_head(Allocator, ALLOCATOR, packed, config, get_if_exists=True, max_restarts=-1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
