@@ -44,7 +44,7 @@ class SweepProcesses:
         self._lent: dict[str, list[_Process]] = {}
 
     def admit(self, run: str, kind: JobSpec) -> None:
-        """Allow a run to borrow processes until :meth:`settle`; runs of equal ``kind`` reuse the same processes."""
+        """Allow a run to borrow processes until :meth:`complete`; runs of equal ``kind`` reuse the same processes."""
         self._kinds[run] = kind
         self._lent.setdefault(run, [])
 

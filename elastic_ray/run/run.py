@@ -278,7 +278,7 @@ class Run:
 
 
 class Group:
-    """Current group of a worker. Its attributes are read many times per step, and only :meth:`follow` changes them.
+    """Current group of a worker. Its attributes are read many times per step, and only :meth:`adapt` changes them.
 
     Args:
         expected: This worker's expected rank and world size in its first group, if known.

@@ -44,8 +44,8 @@ class BucketOperation(Protocol):
     """Protocol of operations that sum one bucket's weighted gradients over all ranks, in rounds of collectives.
 
     :meth:`launch` is called when backward has filled the bucket. Whenever all works of a round have ended,
-    :meth:`go_on` is called for all buckets in order, until it returns no works. State that an operation keeps between
-    steps changes in two phases: :meth:`commit` makes the outcome of a step final, and :meth:`void` discards it.
+    :meth:`next_round` is called for all buckets in order, until it returns no works. State that an operation keeps
+    between steps changes in two phases: :meth:`commit` makes the outcome of a step final, and :meth:`void` discards it.
     """
 
     def launch(self, bucket: Any, group: GradientGroup) -> Sequence[Any]:

@@ -53,7 +53,7 @@ class TiledOptimizer:
     Attributes:
         denominators: View of the optimizer for gradient statistics.
         idle: Whether there are no tiles now or after a pending change, so that updates need only the optimizer. It is
-            updated by :meth:`follow`, :meth:`enter_group`, :meth:`gather` and :meth:`restore`.
+            updated by :meth:`adapt`, :meth:`enter_group`, :meth:`gather` and :meth:`restore`.
     """
 
     def __init__(

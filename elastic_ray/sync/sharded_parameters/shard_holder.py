@@ -193,7 +193,7 @@ class ShardHolder:
         return everyone, opened and not self.built_on_meta
 
     def arrange(self, group: Group, everyone: Sequence[set[ShardId]]) -> None:
-        """Receive the rows that this rank needs for the next step; :meth:`settle` completes the layout later."""
+        """Receive the rows that this rank needs for the next step; :meth:`complete` completes the layout later."""
         held, target = self._held, self._collectives.layout
         layout = meanwhile(held.counts, everyone, target)
         received = self._received(group, everyone, layout)
