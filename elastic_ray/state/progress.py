@@ -102,7 +102,7 @@ class RunProgress:
     lineage: int = 0  # generation in which the last step was committed
     ended_passes: int = 0  # loader passes that ended, counted when all ranks agreed on the end
     optimizers_stepped: int = 0  # optimizers stepped within the step in progress
-    stepped_samples: int = 0  # samples of the step whose update these made
+    stepped_samples: int = 0  # samples of the step if its own update is among these, not only those of passes in it
     # what accumulators hold, by accumulator and name
     sums: dict[tuple[int, int], dict[str, float]] = dataclasses.field(default_factory=dict)
     reports: int = 0  # calls of ``report`` that the run has made
@@ -173,7 +173,7 @@ class RunProgress:
             self.tokens_per_sample = mean
 
     def count_optimizers(self, stepped: int, samples: int = 0) -> None:
-        """Set the number of optimizers that have stepped in the current step, and the step's samples."""
+        """Set the number of optimizers that have stepped in the current step, and its samples; 0 if they are unused."""
         self.optimizers_stepped, self.stepped_samples = stepped, samples
 
     def end_pass(self) -> None:

@@ -40,6 +40,7 @@ class LoaderStep:
         taken: The step belongs to a slow rank, and this rank executes it in addition to its own.
         given: The step belongs to this rank, and another rank executes it.
         loader_steps: Steps committed before this one, if it is not nested in another.
+        updates_before: Updates of the step around this one that user code had asked for when this one started.
         made_at: Places in the code at which it has made accumulators, and how many.
         halved: Whether the step has more micro-batches than its shape, to measure the gradient's noise.
     """
@@ -62,6 +63,7 @@ class LoaderStep:
     taken: bool = False
     given: bool = False
     loader_steps: int = 0
+    updates_before: int = 0
     made_at: dict[str, int] = dataclasses.field(default_factory=dict)
     own_counts: list[float] = dataclasses.field(default_factory=list)
     counts: Sequence[Sequence[float]] | None = None

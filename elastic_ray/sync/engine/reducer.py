@@ -476,7 +476,7 @@ class GradientReducer:
         self._consensus.conclude(values[: layout.norms.start], self._group.group.world_size)
         self._statistics.set_shared(values[layout.shared], first=first)
         self._write_back(layout.used_anywhere)
-        self._ledger.reduced = True
+        self._ledger.reduced |= step is self._ledger.outermost
         self._carried.local = False
         if step is not None and self._measures:
             self._conclude_statistics(step, values[layout.norms])

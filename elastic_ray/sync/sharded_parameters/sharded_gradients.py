@@ -280,7 +280,7 @@ class ShardedGradients(Participant):
         self._leave_out_unused(counts)
         if complete:
             consensus.conclude(sums[: consensus.control_size], group.world_size)
-            run.ledger.reduced = True
+            run.ledger.reduced |= step is run.ledger.outermost
 
     def _fail(self, cause: str) -> None:
         """Mark the step as failed; raises CommunicationFailedError outside of steps."""
