@@ -62,7 +62,7 @@ class TrialFacts:
 
     @classmethod
     def read(cls, told: Any) -> TrialFacts | None:
-        """Return a trial's facts from ``told``, a value loaded from a JSON file; None if the value is malformed."""
+        """Return a trial's facts from ``told``, a value parsed from JSON; None if the value is malformed."""
         try:
             found = cls(**{**told, "rungs": tuple(int(rung) for rung in told["rungs"])})
         except (TypeError, ValueError, KeyError):

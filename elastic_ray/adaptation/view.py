@@ -151,7 +151,8 @@ class WatchedMetrics:
         self.latest, self.reports = dict(latest), reports
 
     def reported(self, metrics: Mapping[str, Any], number: int) -> None:
-        """Record the metrics that this rank has reported; ``number`` counts the run's reports."""
+        """Record the watched metrics among those that this rank reports; ``number`` is the report's number in the run.
+        """
         numbers = {name: metrics.get(name) for name in self._names}
         self._own = {
             name: float(value)
@@ -161,7 +162,7 @@ class WatchedMetrics:
         self._own_reports = number
 
     def start(self) -> None:
-        """Enter a group; the metrics stay valid."""
+        """Enter a new group of ranks; metrics received in the previous group stay valid."""
 
     def size(self, world_size: int) -> int:
         """Return the number of values that this object adds to the control sums (numbers all-reduced in each step)."""
@@ -177,7 +178,7 @@ class WatchedMetrics:
         return [float(self._own_reports), *(value for pair in pairs for value in pair)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Read rank 0's watched metrics from the sums of all ranks' values."""
+        """Update the watched metrics on this rank from the sums of all ranks' :meth:`values`."""
         if self._names and sums[0] > 0:
             self.reports = round(sums[0])
             pairs = zip(self._names, sums[1::2], sums[2::2], strict=True)

@@ -112,12 +112,12 @@ class GrowthWatch:
 
     @property
     def growth(self) -> float:
-        """Largest factor by which the batch may grow in one decision; 1 if it may not grow."""
+        """Largest factor by which the next decision may grow the batch; 1 if the batch may not grow."""
         return 1.0 if self.hindrance else self._growth
 
     @property
     def hindrance(self) -> str:
-        """Reason why the batch may not grow now; empty if it may."""
+        """Reason why the batch may not grow at present; empty if it may."""
         if self._signal is not None and not self._signal.present:
             return (
                 f"no signal: after {self._signal.updates} estimates the squared norm of the mean gradient does not "
@@ -129,7 +129,7 @@ class GrowthWatch:
 
     @property
     def is_settled(self) -> bool:
-        """True once there are enough gradient estimates for a missing signal to be worth reporting."""
+        """True once there are enough gradient estimates to report that a signal is missing."""
         return self._signal is not None and self._signal.updates >= _SIZES
 
     def step_back(self) -> StepBack | None:

@@ -126,7 +126,7 @@ def split(
     accumulation: bool = False,
     limit: int | None = None,
 ) -> BatchChoice:
-    """Return the division over R = ``replicas`` workers nearest to a global batch M, rounding up if it is not even.
+    """Return the division of a global batch M = ``batch_size`` over R = ``replicas`` workers; M is rounded up.
 
     share = ceil(M / R) samples per worker, in k = ceil(share / upper) micro-steps of m = ceil(share / k).
 
@@ -166,8 +166,8 @@ def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoi
 def bounded(limits: BatchLimits, cut: BatchChoice, bound: int | None) -> BatchChoice:
     """Return the division ``cut``, changed so that a worker processes at most ``bound`` samples at once.
 
-    ``bound`` is what fits into memory; None means no bound. If the batch is fixed or accumulation is allowed, more and
-    smaller micro-steps keep the batch size. Otherwise, the batch shrinks.
+    ``bound`` is the number of samples that fits into memory; None means no bound. If the batch is fixed or accumulation
+    is allowed, more and smaller micro-steps keep the batch size. Otherwise, the batch shrinks.
     """
     if bound is None or cut.atomic_bsz <= bound:
         return cut

@@ -75,7 +75,8 @@ class BatchPlanner:
 
     @property
     def model(self) -> GoodputModel | None:
-        """Goodput model for the current GPU type: the job's own, else another job's; None if there is neither."""
+        """Goodput model for the current GPU type: measured by this job, or else by other jobs; None if neither exists.
+        """
         return self.tuner.model if self.tuner is not None else None
 
     @property
@@ -104,7 +105,8 @@ class BatchPlanner:
 
     @property
     def own_model(self) -> GoodputModel | None:
-        """Goodput model measured by this job on the current GPU type (the fastest of several); None without one."""
+        """Goodput model that this job measured on the current GPU type; on several types, the fastest one's; else None.
+        """
         own = self.tuner.own_model if self.tuner is not None else None
         if own is not None or self._gpu is not None or not self._shares_by_type:
             return own
@@ -120,7 +122,7 @@ class BatchPlanner:
 
     @property
     def observations(self) -> dict[str, tuple[Observation, ...]]:
-        """Step times to share with other jobs, keyed by GPU type; a time is updated only if it changes by 10 %."""
+        """Step times to share with other jobs, keyed by GPU type; updated only when a time changes by 10 % or more."""
         return dict(self._told)
 
     @property
@@ -147,13 +149,17 @@ class BatchPlanner:
 
     @property
     def efficiency(self) -> float | None:
-        """Statistical efficiency of the current batch for display, at most 1; None before there is a model."""
+        """Progress per sample at the current batch, relative to the initial batch, capped at 1; None without a model.
+        """
         progress = self.progress_per_sample
         return None if progress is None else min(progress, 1.0)
 
     @property
     def progress_per_sample(self) -> float | None:
-        """Progress per sample at the current batch / that at M0, above 1 for a smaller batch; None without a model."""
+        """Progress per sample at the current batch, divided by that at the initial batch M0; None without a model.
+
+        The ratio is above 1 for a batch smaller than M0.
+        """
         model, report = self.model, self.latest
         if model is None or report is None or report.batch_size < 1:
             return None
@@ -212,7 +218,8 @@ class BatchPlanner:
         self._choice, self._replicas, self._gpu = self._before
 
     def advise(self, priors: Mapping[str, Prior]) -> tuple[BatchChoice, str] | None:
-        """Record other jobs' models, keyed by GPU type; return the batch to change to and why, None for no change."""
+        """Record models of other jobs, keyed by GPU type; return a better batch and the reason, or None for no change.
+        """
         self._priors.update(priors)
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None
@@ -224,7 +231,10 @@ class BatchPlanner:
         return news
 
     def observe(self, report: StepReport) -> int | None:
-        """Record rank 0's report; return the previous global batch if the same workers just changed it, else None."""
+        """Record rank 0's report; return the previous global batch if it has changed since the last report, else None.
+
+        A change of the number of workers also returns None. A report older than the latest one is ignored.
+        """
         if self.latest is not None and _moment(report) < _moment(self.latest):
             return None  # Ray may deliver calls to an async actor out of order
         self.latest, self.held_batch = report, report.held_batch
@@ -253,7 +263,7 @@ class BatchPlanner:
 
     @property
     def unbound_limits(self) -> BatchLimits | None:
-        """Training loader's limits on the batch, not reduced by the critical batch; None before a worker is ready."""
+        """Batch limits set by the training loader alone, without the critical batch; None before a worker is ready."""
         return None if self._unbound is None else self._unbound.limits
 
     def set_critical_batch(self, batch_size: int) -> None:
@@ -344,7 +354,7 @@ class BatchPlanner:
         return snapshot
 
     def fitted(self, model: GoodputModel | None) -> tuple[BatchChoice, str] | None:
-        """Use a model fitted to :meth:`due`'s snapshot; return the batch to change to and why, None for no change."""
+        """Use a model fitted to :meth:`due`'s snapshot; return a better batch and the reason, or None for no change."""
         if self._fitting is None:
             return None
         gpu, snapshot = self._fitting
@@ -381,7 +391,7 @@ class BatchPlanner:
         return decision.choice, f"batch {decision.batch_size}: {decision.reason}"
 
     def pop_notice(self) -> str:
-        """Return why the batch stays unchanged, once for each cause and batch; empty if there is nothing new."""
+        """Return the latest notice of why the batch stays unchanged, and clear it; empty if there is no new notice."""
         notice, self._notice = self._notice, ""
         return notice
 
@@ -405,7 +415,7 @@ class BatchPlanner:
 
 
 def told(before: tuple[Observation, ...], now: Iterable[Observation]) -> tuple[Observation, ...]:
-    """Return the measurements ``now``, keeping the one from ``before`` for each that changed by less than a tenth.
+    """Return the measurements ``now``, replacing each that differs from ``before`` by less than a tenth by the old one.
 
     Medians move a little with every report, but measurements that are sent every second should rarely change. Counts
     are reported as 1, 10 or 100.
