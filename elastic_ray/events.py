@@ -89,7 +89,7 @@ TIME_PARTS = ("training_s", "catching_up_s", "pausing_s", "starting_s", "waiting
 
 
 def named_parts(spent: Any) -> dict[str, float]:
-    """Return a job's seconds of training, catching up, pausing, starting and waiting, keyed by these words."""
+    """Return the parts of a job's time [s]: training, catching up, pausing, starting and waiting, keyed by name."""
     return {part.removesuffix("_s").replace("_", " "): getattr(spent, part) for part in TIME_PARTS}
 
 

@@ -99,7 +99,7 @@ class UnitPlace:
         return math.prod(self.sizes)
 
     def fitting(self, batch_size: int) -> int:
-        """Return the largest batch, at most ``batch_size``, that the unit's parts divide equally; at least one each."""
+        """Return the largest multiple of ``shards`` up to ``batch_size``; at least ``shards``, one sample each."""
         return max(batch_size - batch_size % self.shards, self.shards)
 
     def share(self, batch_size: int, samples: int | None, *, drop_last: bool) -> tuple[int, int]:

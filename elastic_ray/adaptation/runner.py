@@ -364,7 +364,7 @@ class PolicyRunner:
         return [[dataclasses.asdict(pending) for pending in self._pending], self._states]
 
     def adopt(self, answers: Sequence[Any]) -> None:
-        """Adopt the :meth:`answers` of the worker that calls the policies for its whole unit (group of workers)."""
+        """Adopt the :meth:`answers` of the worker that calls the policies on behalf of this worker's unit."""
         pending, self._states = answers
         self._pending = [Pending(**each) for each in pending]
 

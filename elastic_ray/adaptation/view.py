@@ -147,7 +147,7 @@ class WatchedMetrics:
         self._names = tuple(sorted({*self._names, *names}))
 
     def restore(self, latest: Mapping[str, float], reports: int) -> None:
-        """Restore the watched metrics, and the number of their report, from another rank or a checkpoint."""
+        """Set the watched metrics, and the number of their report, to values from another rank or a checkpoint."""
         self.latest, self.reports = dict(latest), reports
 
     def reported(self, metrics: Mapping[str, Any], number: int) -> None:
@@ -169,7 +169,7 @@ class WatchedMetrics:
         return 1 + 2 * len(self._names) if self._names else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return rank 0's new watched metrics, to be summed over ranks; zeros on other ranks or without a report."""
+        """Return rank 0's newly reported watched metrics, to be summed over ranks; zeros on other ranks, or if none."""
         if not self._names:
             return ()
         if rank != 0 or self._own_reports <= self.reports:

@@ -148,7 +148,7 @@ def split(
 
 
 def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoice:
-    """Return the division over R = ``replicas`` workers, within ``limits``, that is nearest to a global batch.
+    """Return the division over ``replicas`` workers, within ``limits``, that is nearest to a global batch.
 
     If only one batch size is allowed, the division covers it, and :meth:`BatchLimits.size_of` returns that size for any
     number of workers.

@@ -342,7 +342,8 @@ class BatchPlanner:
         self._fresh = True
 
     def due(self, now_s: float) -> TunerSnapshot | None:
-        """Return the observations to fit now; None without new ones, or within ``fit_every_s`` of the last fit."""
+        """Return the observations to fit now; None if there are none, or less than ``fit_every_s`` after the last fit.
+        """
         if self.tuner is None or not self._fresh or now_s - self._fitted_s < self._fit_every_s:
             return None
         self._fresh, self._fitted_s = False, now_s

@@ -78,7 +78,7 @@ class Adam:
             raise ValueError(f"least_beta2 must be 0 or more and below 1, but got {self.least_beta2}")
 
     def memory_scale(self, beta2: float, scale: float) -> float:
-        """Return e of beta2' = beta2^e: the scale, but at most so much that beta2' >= min(beta2, least_beta2)."""
+        """Return the exponent e of beta2' = beta2^e: ``scale``, lowered so that beta2' >= min(beta2, least_beta2)."""
         if scale <= 1 or not self.least_beta2:
             return scale
         return min(scale, max(1.0, math.log(self.least_beta2) / math.log(beta2)))

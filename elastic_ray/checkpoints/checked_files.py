@@ -36,7 +36,9 @@ def write_checked(
     *,
     named: bool = True,
 ) -> Checksum:
-    """Write a file by ``write(stream)`` and return its checksum. After an error, the caller must delete the file.
+    """Call ``write(stream)`` to write a file, and return the file's checksum.
+
+    After an error, the caller must delete the file.
 
     Args:
         go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.

@@ -21,7 +21,9 @@ _MOST_OVERHEAD = 0.005
 
 
 def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
-    """Return the mean time between failures that cost a job all its workers [s]; the prior is one a day.
+    """Return the mean time between failures that cost a job all its workers [s], starting from a prior of one day.
+
+    The result is (one day + ``observed_s``) / (1 + ``losses``).
 
     Args:
         losses: number of such failures so far. The loss of some workers counts as their fraction of the job, because
@@ -93,7 +95,7 @@ class CheckpointRetention:
         return dropped
 
     def clear(self) -> None:
-        """Remove all entries, before the checkpoints found in storage are added again."""
+        """Remove all entries, so that the checkpoints found in storage can be added anew."""
         self._kept = []
 
     @property

@@ -23,12 +23,14 @@ _FETCH_S = 30.0
 
 
 def put_checkpoint(checkpoint: Any) -> Any | None:
-    """Put a checkpoint's files into Ray's object store, where they last while this process and a reference exist.
+    """Put a checkpoint's files into Ray's object store, and return a reference to them.
+
+    The files last as long as this process lives and the reference is held.
 
     Args:
         checkpoint: a ``ray.train.Checkpoint``, or the path of a local directory.
 
-    Returns a reference to the files; None if they are larger than 256 MiB or cannot be read.
+    Returns None if the files are larger than 256 MiB or cannot be read.
     """
     from ray.train import Checkpoint
 
@@ -47,9 +49,9 @@ def put_checkpoint(checkpoint: Any) -> Any | None:
 
 @contextlib.contextmanager
 def fetched_checkpoint(reference: Any | None) -> Iterator[Checkpoint | None]:
-    """Provide a checkpoint stored by :func:`put_checkpoint`, for the duration of the context.
+    """Provide, within the context, the checkpoint whose files :func:`put_checkpoint` stored under ``reference``.
 
-    The value is None if ``reference`` is None, or if the files no longer exist or cannot be fetched in time.
+    The context yields None if ``reference`` is None, or if the files no longer exist or cannot be fetched in time.
     """
     from ray.train import Checkpoint
 

@@ -209,7 +209,10 @@ def check_traps() -> Check:
 
 
 def is_there(wanted: str, names: list[str]) -> bool:
-    """True if NCCL's setting ``wanted`` fits any interface (prefixes; exact names after ``=``; always for ``^``)."""
+    """True if ``wanted``, a value of NCCL_SOCKET_IFNAME, matches any of the interface ``names``.
+
+    The value lists prefixes or, after ``=``, exact names. A value with ``^`` (names to exclude) always matches.
+    """
     if wanted.startswith("^"):
         return True
     exact, given = wanted.startswith("="), wanted.lstrip("=").split(",")

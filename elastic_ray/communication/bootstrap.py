@@ -91,7 +91,9 @@ class Bootstrap:
         self._units: dict[str, _Table] = {}
 
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
-        """Store a member's values; return all members' values once the requested keys exist or the call's wait is over.
+        """Store a member's values, wait for the requested keys, and return the values of all members.
+
+        If a requested key does not appear within the call's waiting time, the values without it are returned.
 
         Raises BootstrapRefusedError: the caller is not a member, or the generation was abandoned in the meantime.
         """

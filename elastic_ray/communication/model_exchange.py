@@ -151,7 +151,10 @@ class _Pulls:
 
 
 class ModelExchange:
-    """Published model of this rank, with a background thread that pulls models from random other ranks."""
+    """Exchange of models between ranks: publishes this rank's model, and pulls models from random other ranks.
+
+    A background thread does the pulling.
+    """
 
     def __init__(self) -> None:
         self._server: _Published | None = None
@@ -208,7 +211,10 @@ class ModelExchange:
         return self._into is into and pulled.result()
 
     def ask(self, layout: int, into: Sequence[torch.Tensor]) -> bool:
-        """Start pulling another rank's newest model into these CPU tensors; False if busy, or no rank is left."""
+        """Start pulling the newest model of a random other rank into the CPU tensors ``into``.
+
+        Returns False if a pull is in progress, or no other rank remains. ``layout`` is as in :meth:`publish`.
+        """
         if self._pulled is not None or self._pulls is None:
             return False
         self._into, self._pulled = into, self._pulls.start(layout, into)

@@ -229,7 +229,8 @@ class Announcer:
 
     @property
     def joined_by_idle(self) -> Announced | None:
-        """Action announced by ranks with samples that ranks without samples can join; None if there is none."""
+        """Action that ranks with samples have announced and that ranks without samples can join; None if there is none.
+        """
         return joined_by_idle(self._codes)
 
     @property
@@ -300,7 +301,9 @@ class Announcer:
 
     @staticmethod
     def step_tag(loader_steps: int, sample_tag: int = 0) -> tuple[float, float]:
-        """Return a number that identifies a step, and its square; each rank adds both to a reduction. Exact in float32.
+        """Return a number that identifies a step, and its square, which each rank adds to a reduction.
+
+        Both are exact in float32.
 
         Args:
             sample_tag: Tag of a sample that all ranks have read for this step; 0 if each rank reads its own samples.

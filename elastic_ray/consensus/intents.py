@@ -165,7 +165,12 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
 
 
 def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
-    """Return the error message for rank ``rank``, about to start a step although rank ``other`` has ended training."""
+    """Return the error message for a rank ``rank`` that has returned although rank ``other`` starts another step.
+
+    Args:
+        steps: Number of steps after which rank ``rank`` returned.
+        others_steps: Number of the step that rank ``other`` is about to start.
+    """
     return (
         f"the ranks do different things in step {others_steps} (steps of all loaders counted): rank {rank} has "
         f"returned from the train function after {steps} steps; rank {other} begins another step. {_SAME_CALLS}"
@@ -201,7 +206,7 @@ def notes_differ(notes: Sequence[int], step: int) -> str:
 
 
 def joined_by_idle(codes: Sequence[int]) -> Announced | None:
-    """Return the action announced by ranks with samples that ranks without samples can join; None if there is none.
+    """Return the action that ranks with samples announced and ranks without samples can join; None if there is none.
 
     Args:
         codes: Announced code of each rank; a rank without samples announces the end of step or pass at which it waits.

@@ -90,7 +90,8 @@ class StepSplit:
         self._slices: dict[tuple[int, int], list[slice]] = {}
 
     def start(self, position: int, steps: int) -> None:
-        """Record that ``steps`` steps are committed at ``position`` (samples used of the pass), to count from there."""
+        """Record that ``steps`` steps are committed when the pass has used ``position`` samples; counting starts there.
+        """
         if self._first[0] >= 0:  # of another pass, or after a nested one
             self.owed = 0
         self._first = position, steps
@@ -127,7 +128,8 @@ class StepSplit:
         )
 
     def owed_at(self, position: int) -> int:
-        """Return the size that an earlier, lost step prescribes for the step at ``position``; 0 if there is none."""
+        """Return the size that the step at ``position`` must have because the model holds its update; 0 if it is free.
+        """
         return self.owed if position == self._first[0] else 0
 
     def sizes(self, count: int, position: int) -> list[list[int]]:
@@ -168,14 +170,15 @@ class StepSplit:
         return [len(step) for step in itertools.islice(_steps(position, total, self), most)]
 
     def own(self, indices: list[int]) -> list[int]:
-        """Return the part of the rank's indices that this worker reads; all of them unless it is in a unit."""
+        """Return the part of the rank's ``indices`` that this worker reads: all, unless a unit's workers divide them.
+        """
         size = len(indices) // self.shards
         return indices if self.shards == 1 else indices[self.shard * size : (self.shard + 1) * size]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """Next step of a pass: the sizes of all ranks' micro-batches, and functions that fetch this rank's ones."""
+    """Next step of a pass: the sizes of all ranks' micro-batches, and functions that fetch those of this rank."""
 
     total: int  # samples of the pass, as far as they are known
     # ``sizes[rank][micro]`` samples of each rank's micro-batches; no rank at all at the end of the pass
@@ -343,7 +346,7 @@ class MapBatches:
         self.start(epoch, position + cut.count(position, self._total), cut, new_pass=False)
 
     def step_of(self, rank: int, number: int, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the part that `rank` has in the step ``number`` steps after the one at ``position``."""
+        """Return the part of `rank` in a later step: the one ``number`` steps after the step at ``position``."""
         place = next(itertools.islice(_steps(position, self._total, cut), number, None))
         count, micro_steps = len(place), len(cut.sizes(len(place), place.start)[0])
         indices = self.indices(epoch)[place.start : place.stop]
@@ -384,7 +387,8 @@ class MapBatches:
             self._hashes.pop(first, None)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return values that ranks compare: the dataset's length, the epoch's order, and facts about items."""
+        """Return values that ranks compare: the dataset's length, a digest of the epoch's order, and facts about items.
+        """
         order = self.indices(epoch)
         if self._digest is None or self._digest[0] is not order:  # a nested loop asks in each of the steps around it
             self._digest = order, digest(order)

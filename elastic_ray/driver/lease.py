@@ -89,7 +89,7 @@ class LeaseKeeper:
         atexit.unregister(self.leave)
 
     def lost(self, error: BaseException) -> None:
-        """Record that the controller is gone; the job counts as failed, unless its results were fetched."""
+        """Record that the controller is gone; the job counts as failed unless its results were fetched before."""
         if self._collected is not None:  # it has closed because everything was fetched
             self._end(self._collected)
             return

@@ -76,7 +76,9 @@ def load_model_state(
 
 
 def differences(one: tuple[RunStorage, StateFile], other: tuple[RunStorage, StateFile]) -> dict[str, float]:
-    """Return max |a - b| / max |a| of each tensor, keyed by name, between the models of two automatic checkpoints.
+    """Return the largest relative difference of each tensor between two automatic checkpoints, keyed by tensor name.
+
+    The difference of tensors a and b is max |a - b| / max |a|.
 
     Raises ValueError: the checkpoints do not hold the same tensors.
     """
