@@ -279,7 +279,7 @@ class RunStorage:
     def add_to_checkpoint(
         self, source: str | os.PathLike[str] | Checkpoint, index: int, *, go_on: Callable[[], bool] = lambda: True
     ) -> list[str] | None:
-        """Add another rank's files to the checkpoint that rank 0 reported, without changing rank 0's files.
+        """Add this rank's files to checkpoint number ``index``, which rank 0 reported, without changing rank 0's files.
 
         Args:
             go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.

@@ -121,7 +121,8 @@ class Announced:
 
     @property
     def transfer(self) -> tuple[bool, int, int, bool]:
-        """Arguments with which :func:`transfer` built this: (``received``, ``peer``, ``tag``, ``in_vain``)."""
+        """Arguments of :func:`transfer` that built this announcement: (``received``, ``peer``, ``tag``, ``in_vain``).
+        """
         rest, in_vain = divmod(self.detail, 2)
         return bool(self.index), rest >> _TAG_BITS, rest % (1 << _TAG_BITS), bool(in_vain)
 

@@ -122,7 +122,12 @@ class Overrides:
             raise ValueError(f"{SCHEDULING}: {error}") from None
 
     def scaling(self, given: Any, default: type[Any]) -> Any:
-        """Return the ``ScalingConfig`` with overridden fields replaced; ``default`` is its class, used for None."""
+        """Return the script's ``ScalingConfig`` with the overridden fields replaced.
+
+        Args:
+            given: The script's configuration; None if it has none.
+            default: The class ``ScalingConfig``. An object of another class is returned unchanged.
+        """
         config = default() if given is None else given
         if not isinstance(config, default):
             return given  # its reader refuses it

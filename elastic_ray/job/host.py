@@ -35,9 +35,10 @@ _CLOSE_S = 5.0
 
 
 class ControllerHost:
-    """Actor class that runs controllers, each called through a :class:`~placement.ray_cluster.named_actors.Hosted`.
+    """Actor class that runs the controllers of several trials in one process.
 
-    When Ray restarts the process, each controller continues like one that has its own actor.
+    Each is called through a :class:`~placement.ray_cluster.named_actors.Hosted`. When Ray restarts the process, each
+    controller continues like one that has its own actor.
     """
 
     def __init__(self, own: str, theirs: Spoken) -> None:
@@ -54,7 +55,7 @@ class ControllerHost:
         self._main = loop.create_task(self._watch())
 
     async def take_up(self, spec: JobSpec, owner: ProcessOwner) -> bool:
-        """Run a trial's controller in this process; return True, or False if the host is full or closing."""
+        """Run a trial's controller in this process; False if the process runs too many controllers or is closing."""
         assert spec.trial is not None, "only trials are hosted"
         run = spec.trial.controller
         if run in self._controllers:

@@ -82,7 +82,7 @@ _NOTE_S = 2.0
 
 
 class JobShutdown:
-    """Shutdown of a job, step by step."""
+    """Shutdown of a job: records its outcome, writes the records and releases its workers."""
 
     def __init__(self, parts: JobContext, status: Callable[[], JobStatus], notifier: Notifier) -> None:
         self._status, self._notifier = status, notifier
@@ -96,7 +96,10 @@ class JobShutdown:
         self.vacated: asyncio.Task[None] | None = None
 
     def record(self, phase: JobPhase, error: BaseException | Raised | None, reason: str, *, complete: bool) -> None:
-        """Record the job's end; with ``complete=False``, only its phase and reason, until :meth:`record_again`."""
+        """Record the phase in which the job ends, its error and reason, and, if ``complete``, its full outcome.
+
+        If ``complete`` is False, the outcome remains open until :meth:`record_again`.
+        """
         self._error = error
         if complete:
             self._record.end(phase, error=error, return_value=self.return_value, message=reason)

@@ -35,7 +35,7 @@ class JobStarter:
         self.later: Allocated | None = None  # the allocator's decision to apply once the job restarts
 
     def recall(self, first_report: int) -> None:
-        """Restore the number of the run's first report, as known to the previous controller; 0 if unknown."""
+        """Restore the number of the run's first report from the previous controller's records; 0 if unknown."""
         self._first_report = first_report
 
     @property

@@ -46,7 +46,7 @@ _REMEMBER_S = 900.0  # a node that was slow is taken to be so for this long afte
 
 
 class StragglerReplacement:
-    """Replacement of a job's stragglers, and memory of its slow nodes.
+    """Replacement of a job's stragglers (slow workers), and record of its slow nodes.
 
     The allocator is informed of slow nodes and may move their workers. If it does not, a worker is replaced on the same
     node, once, since its process or GPU may be the cause.
@@ -127,7 +127,8 @@ class WorkerMessages:
         self.stragglers = StragglerReplacement(parts)  # workers that are slow
 
     async def receive(self, message: WorkerMessage) -> None:
-        """Handle a worker's message; for a trial's report, return only when training may continue."""
+        """Handle a worker's message; if it is a report of a trial, return only once the worker may continue training.
+        """
         if not self._group.heard(message.worker, getattr(message, "position", 0)):
             return
         match message:

@@ -54,7 +54,10 @@ class JobMembership(GenerationChanges):
         self._first_wish_s: float | None = None
 
     def handle(self, stimulus: Stimulus, now_s: float) -> list[Instruction]:
-        """Handle an event and return the resulting instructions in order; none from the job's end until a reset."""
+        """Handle an event and return the resulting instructions, in order.
+
+        After the job has ended, events have no effect until :meth:`reset`.
+        """
         self._out = []
         if self._ended:
             return self._out
@@ -150,7 +153,8 @@ class JobMembership(GenerationChanges):
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:
-        """True if the worker has joined workers that train, or is about to, and holds no state that they lack."""
+        """True if the worker has joined, or is about to join, a group that trains, and holds no state that others lack.
+        """
         record = self.workers.get(worker)
         if record is None or self.current is None:
             return False
@@ -347,7 +351,7 @@ class JobMembership(GenerationChanges):
 
 
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-    """Return (members that must leave their nodes, other workers to release at once) to reach the target.
+    """Return the members that must leave, and the other workers to release at once, to reach the target.
 
     Members marked for replacement leave once as many new workers are ready, or if the target has no room for them.
 
@@ -420,7 +424,7 @@ def next_group(
 def first_group(
     roster: Roster, *, wanted: int, most: int, patient: bool, sizes: AllowedSizes = ANY_SIZE
 ) -> list[WorkerRecord] | None:
-    """Return the members of the first generation, or of the first after all members were lost; None to wait.
+    """Return the members of the first generation, or of the first one after all members were lost; None to wait.
 
     After a loss, the group consists only of workers that hold the state; others join later, at a suitable step. A
     worker that has loaded an automatic checkpoint does not count as a holder, because all starting workers can load

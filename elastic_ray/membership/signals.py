@@ -92,7 +92,7 @@ class Allocated:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replace:
-    """Signal that the listed members must leave once replacements are ready; members not listed need no replacement."""
+    """Signal that the listed members must leave once replacements are ready; earlier signals no longer count."""
 
     workers: frozenset[str]
     reason: str
