@@ -156,8 +156,7 @@ class TrainFunctionError(WorkerGroupError):
 
     @classmethod
     def of(cls, raised: Raised) -> TrainFunctionError:
-        """Return the error for a worker's pickled exception, unpickled if possible; for the user's own processes only.
-        """
+        """Return the error for a worker's exception, unpickled if possible; for the user's own processes only."""
         return _train_function_error(raised.pickled, raised.traceback_text, raised.rank, raised.node)
 
     def __str__(self) -> str:

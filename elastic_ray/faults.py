@@ -99,8 +99,7 @@ class FaultInjector:
         self._claim = claim
 
     def at(self, moment: str, *, worker: str, rank: int, step: int) -> None:
-        """Inject the faults due at this moment of the step; a fault may kill or stop this process, or raise an error.
-        """
+        """Inject the faults due at this moment of the step; they may kill or stop this process, or raise an error."""
         for index, fault in list(self._open.items()):
             if fault.due(worker=worker, rank=rank, step=step, moment=moment):
                 del self._open[index]

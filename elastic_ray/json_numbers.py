@@ -43,8 +43,7 @@ def load(text: str | bytes) -> Any:
 
 
 def dumpable(metrics: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the metrics unchanged if :func:`dump` can write them; otherwise convert keys to text, values to ``repr``.
-    """
+    """Return the metrics unchanged if :func:`dump` can write them; otherwise with keys as text, values as ``repr``."""
     try:
         dump(dict(metrics))
     except (TypeError, ValueError, RecursionError):  # keys that are no text, or a value that holds itself

@@ -55,7 +55,7 @@ class Unit:
 
     @property
     def shards(self) -> int:
-        """Number of equal parts (shards) into which the samples of the unit are divided among its workers."""
+        """Number of equal parts (shards) into which the unit's samples are divided."""
         return math.prod(size for name, size in zip(self.names, self.sizes, strict=True) if name in _OWN_SAMPLES)
 
     def shard_of(self, position: int) -> int:
@@ -106,7 +106,6 @@ class UnitPlace:
         """Return the index of the part of the unit's samples that the worker reads, and the number of parts.
 
         Args:
-            batch_size: Number of samples in a step of the unit.
             samples: Number of samples in the dataset; None if it has no length, or yields whole batches.
             drop_last: True if a short last step is left out. The dataset then need not divide equally.
 
@@ -129,10 +128,7 @@ class UnitPlace:
 
 
 def place_in(unit: Unit | int, position: int, store: str) -> UnitPlace:
-    """Return the place of the worker at `position` in ``unit``, given as a mesh or as a number of workers.
-
-    The unit's workers find each other through the file ``store``.
-    """
+    """Return the place of the worker at `position` in the unit, whose workers find each other through ``store``."""
     if isinstance(unit, int):
         return UnitPlace(position=position, names=(UNNAMED,), sizes=(unit,), shard=0, shards=1, store=store)
     return UnitPlace(

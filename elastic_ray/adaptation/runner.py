@@ -65,13 +65,12 @@ class SharedValues:
         return not begun
 
     def start_epoch(self, epoch: int) -> bool:
-        """Record the epoch of the next step; True if this is the first call in the run for this epoch or a later one.
-        """
+        """Record the epoch of the next step; True on the run's first call for this epoch or a later one."""
         before, self.epoch = self.epoch, max(self.epoch, epoch)
         return before < epoch
 
     def end_epoch(self, epoch: int) -> bool:
-        """Record that an epoch has ended; True if this is the first call in the run for this epoch or a later one."""
+        """Record that an epoch has ended; True on the run's first call for this epoch or a later one."""
         before, self.ended_epoch = self.ended_epoch, max(self.ended_epoch, epoch)
         return before < epoch
 

@@ -151,8 +151,7 @@ class WatchedMetrics:
         self.latest, self.reports = dict(latest), reports
 
     def reported(self, metrics: Mapping[str, Any], number: int) -> None:
-        """Record the watched metrics among those that this rank reports; ``number`` is the report's number in the run.
-        """
+        """Record the watched metrics among ``metrics``, which this rank reports as the run's report ``number``."""
         numbers = {name: metrics.get(name) for name in self._names}
         self._own = {
             name: float(value)

@@ -75,8 +75,7 @@ class BatchPlanner:
 
     @property
     def model(self) -> GoodputModel | None:
-        """Goodput model for the current GPU type: measured by this job, or else by other jobs; None if neither exists.
-        """
+        """Goodput model for the current GPU type, measured by this job or else by other jobs; None without one."""
         return self.tuner.model if self.tuner is not None else None
 
     @property
@@ -105,8 +104,7 @@ class BatchPlanner:
 
     @property
     def own_model(self) -> GoodputModel | None:
-        """Goodput model that this job measured on the current GPU type; on several types, the fastest one's; else None.
-        """
+        """Goodput model that this job measured on the current GPU type, or on the fastest of several; None if none."""
         own = self.tuner.own_model if self.tuner is not None else None
         if own is not None or self._gpu is not None or not self._shares_by_type:
             return own
@@ -149,17 +147,13 @@ class BatchPlanner:
 
     @property
     def efficiency(self) -> float | None:
-        """Progress per sample at the current batch, relative to the initial batch, capped at 1; None without a model.
-        """
+        """Progress per sample at the current batch / at the initial batch, capped at 1; None without a model."""
         progress = self.progress_per_sample
         return None if progress is None else min(progress, 1.0)
 
     @property
     def progress_per_sample(self) -> float | None:
-        """Progress per sample at the current batch, divided by that at the initial batch M0; None without a model.
-
-        The ratio is above 1 for a batch smaller than M0.
-        """
+        """Progress per sample at the current batch / at the initial batch; above 1 if smaller; None without a model."""
         model, report = self.model, self.latest
         if model is None or report is None or report.batch_size < 1:
             return None
@@ -218,8 +212,7 @@ class BatchPlanner:
         self._choice, self._replicas, self._gpu = self._before
 
     def advise(self, priors: Mapping[str, Prior]) -> tuple[BatchChoice, str] | None:
-        """Record models of other jobs, keyed by GPU type; return a better batch and the reason, or None for no change.
-        """
+        """Record other jobs' models, keyed by GPU type; return a better batch and why, or None for no change."""
         self._priors.update(priors)
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None
@@ -231,10 +224,7 @@ class BatchPlanner:
         return news
 
     def observe(self, report: StepReport) -> int | None:
-        """Record rank 0's report; return the previous global batch if it has changed since the last report, else None.
-
-        A change of the number of workers also returns None. A report older than the latest one is ignored.
-        """
+        """Record rank 0's report; return the last global batch if the same workers have changed it since, else None."""
         if self.latest is not None and _moment(report) < _moment(self.latest):
             return None  # Ray may deliver calls to an async actor out of order
         self.latest, self.held_batch = report, report.held_batch
@@ -342,8 +332,7 @@ class BatchPlanner:
         self._fresh = True
 
     def due(self, now_s: float) -> TunerSnapshot | None:
-        """Return the observations to fit now; None if there are none, or less than ``fit_every_s`` after the last fit.
-        """
+        """Return the observations to fit now; None if none are new, or the last fit is younger than ``fit_every_s``."""
         if self.tuner is None or not self._fresh or now_s - self._fitted_s < self._fit_every_s:
             return None
         self._fresh, self._fitted_s = False, now_s
@@ -416,7 +405,7 @@ class BatchPlanner:
 
 
 def told(before: tuple[Observation, ...], now: Iterable[Observation]) -> tuple[Observation, ...]:
-    """Return the measurements ``now``, replacing each that differs from ``before`` by less than a tenth by the old one.
+    """Return the measurements ``now``; one that differs from ``before`` by less than a tenth keeps its old value.
 
     Medians move a little with every report, but measurements that are sent every second should rarely change. Counts
     are reported as 1, 10 or 100.

@@ -35,8 +35,7 @@ def find_stored(
     """Find a run's checkpoints in storage and return them.
 
     Args:
-        start_from: path of the checkpoint at which a trial starts; None starts from scratch. Ignored for other jobs.
-        is_trial: True for a trial of a sweep, whose own directory is not searched.
+        is_trial: True for a trial, whose own directory is ignored: it starts at ``start_from`` (None: from scratch).
         with_states: also search for automatic checkpoints.
         verify: read reported checkpoints completely and compare their checksums.
         heard: called for every checkpoint, so that a waiting caller sees progress.

@@ -201,9 +201,7 @@ def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
 def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
     """Stop a sweep's running trials and start no further ones; return the number of trials that were stopped.
 
-    Args:
-        now: True to stop in the middle of a step, without saving.
-        reason: Reason shown for each stopped trial.
+    ``now`` stops in the middle of a step. ``reason`` is shown for each trial.
 
     Raises:
         ClickException: The sweep's actor does not answer.

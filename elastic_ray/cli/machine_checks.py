@@ -209,10 +209,7 @@ def check_traps() -> Check:
 
 
 def is_there(wanted: str, names: list[str]) -> bool:
-    """True if ``wanted``, a value of NCCL_SOCKET_IFNAME, matches any of the interface ``names``.
-
-    The value lists prefixes or, after ``=``, exact names. A value with ``^`` (names to exclude) always matches.
-    """
+    """True if ``wanted`` fits an interface: prefixes, exact names after ``=``, or any value with ``^`` (exclusions)."""
     if wanted.startswith("^"):
         return True
     exact, given = wanted.startswith("="), wanted.lstrip("=").split(",")

@@ -91,9 +91,7 @@ class Bootstrap:
         self._units: dict[str, _Table] = {}
 
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
-        """Store a member's values, wait for the requested keys, and return the values of all members.
-
-        If a requested key does not appear within the call's waiting time, the values without it are returned.
+        """Store a member's values, wait for the keys it requests (for a limited time), and return all members' values.
 
         Raises BootstrapRefusedError: the caller is not a member, or the generation was abandoned in the meantime.
         """

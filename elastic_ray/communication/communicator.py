@@ -232,7 +232,7 @@ class Communicator:
         return bool(work.is_completed())
 
     def keep_for(self, work: Any) -> None:
-        """Keep the group's connections open until ``work``, a started operation, has ended, even if otherwise unused.
+        """Keep the group's connections open until the operation ``work`` has ended, even if the group is dropped.
 
         Dropping a gloo group waits for its operations, but the result of this operation may no longer matter. It ends
         when a peer drops its side.

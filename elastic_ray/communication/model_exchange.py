@@ -151,10 +151,7 @@ class _Pulls:
 
 
 class ModelExchange:
-    """Exchange of models between ranks: publishes this rank's model, and pulls models from random other ranks.
-
-    A background thread does the pulling.
-    """
+    """Published model of this rank, with a background thread that pulls models of random other ranks."""
 
     def __init__(self) -> None:
         self._server: _Published | None = None
@@ -211,10 +208,7 @@ class ModelExchange:
         return self._into is into and pulled.result()
 
     def ask(self, layout: int, into: Sequence[torch.Tensor]) -> bool:
-        """Start pulling the newest model of a random other rank into the CPU tensors ``into``.
-
-        Returns False if a pull is in progress, or no other rank remains. ``layout`` is as in :meth:`publish`.
-        """
+        """Start pulling a random other rank's model into ``into``; False if a pull is running or no rank is left."""
         if self._pulled is not None or self._pulls is None:
             return False
         self._into, self._pulled = into, self._pulls.start(layout, into)

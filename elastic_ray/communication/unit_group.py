@@ -172,7 +172,7 @@ def _interface(host: str) -> str:
 
 
 class UnitCommunicator(Communicator):
-    """Collectives among the workers at equal positions of all units; they succeed on all workers of a unit or on none.
+    """Collectives among equal positions of all units; they succeed on all workers of this unit or on none.
 
     During a backward pass, the workers of a unit may be at different places, for example in pipeline stages. Each
     worker then continues by itself, and the unit agrees on the result before the optimizer steps.

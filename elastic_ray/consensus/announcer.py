@@ -157,7 +157,7 @@ class Announcer:
     def start_transfer(self, peer: int, tag: int, *, received: bool) -> tuple[Announced, int]:
         """Count a message to ``peer``, or from it if ``received``; return its announcement and its number.
 
-        The caller sends the announcement if the message takes long. Numbers count per peer, tag and direction.
+        The announcement is for a long wait. Numbers count separately for each peer, tag and direction.
         """
         self._transfers[received, peer, tag] += 1
         return transfer(peer, tag, received=received), self._transfers[received, peer, tag]
@@ -232,14 +232,12 @@ class Announcer:
 
     @property
     def joined_by_idle(self) -> Announced | None:
-        """Action that ranks with samples have announced and that ranks without samples can join; None if there is none.
-        """
+        """Action announced by ranks with samples that ranks without samples can join; None if there is none."""
         return joined_by_idle(self._codes)
 
     @property
     def fingerprints(self) -> list[int]:
-        """Latest announced parameter fingerprint of each rank; for a rank waiting for a message, that message's number.
-        """
+        """Latest parameter fingerprint announced by each rank, or the message's number if it waits for a message."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
     def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:
@@ -305,9 +303,7 @@ class Announcer:
 
     @staticmethod
     def step_tag(loader_steps: int, sample_tag: int = 0) -> tuple[float, float]:
-        """Return a number that identifies a step, and its square, which each rank adds to a reduction.
-
-        Both are exact in float32.
+        """Return a number that identifies a step, and its square, to be added to a reduction; both exact in float32.
 
         Args:
             sample_tag: Tag of a sample that all ranks have read for this step; 0 if each rank reads its own samples.

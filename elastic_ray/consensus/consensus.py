@@ -269,8 +269,7 @@ class RankConsensus:
         self._plan: DataPlan | None = None
 
     def add(self, *parts: ControlPart) -> None:
-        """Add parts, whose values are sent with the control sums; call this on all ranks before the first group forms.
-        """
+        """Add parts, whose values are sent with the control sums; call this on all ranks before the first group."""
         self._parts.extend(parts)
 
     def set_group(self) -> None:

@@ -245,10 +245,7 @@ def describe_sample(dataset: Any) -> str:
 
 
 def first_length(dataset: Any, tokens_per_sample: Any) -> float | None:
-    """Return the mean length of a few samples; None if a sample has no length, or the loop does not count tokens.
-
-    Streams and DataLoaders also give None. Lengths are in elements of the sample's first tensor, array or list.
-    """
+    """Return the mean length of a few samples; None unless the loop counts tokens and all these samples have one."""
     if tokens_per_sample != WEIGH or isinstance(dataset, (IterableDataset, DataLoader)):
         return None
     if not isinstance(dataset, Sized):

@@ -90,8 +90,7 @@ class StepSplit:
         self._slices: dict[tuple[int, int], list[slice]] = {}
 
     def start(self, position: int, steps: int) -> None:
-        """Record that ``steps`` steps are committed when the pass has used ``position`` samples; counting starts there.
-        """
+        """Record that ``steps`` steps are committed once the pass has used ``position`` samples; count from there."""
         if self._first[0] >= 0:  # of another pass, or after a nested one
             self.owed = 0
         self._first = position, steps
@@ -128,8 +127,7 @@ class StepSplit:
         )
 
     def owed_at(self, position: int) -> int:
-        """Return the size that the step at ``position`` must have because the model holds its update; 0 if it is free.
-        """
+        """Return the size of the step at ``position`` if the model already holds its update; 0 if it does not."""
         return self.owed if position == self._first[0] else 0
 
     def sizes(self, count: int, position: int) -> list[list[int]]:
@@ -170,8 +168,7 @@ class StepSplit:
         return [len(step) for step in itertools.islice(_steps(position, total, self), most)]
 
     def own(self, indices: list[int]) -> list[int]:
-        """Return the part of the rank's ``indices`` that this worker reads: all, unless a unit's workers divide them.
-        """
+        """Return the part of the rank's ``indices`` that this worker reads: all, unless its unit divides them."""
         size = len(indices) // self.shards
         return indices if self.shards == 1 else indices[self.shard * size : (self.shard + 1) * size]
 
@@ -387,8 +384,7 @@ class MapBatches:
             self._hashes.pop(first, None)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return values that ranks compare: the dataset's length, a digest of the epoch's order, and facts about items.
-        """
+        """Return values that ranks compare: the dataset's length, the epoch's order, and facts about the items."""
         order = self.indices(epoch)
         if self._digest is None or self._digest[0] is not order:  # a nested loop asks in each of the steps around it
             self._digest = order, digest(order)

@@ -39,10 +39,7 @@ def places(count: int) -> list[int]:
 
 
 def item_facts(dataset: Any, name: str = "dataset", depth: int = 0) -> Facts:
-    """Return facts by which ranks check that they have the same dataset, keyed by names that start with ``name``.
-
-    No sample is loaded.
-    """
+    """Return facts about a dataset's items for comparison across ranks, keyed by names that start with ``name``."""
     if depth > _DEEPEST:
         return {}
     if isinstance(dataset, Subset):

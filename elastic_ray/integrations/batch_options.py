@@ -41,8 +41,8 @@ class BatchOptions:
     def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader, *, seed: int = 0) -> er.AdaptiveDataLoader:
         """Return the user's loader as an ``AdaptiveDataLoader``, whose batches are divided among all workers.
 
-        ``seed`` determines the order of samples. An ``AdaptiveDataLoader`` is returned unchanged. Raises ValueError if
-        ``accumulated`` is above 1 for an ``AdaptiveDataLoader``.
+        ``seed`` determines the order of samples. An ``AdaptiveDataLoader`` is returned unchanged; it raises ValueError
+        if ``accumulated`` (micro-batches per step) is above 1.
         """
         if isinstance(given, er.AdaptiveDataLoader):
             if self.accumulated > 1:
@@ -95,8 +95,7 @@ class LoggedValues:
         self._last: dict[str, float] = {}
 
     def report(self, values: Mapping[str, Any]) -> None:
-        """Report the numbers in ``values``, and the last value of every other name logged before; call on every rank.
-        """
+        """Report the numbers in ``values``, and the last value of every other name logged; call on every rank."""
         session = current_session()
         for name, value in values.items():
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # text, or a tensor of several

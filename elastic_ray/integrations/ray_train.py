@@ -72,7 +72,7 @@ class PassEpochs:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Return a context in which the loop body may run on a batch that does not count.
+        """Return a context for running the loop body on a batch that does not count; its effects are undone.
 
         On exit, the models' buffers are restored and their gradients cleared.
         """
@@ -157,10 +157,7 @@ def check(function: str, given: Mapping[str, Any]) -> None:
 
 
 def model(module: torch.nn.Module, **options: Any) -> RayTrainModel:
-    """Return the object that ``prepare_model`` hands to the user: the model, wrapped when the first epoch starts.
-
-    ``options`` are arguments of DDP, of which those about devices are ignored.
-    """
+    """Return the model that ``prepare_model`` hands out; of ``options``, those of DDP about devices are ignored."""
     return RayTrainModel(module, {name: value for name, value in options.items() if name not in _OF_DDP})
 
 
@@ -196,9 +193,7 @@ class RayTrainModel(LateWrapped):
 
 
 class RayTrainLoader(LoaderOnDevice):
-    """Loader whose global batch is the user's batch size times the largest number of workers that the job may have.
-
-    Batches are moved to the worker's device.
+    """Loader on the worker's device whose global batch is the user's batch size x the job's largest worker count.
 
     Args:
         data_loader: The user's loader, whose batch size is that of one worker.

@@ -169,9 +169,7 @@ class Branch:
     def run(
         self, start: Callable[[JobSpec], Any], metric: str, first: int, samples: int, timeout_s: float
     ) -> list[tuple[float, float]]:
-        """Train the branch to its end; return the pairs (samples since the job's step ``first``, value of ``metric``).
-
-        The branch ends once it has trained on ``samples`` samples.
+        """Train the branch on ``samples`` samples; return pairs (samples since step ``first``, value of ``metric``).
 
         Raises BranchError: the branch fails, or has not ended within ``timeout_s`` [s].
         """

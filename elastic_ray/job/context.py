@@ -61,10 +61,7 @@ class ReportIntake:
         self._trackers.report(report)
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after``, waiting up to ``wait_s`` [s]; None if there is none in time.
-
-        If ``after`` is None, return the report after the last one that was delivered.
-        """
+        """Return the report after ``after`` (None: after the last delivered); None if none comes in ``wait_s`` [s]."""
         wanted = self.queue.wanted(after)
         if self.queue.gone(wanted):
             report = await self._writer.report(wanted, self.queue.oldest - 1)
@@ -72,10 +69,7 @@ class ReportIntake:
         return await self.queue.next(after, wait_s)
 
     async def catch_up(self, first_report: int) -> None:
-        """Handle the reports that the previous controller stored, from the run's first report on.
-
-        Args:
-            first_report: Number of the run's first report; 0 if unknown.
+        """Handle the previous controller's stored reports from number ``first_report``, the run's first (0: unknown).
 
         Raises OSError: the stored reports cannot be read.
         """

@@ -286,7 +286,7 @@ class JobController:
         await self._persist_state()
 
     async def branch(self, plan: BranchPlan) -> None:
-        """Start a comparison of branches (copies of the job at other batches). Raises BranchError: impossible."""
+        """Start a comparison of branches (copies of the job at other batches). Raises BranchError: it cannot start."""
         await self._recovered.wait()
         self._job.branches.start(plan, start)
 
@@ -295,10 +295,7 @@ class JobController:
         return self._job.branches.outcome()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after``, waiting up to ``wait_s`` [s]; None if there is none in time.
-
-        If ``after`` is None, return the report after the last one that was delivered.
-        """
+        """Return the report after ``after`` (None: after the last delivered); None if none comes in ``wait_s`` [s]."""
         await self._recovered.wait()
         return await self._job.reports.next(after, wait_s)
 
@@ -361,9 +358,7 @@ class JobController:
         return self._job.saved(message)
 
     async def greet(self, worker: str, token: str) -> ControllerAnswer:
-        """Return whether the process ``worker``, which presents the secret ``token``, belongs to this controller.
-
-        After a restart, a worker is requested to introduce itself first. ``worker`` is empty for an idle process.
+        """Return whether the process ``worker`` (empty if idle), with its secret ``token``, belongs to this controller.
         """
         if self._reconnection is not None:
             return ControllerAnswer.INTRODUCE if worker else ControllerAnswer.STRANGER

@@ -35,10 +35,9 @@ _CLOSE_S = 5.0
 
 
 class ControllerHost:
-    """Actor class that runs the controllers of several trials in one process.
+    """Actor class that runs several trials' controllers, each called through a ``Hosted`` handle.
 
-    Each is called through a :class:`~placement.ray_cluster.named_actors.Hosted`. When Ray restarts the process, each
-    controller continues like one that has its own actor.
+    When Ray restarts the process, each controller continues like one that has its own actor.
     """
 
     def __init__(self, own: str, theirs: Spoken) -> None:

@@ -30,10 +30,7 @@ class JobBranches:
         self._last_step, self._looked_s = 0, 0.0
 
     def start(self, plan: BranchPlan, start: Callable[[JobSpec], Any]) -> None:
-        """Start, in the background, a comparison of branches, which ``start`` submits as jobs.
-
-        Raises BranchError: the job cannot be branched now.
-        """
+        """Start a background comparison of branches, submitted by ``start``. Raises BranchError: it cannot start."""
         if self._is_running:
             raise BranchError(f"job {self._parts.spec.job!r} cannot be branched: a comparison is already in progress")
         run = self._run_of(plan, idle=False)

@@ -38,9 +38,7 @@ def hosted_before(actor: str) -> list[str]:
 
 
 class Journal:
-    """Record of a controller's state in Ray's control store, from which a replacement controller continues.
-
-    A thread does the writing.
+    """Journal in Ray's control store of a controller's state, from which a replacement continues; a thread writes it.
 
     Args:
         controller: Id of the controller's actor, which stays the same when Ray restarts it.

@@ -37,7 +37,7 @@ class Preemption:
         self._then = then
 
     def remind(self, now_s: float) -> bool:
-        """True if the request to save must be sent (again) to the workers now; the request then counts as sent."""
+        """True if the request to save is due to be sent (again) to the workers; it then counts as sent."""
         due = self.active and now_s - self._reminded_s >= _REMIND_S
         if due:
             self._reminded_s = now_s

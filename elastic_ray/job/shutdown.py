@@ -96,10 +96,7 @@ class JobShutdown:
         self.vacated: asyncio.Task[None] | None = None
 
     def record(self, phase: JobPhase, error: BaseException | Raised | None, reason: str, *, complete: bool) -> None:
-        """Record the phase in which the job ends, its error and reason, and, if ``complete``, its full outcome.
-
-        If ``complete`` is False, the outcome remains open until :meth:`record_again`.
-        """
+        """Record the job's end; with ``complete=False``, only its phase and reason, until :meth:`record_again`."""
         self._error = error
         if complete:
             self._record.end(phase, error=error, return_value=self.return_value, message=reason)

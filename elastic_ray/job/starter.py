@@ -40,7 +40,7 @@ class JobStarter:
 
     @property
     def knows_reports(self) -> bool:
-        """True if all reports that an earlier controller of the job received have been read."""
+        """True if this controller has read all reports that an earlier controller of the job received, if any."""
         return self._first_report is None or self._caught_up
 
     async def open(self) -> None:

@@ -406,7 +406,7 @@ class JobSupervisor:
         self._journal.note(dataclasses.replace(state, revivals=self._revivals))
 
     def recover(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
-        """Continue with the previous controller's surviving workers; fail a job whose controller dies too often."""
+        """Continue with the previous controller's workers that survived; fail a job whose controller dies too often."""
         if self.record.phase.ended:
             return
         if len(self._revivals) > _MOST_REVIVALS:

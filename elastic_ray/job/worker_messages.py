@@ -64,9 +64,10 @@ class StragglerReplacement:
         self._slow: dict[str, tuple[float, float]] = {}  # by node: ratio, and when it was slow last
 
     def slow_nodes(self, now_s: float) -> dict[str, float]:
-        """Return the slowness (ratio to the usual step time) of current and recent slow nodes, keyed by node id.
+        """Return the slowness of current and recent slow nodes, keyed by node id.
 
-        A node counts only if all of the job's workers on it are to be replaced, or were when the job left it.
+        Slowness is time for equal work / the group's median, and a node's is the least of its workers. A node counts
+        only if all of the job's workers on it are to be replaced, or were when the job left it.
         """
         return {node: ratio for node, (ratio, last_s) in self._slow.items() if now_s - last_s < _REMEMBER_S}
 
@@ -127,8 +128,7 @@ class WorkerMessages:
         self.stragglers = StragglerReplacement(parts)  # workers that are slow
 
     async def receive(self, message: WorkerMessage) -> None:
-        """Handle a worker's message; if it is a report of a trial, return only once the worker may continue training.
-        """
+        """Handle a worker's message; for a trial's report, return only once the worker may continue training."""
         if not self._group.heard(message.worker, getattr(message, "position", 0)):
             return
         match message:

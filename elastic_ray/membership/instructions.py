@@ -66,8 +66,7 @@ class Note:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllLost:
-    """Instruction to restart the job from its last checkpoint, or to end it, because no living member holds the state.
-    """
+    """Instruction to restart the job from its last checkpoint, or end it, because no living member holds the state."""
 
     reason: str
 

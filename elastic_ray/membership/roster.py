@@ -61,13 +61,12 @@ class WorkerRecord:
         self.loaded, self.has_state = loaded, has_state or self.has_state
 
     def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
-        """Record that the worker reruns its train function in the same process; with ``has_state``, it keeps its state.
-        """
+        """Record that the worker reruns its train function in its process; with ``has_state``, it keeps its state."""
         self.enter(WorkerPhase.READY if self.rebuilt else WorkerPhase.STARTING, now_s)
         self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 
     def join(self, now_s: float, *, others: bool) -> None:
-        """Make the worker a member of a generation; ``others`` is True if it joins workers that already train."""
+        """Make the worker a member of a generation; ``others`` is True if some other members already train."""
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures, self.joined_others = 0, others
 

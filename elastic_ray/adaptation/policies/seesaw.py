@@ -73,8 +73,7 @@ class Seesaw(ReadyPolicy):
         return SetBatch(target)
 
     def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
-        """Return the next two batches as pairs (samples from now, batch size), extrapolated from the last two changes.
-        """
+        """Return the next two batches as pairs (samples from now, batch size), extrapolated from the last two."""
         if len(self.changes) < 2 or self.changes[1][1] <= self.changes[0][1]:
             return ()
         (before, small), (last, large) = self.changes

@@ -76,9 +76,7 @@ def load_model_state(
 
 
 def differences(one: tuple[RunStorage, StateFile], other: tuple[RunStorage, StateFile]) -> dict[str, float]:
-    """Return the largest relative difference of each tensor between two automatic checkpoints, keyed by tensor name.
-
-    The difference of tensors a and b is max |a - b| / max |a|.
+    """Return max |a - b| / max |a| for each tensor of two automatic checkpoints' models, keyed by tensor name.
 
     Raises ValueError: the checkpoints do not hold the same tensors.
     """

@@ -293,8 +293,7 @@ class Accelerator(OnMainProcess, Collectives):
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Return a context in which gradients of ``model`` accumulate on this worker, without averaging over workers.
-        """
+        """Return a context in which gradients of ``model`` accumulate on this worker, without being averaged."""
         with model.no_sync():
             yield
 

@@ -37,7 +37,7 @@ class Collectives(SavesAlone, accelerate.Accelerator):
     flag_tensor: Any
 
     def gather(self, tensor: Any) -> Any:
-        """Return tensors gathered from all workers and concatenated along dimension 0, whose size may differ."""
+        """Return each tensor, gathered from all workers and concatenated along dimension 0; its size may differ."""
         leaves: list[Any] = []
         recursively_apply(leaves.append, tensor, test_type=_every_leaf)
         parts = map(_joined, zip(*er.all_gather(leaves), strict=True))

@@ -97,8 +97,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this worker writes files: it is rank 0, or was when training failed (for ``OnExceptionCheckpoint``).
-        """
+        """True if this worker writes files: it is rank 0, or was when training failed (``OnExceptionCheckpoint``)."""
         return self._writes if self._gone else self.global_rank == 0
 
     @property

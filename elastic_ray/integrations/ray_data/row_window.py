@@ -135,7 +135,7 @@ class Readers:
         self._heard: dict[str, int] = {}
 
     def note(self, reader: Reader, stream: object) -> object | None:
-        """Record that a client requests rows of a stream; return the other stream that it read before, or None."""
+        """Record that a client requests rows of ``stream``; return the other stream that it read before, if any."""
         _, before = self._reads.get(reader.client, (None, None))
         self._reads[reader.client] = reader, stream
         self._heard[reader.run] = max(reader.generation, self._heard.get(reader.run, reader.generation))
@@ -146,8 +146,7 @@ class Readers:
         return self._reads.pop(client, (None, None))[1]
 
     def discard(self, stream: object, *, gone: bool) -> None:
-        """Detach the clients of a closed stream, so that they can read another one; remove these clients if ``gone``.
-        """
+        """Detach the clients of a closed stream, so that they can read another; remove these clients if ``gone``."""
         for client, (reader, read) in tuple(self._reads.items()):
             if read is stream and gone:
                 del self._reads[client]
