@@ -122,11 +122,7 @@ class Overrides:
             raise ValueError(f"{SCHEDULING}: {error}") from None
 
     def scaling(self, given: Any, default: type[Any]) -> Any:
-        """Return the script's ``ScalingConfig`` with the overridden fields replaced.
-
-        Args:
-            given: The script's configuration; None if it has none.
-            default: The class ``ScalingConfig``. An object of another class is returned unchanged.
+        """Return ``given``, the script's ``ScalingConfig`` (None: ``default()``), with the overridden fields replaced.
         """
         config = default() if given is None else given
         if not isinstance(config, default):

@@ -59,7 +59,7 @@ def plain_model(model: Any) -> Any:
 
 
 class LoaderOnDevice(DataLoader[Any]):
-    """Wrapper of an ``AdaptiveDataLoader`` that moves batches to the worker's device and has the loader's attributes.
+    """Wrapper of an ``AdaptiveDataLoader`` that moves batches to the worker's device and exposes its attributes.
 
     It subclasses ``DataLoader`` only to pass ``isinstance`` checks in the libraries; no code of torch's class runs.
     """

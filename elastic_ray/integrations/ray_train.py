@@ -72,9 +72,9 @@ class PassEpochs:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Return a context for running the loop body on a batch that does not count; its effects are undone.
+        """Return a context for running the loop body on a batch that does not count.
 
-        On exit, the models' buffers are restored and their gradients cleared.
+        On exit, buffers of the models are restored, and gradients are cleared.
         """
         kept = [(buffer, buffer.clone()) for module in self._models for buffer in module.buffers()]
         try:

@@ -295,7 +295,7 @@ class JobController:
         return self._job.branches.outcome()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after ``after`` (None: after the last delivered); None if none comes in ``wait_s`` [s]."""
+        """Return the next report after number ``after`` (None: the last delivered); None if none in ``wait_s`` [s]."""
         await self._recovered.wait()
         return await self._job.reports.next(after, wait_s)
 
@@ -358,8 +358,7 @@ class JobController:
         return self._job.saved(message)
 
     async def greet(self, worker: str, token: str) -> ControllerAnswer:
-        """Return whether the process ``worker`` (empty if idle), with its secret ``token``, belongs to this controller.
-        """
+        """Return whether process ``worker`` (empty: an idle one) with its secret ``token`` is this controller's own."""
         if self._reconnection is not None:
             return ControllerAnswer.INTRODUCE if worker else ControllerAnswer.STRANGER
         return ControllerAnswer.KNOWN if self._job.group.actors.knows(worker, token) else ControllerAnswer.STRANGER

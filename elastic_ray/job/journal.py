@@ -38,7 +38,7 @@ def hosted_before(actor: str) -> list[str]:
 
 
 class Journal:
-    """Journal in Ray's control store of a controller's state, from which a replacement continues; a thread writes it.
+    """Journal of a controller's state in Ray's control store, from which a replacement continues.
 
     Args:
         controller: Id of the controller's actor, which stays the same when Ray restarts it.

@@ -153,8 +153,7 @@ class JobMembership(GenerationChanges):
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:
-        """True if the worker has joined, or will join, a group that already trains, and holds no state that it lacks.
-        """
+        """True if the worker has joined, or will join, a group that already trains, and no state is lost with it."""
         record = self.workers.get(worker)
         if record is None or self.current is None:
             return False
