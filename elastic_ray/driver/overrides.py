@@ -122,8 +122,7 @@ class Overrides:
             raise ValueError(f"{SCHEDULING}: {error}") from None
 
     def scaling(self, given: Any, default: type[Any]) -> Any:
-        """Return ``given``, the script's ``ScalingConfig`` (None: ``default()``), with the overridden fields replaced.
-        """
+        """Return the script's ``ScalingConfig`` ``given`` (None: ``default()``) with overridden fields replaced."""
         config = default() if given is None else given
         if not isinstance(config, default):
             return given  # its reader refuses it

@@ -72,10 +72,7 @@ class PassEpochs:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Return a context for running the loop body on a batch that does not count.
-
-        On exit, buffers of the models are restored, and gradients are cleared.
-        """
+        """Return a context for running the loop body without effect: buffers are restored, and gradients cleared."""
         kept = [(buffer, buffer.clone()) for module in self._models for buffer in module.buffers()]
         try:
             yield

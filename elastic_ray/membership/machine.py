@@ -153,7 +153,7 @@ class JobMembership(GenerationChanges):
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:
-        """True if the worker has joined, or will join, a group that already trains, and no state is lost with it."""
+        """True if the worker has joined, or will join, a group that trains, and its loss would lose no state."""
         record = self.workers.get(worker)
         if record is None or self.current is None:
             return False
