@@ -72,7 +72,7 @@ class TrialFacts:
 
 
 def number_in(metrics: Any, name: str) -> float | None:
-    """Return a reported metric, nested as in ``"eval/loss"``; None if it is missing or not a finite number."""
+    """Return the metric called ``name`` (``"eval/loss"`` if nested); None if missing or not a finite number."""
     with contextlib.suppress(TypeError, ValueError, KeyError, RuntimeError, OverflowError):
         if name in metrics:
             found = float(metrics[name])
@@ -189,7 +189,7 @@ class JobEvent:
 
     @classmethod
     def from_json(cls, line: str) -> JobEvent:
-        """Return the event on a line of JSON that :meth:`to_json` wrote.
+        """Return the event stored in ``line``, a line of JSON written by :meth:`to_json`.
 
         Raises:
             ValueError: The line is not a JSON object with an event's fields.
@@ -426,7 +426,7 @@ class Report:
 
     @classmethod
     def from_json(cls, line: str) -> Report:
-        """Return the report on a line of JSON that :meth:`to_json` wrote.
+        """Return the report stored in ``line``, a line of JSON written by :meth:`to_json`.
 
         Raises:
             ValueError: The line is not a JSON object with a report's fields.

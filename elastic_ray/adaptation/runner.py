@@ -373,7 +373,7 @@ class PolicyRunner:
         return [[name_of(policy), initial] for policy, initial in zip(self._policies, self._initial, strict=True)]
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`capture`, except all policies' states if the run now has other policies."""
+        """Restore the result of :meth:`capture`; policies' states and requests are left out if the policies differ."""
         self.values = SharedValues.from_state(tree["values"])
         same = list(tree["names"]) == [name_of(policy) for policy in self._policies]
         if not same:

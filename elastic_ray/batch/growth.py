@@ -86,7 +86,7 @@ class GrowthWatch:
             batch_size: Global batch of the latest steps [samples].
             steps: Steps of the whole run so far.
             signal: Strength of the mean gradient relative to its noise. If None (unknown), only ``steps`` is recorded.
-            loss: Number of the latest report that had a loss, and the loss; None before the first.
+            loss: Number of the latest report that had a loss, and that loss; None before the first such report.
         """
         self._steps = steps
         if signal is None:
@@ -179,7 +179,9 @@ Ramp: TypeAlias = "tuple[tuple[float, int], ...]"
 
 
 def read_ramp(batch_size: Any) -> tuple[Any, Ramp]:
-    """Return a loader's initial batch size, and its schedule of (progress 0 to 1, global batch); empty for a number.
+    """Return the initial batch and the schedule in ``batch_size``; the schedule is empty if it is a plain number.
+
+    A schedule consists of pairs (progress 0 to 1, global batch).
 
     Raises:
         TypeError: An entry is not a pair of numbers.

@@ -82,7 +82,7 @@ class BatchLimits:
         """Return the global batch [samples] of a step divided by ``cut`` among R = ``replicas`` workers.
 
         It is R m (s + 1), for m samples per micro-step and s accumulating micro-steps, or the largest allowed batch if
-        that is less. Then some micro-steps have fewer samples than m, but no worker has fewer than its minimum.
+        that is less. In that case some micro-steps have fewer samples than m, but no worker has fewer than its minimum.
         """
         size = cut.batch_size(replicas)
         if self.max_batch_size is None:

@@ -30,7 +30,7 @@ _COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBT]?)\s*", re.IGNORECASE)
 
 
 def token_count(name: str, value: Any, *, least: int = 1) -> int:
-    """Return a number of tokens, given as a number or as text with a unit (K, M, B or T).
+    """Return the number of tokens in ``value``, a number or a text with a unit (K, M, B, T); errors quote ``name``.
 
     >>> token_count("batch_tokens", "0.25B")
     250000000

@@ -149,7 +149,7 @@ class AgreedChanges:
     def vote(
         self, communicator: Communicator, added: Sums, agree: Callable[[Sequence[float]], Sequence[float]]
     ) -> list[tuple[tuple[int, int], str, float]]:
-        """Vote in a separate collective, and sum the values that ranks have added to their accumulators.
+        """Vote (sum the ranks' control values) in a separate collective, and sum all values added to accumulators.
 
         Args:
             added: Values added on this rank, keyed by accumulator and name.
@@ -440,9 +440,11 @@ class RankConsensus:
         join: Callable[[Announced], None] | None = None,
         plan: DataPlan | None = None,
     ) -> list[tuple[tuple[int, int], str, float]]:
-        """Vote in a separate collective, and sum the values that ranks have added to their accumulators.
+        """Vote (sum the ranks' control values) in a separate collective, and sum all values added to accumulators.
 
         Args:
+            what: Announcement of the action for which the ranks vote.
+            added: Values added on this rank, keyed by accumulator and name.
             some_are_idle: Whether some ranks have no samples in this step; they do not know the names that other
                 ranks use.
             join: On a rank without samples, participates in an action that the other ranks have announced; None on

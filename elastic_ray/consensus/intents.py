@@ -201,7 +201,7 @@ def notes_differ(notes: Sequence[int], step: int) -> str:
 
 
 def joined_by_idle(codes: Sequence[int]) -> Announced | None:
-    """Return the action that ranks with samples announced and ranks without samples can join; None if there is none.
+    """Return the action announced by ranks with samples that ranks without samples can join; None if there is none.
 
     Args:
         codes: Announced code of each rank; a rank without samples announces the end of step or pass at which it waits.

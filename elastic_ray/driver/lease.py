@@ -44,7 +44,7 @@ class LeaseKeeper:
     """
 
     def __init__(self, job: str, controller: Any, *, lease_s: float, away_s: float) -> None:
-        """Start the thread that renews the lease; times are in seconds."""
+        """Start renewing a lease of ``lease_s`` [s]; after ``away_s`` [s] without an answer, the job counts as lost."""
         self._away_s, self._job, self._controller, self._lease_s = away_s, job, controller, lease_s
         self._ended = threading.Event()
         self._wake = threading.Event()

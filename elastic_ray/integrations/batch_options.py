@@ -41,7 +41,7 @@ class BatchOptions:
     def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader, *, seed: int = 0) -> er.AdaptiveDataLoader:
         """Return the user's loader as an ``AdaptiveDataLoader``, whose batches are divided among all workers.
 
-        ``seed`` determines the order of samples. An ``AdaptiveDataLoader`` is returned unchanged; it raises ValueError
+        ``seed`` determines the order of samples. An ``AdaptiveDataLoader`` is returned unchanged, but raises ValueError
         if ``accumulated`` (micro-batches per step) is above 1.
         """
         if isinstance(given, er.AdaptiveDataLoader):

@@ -79,7 +79,7 @@ class ReportIntake:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """Shared parts of one job under its controller."""
+    """Components of one job that the parts of its controller share."""
 
     spec: JobSpec  # as it was submitted
     record: JobRecord  # what is known of it

@@ -44,7 +44,7 @@ class JobStarter:
         return self._first_report is None or self._caught_up
 
     async def open(self) -> None:
-        """Find the stored state of an earlier run of this name and prepare for workers; called before the first tick.
+        """Find the stored state of an earlier run with the job's name, and prepare for workers.
 
         If storage cannot be read, the job fails, because a start from scratch would lose earlier training. A job whose
         workers are still training continues, because it needs no stored state until it restarts.

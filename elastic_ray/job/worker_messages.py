@@ -66,8 +66,8 @@ class StragglerReplacement:
     def slow_nodes(self, now_s: float) -> dict[str, float]:
         """Return the slowness of current and recent slow nodes, keyed by node id.
 
-        Slowness is time for equal work / the group's median, and a node's is the least of its workers. A node counts
-        only if all of the job's workers on it are to be replaced, or were when the job left it.
+        Slowness is the time for equal work / the group's median, of the node's fastest worker. A node counts only if
+        all of the job's workers on it are to be replaced, or were when the job left it.
         """
         return {node: ratio for node, (ratio, last_s) in self._slow.items() if now_s - last_s < _REMEMBER_S}
 

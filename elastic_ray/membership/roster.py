@@ -169,7 +169,7 @@ class Roster:
         return bool(self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY))
 
     def entering(self) -> list[WorkerRecord]:
-        """Return the joiners that have not reported yet that they entered, once the announced generation is certain."""
+        """Return :meth:`planned` (joiners yet to enter) once the announced generation is certain; empty before."""
         return self.planned() if self.in_flight is not None and self.in_flight.begun else []
 
     def silent(self, flight: InFlight) -> list[WorkerRecord]:
