@@ -379,7 +379,7 @@ class JobStatus:
 
     @property
     def score(self) -> float | None:
-        """Value of the metric by which the sweep compares its trials; None if unknown."""
+        """Value of the metric that ranks the trials of the job's sweep; None if unknown."""
         return number_in(self.metrics, self.trial.metric) if self.trial is not None and self.trial.metric else None
 
 

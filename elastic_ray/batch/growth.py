@@ -179,9 +179,7 @@ Ramp: TypeAlias = "tuple[tuple[float, int], ...]"
 
 
 def read_ramp(batch_size: Any) -> tuple[Any, Ramp]:
-    """Return the initial batch and the schedule in ``batch_size``; the schedule is empty if it is a plain number.
-
-    A schedule consists of pairs (progress 0 to 1, global batch).
+    """Return the initial batch and the schedule [(progress 0 to 1, batch), ...], which is empty for a number.
 
     Raises:
         TypeError: An entry is not a pair of numbers.

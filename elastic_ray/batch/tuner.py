@@ -207,7 +207,7 @@ class BatchTuner:
     ) -> None:
         """Record the strength of the gradient's signal after ``steps`` steps of the run, the latest at ``batch_size``.
 
-        ``loss`` is the number of the latest report that had a loss, and the loss; None if there was none.
+        ``loss`` is the number of the latest report that had a loss, and that loss; None if no report had one.
         """
         self._watch.observe(batch_size=batch_size, steps=steps, signal=signal, loss=loss)
 

@@ -185,7 +185,7 @@ def find_jobs(name: str) -> tuple[JobClient, ...]:
 
 
 def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
-    """Return the actor of the sweep called ``name``, else those of all sweeps that have trials among ``jobs``.
+    """Return the actor of the sweep called ``name``, or else of every sweep that has trials among ``jobs``.
 
     Args:
         name: Name of a sweep or a submission. If it is the name of a job, the result is empty.
@@ -318,7 +318,7 @@ def operator_settings(file: str) -> OperatorSettings:
 
 
 def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-    """Return the operator's settings in force or, if ``wanted`` is given, those that would be in force after it.
+    """Return the operator's settings in force or, with ``wanted``, those in force after applying ``wanted``.
 
     Raises ClickException: a quota is for a resource that no node has.
     """

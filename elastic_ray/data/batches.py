@@ -175,7 +175,7 @@ class StepSplit:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """Next step of a pass: the sizes of all ranks' micro-batches, and functions that fetch those of this rank."""
+    """Next step of a pass: sizes of all ranks' micro-batches, and functions that fetch this rank's micro-batches."""
 
     total: int  # samples of the pass, as far as they are known
     # ``sizes[rank][micro]`` samples of each rank's micro-batches; no rank at all at the end of the pass

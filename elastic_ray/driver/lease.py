@@ -40,7 +40,7 @@ class LeaseKeeper:
     """Thread that renews a job's lease; when the job ends, it fetches the results and closes the job.
 
     The lease is the driver's claim on the job, which ends without renewal. The user's loop does not renew it, because
-    the loop may block. The thread lives exactly as long as the driver process, which is what the lease proves.
+    the loop may block. The thread lives exactly as long as the driver process, so that the lease proves it is alive.
     """
 
     def __init__(self, job: str, controller: Any, *, lease_s: float, away_s: float) -> None:

@@ -79,7 +79,7 @@ def parse_workers(text: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """Settings of ``elastic-ray submit`` that replace those of a script's jobs; passed as environment variables."""
+    """Settings of ``elastic-ray submit`` that override the script's own; passed as environment variables."""
 
     workers: tuple[int, int] | None = None  # (min, max); None leaves it to the script
     use_gpu: bool | None = None  # None leaves it to the script

@@ -38,7 +38,7 @@ class CommunicatorFactory(Protocol):
 
 
 class LostGroupError(RuntimeError):
-    """Error raised if no new generation (group) with which to continue was announced in time."""
+    """Error raised if no new generation (group) to continue with was announced in time."""
 
 
 class WorkerMembership:

@@ -147,7 +147,7 @@ class Manifest:
     def check(self) -> None:
         """Check that the pieces of each tensor cover it completely and lie within the files.
 
-        Raises ManifestError: they do not.
+        Raises ManifestError: a tensor has a gap, or a piece lies outside its file.
         """
         if type(self.tree) is not dict:
             raise ManifestError(f"the manifest has no tree of states, but a {type(self.tree).__name__}")

@@ -169,7 +169,7 @@ class PartFile:
         """Read the whole file, copy the given ranges of bytes into buffers, and return its SHA-256 in hexadecimal.
 
         Args:
-            pieces: pairs of a range's first byte in the file, and the buffer to fill from there.
+            pieces: for each range, the position of its first byte in the file, and the buffer to fill.
         """
         digest, at = hashlib.sha256(), 0
         waiting = sorted(pieces, key=lambda piece: piece[0])
