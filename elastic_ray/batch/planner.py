@@ -198,7 +198,7 @@ class BatchPlanner:
         return choice
 
     def recover(self, group: GenerationSpec, gpu: str | None) -> None:
-        """Adopt the current generation, on GPUs of type ``gpu``, whose batch an earlier controller chose."""
+        """Adopt ``group``, the current generation, on GPUs of type ``gpu``; an earlier controller chose its batch."""
         if self.loader is not None:
             self._tuner_on(gpu, self.loader.limits)
         self._choice, self._replicas, self._chosen_for = group.batch, group.world_size, group.generation

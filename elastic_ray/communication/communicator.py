@@ -276,7 +276,8 @@ class Communicator:
         return contextlib.nullcontext()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
-        """Start sending ``tensor`` to rank ``destination``; returns the work for :meth:`wait_all`."""
+        """Start sending ``tensor`` to rank ``destination``, matched by ``tag``; returns the work for :meth:`wait_all`.
+        """
         self.traffic["send"] += tensor.nbytes
         if self._is_staged(tensor):
             return self._guard(lambda: send_staged(self._gloo, tensor, destination, tag))

@@ -107,7 +107,7 @@ class StepSplit:
         return 2 if self.halving.due(self.step_at(position), count) else 1
 
     def count(self, position: int, total: int) -> int:
-        """Return the number of samples, over all ranks, in the step at ``position``; 0 at the end of the pass.
+        """Return the size of the step at ``position`` of a pass of ``total`` samples, over all ranks; 0 at the end.
 
         If the step has fewer samples than ranks, some ranks get none.
         """
@@ -145,7 +145,8 @@ class StepSplit:
         return self._sizes[key]
 
     def slices(self, count: int, position: int) -> list[slice]:
-        """Return this rank's slice of the step's ``count`` samples for each micro-step; empty if it gets no sample."""
+        """Return this rank's slices of the ``count`` samples at ``position``, one per micro-step; empty if it has none.
+        """
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._slices:
             self._slices[key] = self.slices_of(self.rank, count, key[1])

@@ -336,7 +336,10 @@ class JobMembership(GenerationChanges):
             self._issue(group, forced=False, reason=reason, now_s=now_s)
 
     def reset(self, *, first_most: int = 0) -> list[Instruction]:
-        """Release every worker before a restart from a checkpoint; the target number of workers is kept."""
+        """Release every worker before a restart from a checkpoint; the target number of workers is kept.
+
+        ``first_most`` limits the first generation after the restart, as in ``__init__``.
+        """
         self._first_most, self._loaded = first_most, 0
         self.announced, self.trained = (), False
         released = [Release(worker=w, kill=True, reason="the job restarts") for w in self.workers]
