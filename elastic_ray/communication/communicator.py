@@ -276,15 +276,14 @@ class Communicator:
         return contextlib.nullcontext()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
-        """Start sending ``tensor`` to rank ``destination``, matched by ``tag``; returns the work for :meth:`wait_all`.
-        """
+        """Start sending ``tensor`` to rank ``destination`` under ``tag``; returns the work for :meth:`wait_all`."""
         self.traffic["send"] += tensor.nbytes
         if self._is_staged(tensor):
             return self._guard(lambda: send_staged(self._gloo, tensor, destination, tag))
         return self._guard(lambda: self._backend(tensor).send([tensor], destination, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
-        """Start receiving into ``tensor`` from rank ``source``; returns the work for :meth:`wait_all`."""
+        """Start receiving into ``tensor`` from rank ``source`` under ``tag``; returns the work for :meth:`wait_all`."""
         if self._is_staged(tensor):
             return self._guard(lambda: receive_staged(self._gloo, tensor, source, tag))
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))

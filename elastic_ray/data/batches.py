@@ -131,7 +131,7 @@ class StepSplit:
         return self.owed if position == self._first[0] else 0
 
     def sizes(self, count: int, position: int) -> list[list[int]]:
-        """Return ``sizes[rank][micro]``, the samples of each micro-batch of the step at ``position``; do not modify."""
+        """Return ``sizes[rank][micro]``, which divide the ``count`` samples of the step at ``position``; read-only."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._sizes:
             parts = split(
@@ -145,8 +145,7 @@ class StepSplit:
         return self._sizes[key]
 
     def slices(self, count: int, position: int) -> list[slice]:
-        """Return this rank's slices of the ``count`` samples at ``position``, one per micro-step; empty if it has none.
-        """
+        """Return this rank's slices of the step's ``count`` samples, one per micro-step; empty if it has none."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._slices:
             self._slices[key] = self.slices_of(self.rank, count, key[1])
