@@ -105,7 +105,7 @@ class Drift:
         return self._marker
 
     def start_step(self) -> None:
-        """Initialise averaging at a loader's first step; until then, replicas need not be identical."""
+        """Initialise averaging at a loader's first step, before which replicas need not be identical."""
         if (
             not self._begun
             and self.average is not None
@@ -117,7 +117,8 @@ class Drift:
             self._averager.start(self._replica)
 
     def record_update(self) -> None:
-        """Record an optimizer step; outside of a loader's loop, where models are not averaged, warn once."""
+        """Record an optimizer step; warn once if it is made outside of a loader's loop, where models are not averaged.
+        """
         if self.average is None or not self.on:
             return
         self._changed = True
@@ -129,13 +130,19 @@ class Drift:
             self._context.notify("warning", _OUTSIDE)
 
     def prepare(self) -> None:
-        """Start a due average while the ranks still vote on the steps before it; raises like :meth:`after_step`."""
+        """Start the average that is due after the current steps, while the ranks still vote on whether to commit them.
+
+        Raises CommunicationFailedError: the group broke.
+        """
         average, steps = self.average, self._context.states.progress.steps
         if average is not None and self._averager is not None and steps != average.until and not steps % average.period:
             self._averager.prepare(self._replica)
 
     def after_step(self, *, ends: bool) -> None:
-        """Average the replicas if the committed step ends a period; if averaging ``ends``, make them identical.
+        """Average the replicas if the committed step completes a period.
+
+        Args:
+            ends: Whether averaging ends after this step, so that all replicas must become identical now.
 
         Raises CommunicationFailedError: the group broke.
         """
@@ -265,8 +272,8 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
         scaler: This rank's ``GradScaler``, enabled; None on all ranks without AMP.
         counts: Whether this rank contributes its scale.
 
-    Returns the scale and its growth counter: the fewest steps since the last change on any rank with that scale. None
-    without AMP, or if no rank contributes.
+    Returns the scale and its growth counter: the number of steps since the scale last changed, which is the smallest on
+    any rank with that scale. None without AMP, or if no rank contributes.
     """
     if scaler is None:
         return None
@@ -282,7 +289,7 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
 
 
 def set_scale(scaler: Any, agreed: tuple[float, int] | None) -> None:
-    """Set the scaler to the agreed scale; do nothing if it is None."""
+    """Set the scaler to the scale and growth counter in ``agreed``; do nothing if ``agreed`` is None."""
     if agreed is not None:
         scaler.load_state_dict({**scaler.state_dict(), _SCALE: agreed[0], _TRACKER: agreed[1]})
 
@@ -363,7 +370,10 @@ class Replica:
         return _in_order(self._flats)
 
     def enter_exchange(self, communicator: Communicator) -> None:
-        """Connect to the group's ranks, to pull their models; called on every rank, raises CommunicationFailedError."""
+        """Connect to the group's ranks so that their models can be pulled; called on every rank.
+
+        Raises CommunicationFailedError: the group broke.
+        """
         membership = self._context.membership
         self._incoming = []  # a pull of the former group may still write there
         self.exchange.enter(communicator, called_off=lambda: membership.voided)
@@ -381,7 +391,7 @@ class Replica:
                 self._asked = [each.flat.to("cpu", copy=True) for each in self._flats]
 
     def pulled(self) -> list[torch.Tensor] | None:
-        """Return the pulled model minus this rank's model at the time of the request; None if no valid one has come."""
+        """Return the pulled model minus this rank's model at the time of the request; None if no usable one arrived."""
         if not self.exchange.arrived(self._into) or not self._asked or self._outdated(list(self.named.values())):
             return None
         torch._foreach_sub_(self._into, self._asked)

@@ -23,8 +23,8 @@ _UNKNOWN_ROWS = 0.1  # share of a table's rows that a rank is taken to touch in 
 def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[ParamInfo], world_size: int) -> int:
     """Return the bytes, after compression, that each rank sends in one step for the given buckets of the plan.
 
-    For tables of which touched rows are sent, the result is an estimate until rows have been observed. For averaged
-    models, it is the traffic of one period divided by its number of steps.
+    For tables that send only their touched rows, the result is an estimate until touched rows have been counted. For
+    averaged models, it is the traffic of one period divided by its number of steps.
     """
     average = plan.strategy.average
     if world_size == 1:
@@ -142,7 +142,7 @@ def candidates(
 
 
 def what_is_done(plan: SyncPlan) -> object:
-    """Return a value that is equal for plans that synchronise alike, even if their ``bucket_bytes`` differ."""
+    """Return a value that is equal for two plans if they synchronise alike, even with different ``bucket_bytes``."""
 
     def work(sync: Sync) -> Sync:
         return sync if isinstance(sync, Rows) else dataclasses.replace(sync, bucket_bytes=PLAIN.bucket_bytes)
@@ -167,7 +167,7 @@ def consider(
 ) -> tuple[Strategy, ...]:
     """Return the strategies to race: first the equivalent of the current strategy, then those with least traffic.
 
-    Plain all-reduce is included, unless its traffic is far too high to win.
+    The result includes plain all-reduce, unless its traffic is far too high to win the race.
 
     Args:
         profile: Profile of the model, with the number of touched rows of its tables.

@@ -82,7 +82,7 @@ class CarriedGradients:
         return int(self._beneath)
 
     def check(self, param: torch.Tensor) -> None:
-        """Check after a pass whether a parameter watched as a sample was added to the gradient of the last update."""
+        """Check, using one sample parameter, whether the pass added to a gradient that the last update has applied."""
         if self._updated is None:
             self.watched = None
         grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)
@@ -100,8 +100,8 @@ class CarriedGradients:
     def refuse_own(self) -> None:
         """Refuse an optimizer step whose gradients were not averaged over the ranks.
 
-        Raises RuntimeError: some gradients exist only on this rank: they are not zero, were not reduced, do not lie in
-            slices, and are not left over from the last update.
+        Raises RuntimeError: some gradients exist only on this rank: they are not zero, were not reduced, are not
+            ``SlicedGradient`` objects, and are not left over from the last update.
         """
         ledger = self._context.ledger
         step = ledger.step
@@ -153,7 +153,7 @@ class CarriedGradients:
                 return
 
     def capture(self) -> Any:
-        """Return the state for joiners and checkpoints; of gradients that differ between ranks, only the step count."""
+        """Return the state for joiners and checkpoints; if gradients differ between ranks, only their step count."""
         if self.local:
             return {"lost": self._steps}
         gradients = self._gradients() if self._steps else {}
@@ -285,8 +285,8 @@ class OwedGradients:
         """Move residuals and low-rank factors to the buckets of a new layout, parameter by parameter.
 
         Args:
-            layout: New layout, whose operations receive the residuals.
-            places: For each bucket, the indices of its parameters in ``params``.
+            layout: New bucket layout, whose operations receive the residuals.
+            places: For each new bucket, the indices of its parameters in ``params``, the model's parameters.
         """
         owed: dict[str, torch.Tensor] = {}
         folded: dict[str, torch.Tensor] = {}

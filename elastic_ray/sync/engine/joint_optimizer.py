@@ -168,7 +168,7 @@ class JointTiles:
         return any(each.unsettled for each in self._parts)
 
     def divide_between_steps(self) -> None:
-        """Divide the states as a new strategy requires; called on every rank."""
+        """Divide the optimizers' states among the ranks as a new strategy requires; called on every rank."""
         for each in self._parts:
             if each.unsettled:
                 each.divide_between_steps()
@@ -184,7 +184,10 @@ class JointTiles:
             each.gather()
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send optimizer states that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
+        """Send optimizer states that only leaving ranks own to staying ranks; ``stays[r]`` is True if rank r stays.
+
+        Called on every rank.
+        """
         for each in self._parts:
             each.hand_over(stays)
 

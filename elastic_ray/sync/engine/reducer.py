@@ -144,7 +144,11 @@ class GradientReducer:
         self._knows = False  # as a joiner: what user code sends within a backward pass is in one order on all ranks
 
     def follow(self, *, changed: bool) -> None:
-        """Rebuild the buckets before a forward pass, if parameters were unfrozen or the layout must change."""
+        """Rebuild the buckets before a forward pass, if parameters were unfrozen or ``changed`` is True.
+
+        Args:
+            changed: Whether the strategy requires another layout of the buckets.
+        """
         if self._running and torch._C._current_graph_task_id() == -1:
             self._running = False  # user code has caught an exception of a backward pass
         if self._running or not (changed or self._trainable.changed()):
@@ -170,7 +174,7 @@ class GradientReducer:
             self._sync = True
 
     def drop_halves(self) -> None:
-        """Release the buffers of a step that was split in half for a measurement."""
+        """Release the buffers of a step whose samples were split in half for a measurement."""
         if self._step is not None and self._step.halved:
             self._layout.release()  # a rank that is alone uses it in such steps only
 

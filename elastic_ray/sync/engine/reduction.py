@@ -206,7 +206,7 @@ class BucketLayout:
                 tail[at].copy_(norm)
 
     def read_tail(self, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
-        """Return the tail's sums up to ``own_sum``, and ``numbers`` as floats, waiting for the GPU only once."""
+        """Return the tail's sums up to ``own_sum``, and ``numbers`` as floats, with a single wait for the GPU."""
         if self._numbers is not None:
             return self._numbers[: self.own_sum + 1].tolist(), read(numbers) if numbers else []
         self._sums, found = read_with(self.tail, numbers)
@@ -315,8 +315,8 @@ class Reduction:
         are already written to ``.grad``.
 
         Args:
-            checks: Whether the caller checks in every pass that gradients are finite. For buckets whose elements each
-                rank summed before the reduction, the total of these sums shows this.
+            checks: Whether to check that the summed gradients are finite. Buckets for which each rank has already
+                computed the sum of its elements are skipped, because the total of these sums shows the same.
         """
         communicator, operations = self._group.group.communicator, self._layout.operations
         looks, self.totals = checks or bool(self.owing), []
@@ -386,7 +386,10 @@ class Reduction:
         return self._finite is True
 
     def check_totals(self, values: Sequence[float]) -> None:
-        """Find out if the pass was finite from the ranks' sums of :attr:`totals`, or from all buckets on overflow."""
+        """Determine whether the pass was finite, given all ranks' sums of :attr:`totals`.
+
+        If the sum of ``values`` is not finite, which may be an overflow, all buckets are checked.
+        """
         if values and self._finite is None:
             # A sum may overflow where no gradient has.
             self._finite = math.isfinite(sum(values)) or all(bucket.is_finite() for bucket in self._layout.buckets)
@@ -483,9 +486,9 @@ class StepWeights:
 
     @torch.no_grad()
     def leave_out(self, step: LoaderStep, buckets: Sequence[GradientBucket]) -> bool:
-        """Set ``.grad`` to 0 if this rank trains alone and its step has no samples with weight; return True then.
+        """Set ``.grad`` to 0, and return True, if this rank trains alone and its step has no samples with weight.
 
-        The gradient of a mean over no samples may be NaN. A sum over several ranks would be 0 without this.
+        The gradient of a mean over no samples may be NaN. With several ranks, the sum is 0 without this.
         """
         if not step.is_last_micro or any(step.own_counts):
             return False
@@ -555,5 +558,6 @@ class SummingGroup:
         return self.group.world_size if self.model.average is None or not self.model.on else 1
 
     def share(self, step: LoaderStep) -> float:
-        """Return the current micro-batch's weight in the step's mean, or in this rank's own if replicas diverge."""
+        """Return the current micro-batch's weight in the step's mean or, if replicas diverge, in this rank's own mean.
+        """
         return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)

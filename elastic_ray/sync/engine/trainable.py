@@ -115,7 +115,7 @@ class Trainable:
         self._sizes = [len(group["params"]) for group in self._optimizer.param_groups]
 
     def capture(self) -> dict[str, Any]:
-        """Return three lists of parameter names: trainable, synchronised, and by the optimizer's parameter group."""
+        """Return the names of the trainable and of the synchronised parameters, and all names by parameter group."""
         names = {id(p): name for name, p in self._module.named_parameters()}
         return {
             "requires_grad": [name for name, p in self._module.named_parameters() if p.requires_grad],

@@ -188,10 +188,10 @@ class SettlingOperation(OwingOperation):
 
 
 class Compression(Protocol):
-    """Protocol of approximate sums of vectors over all ranks, which send less data than exact sums."""
+    """Protocol of sums of vectors over all ranks that are approximate, and send less data than exact sums."""
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
-        """Start the first round, and return its works; ``params`` have the shapes of the vector's parts."""
+        """Start the first round, and return its works; ``params`` give the shapes of the parts of ``vector``."""
 
     def go_on(
         self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int

@@ -40,7 +40,7 @@ class Round:
 
 
 def cut(span: Span, parts: int) -> list[Span]:
-    """Divide a span into ``parts`` consecutive spans, whose lengths differ by at most one."""
+    """Divide a span into ``parts`` consecutive spans whose lengths differ by at most one element."""
     begin, end = span
     edges = [begin + (end - begin) * i // parts for i in range(parts + 1)]
     return list(itertools.pairwise(edges))
@@ -51,6 +51,10 @@ def ring(nodes: Sequence[int], size: int) -> list[Round]:
 
     A ring sends the fewest bytes per link. Ranks on the same node are neighbours. Source: Patarasuk and Yuan, Journal
     of Parallel and Distributed Computing 69(2), 2009.
+
+    Args:
+        nodes: Node number of each rank.
+        size: Number of elements to sum.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     world, pieces = len(order), cut((0, size), len(order))
@@ -63,9 +67,13 @@ def ring(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def tree(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return the 2 ceil(log2 W) rounds of a binomial tree, which suits small buckets.
+    """Return the 2 ceil(log2 W) rounds of a binomial tree of W ranks, which suits small buckets.
 
-    W ranks send sums up to the root and the result down again. Ranks on the same node exchange data first.
+    Sums travel up to the root, and the result down again. Ranks on the same node exchange data first.
+
+    Args:
+        nodes: Node number of each rank.
+        size: Number of elements to sum.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     up, stride = [], 1
@@ -90,11 +98,12 @@ def star(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def two_level(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return rounds within nodes, between nodes, and within nodes again; each node sends a bucket only once.
+    """Return rounds that sum within nodes, then between nodes, and copy the result within nodes.
 
-    The bucket is cut into as many slices as the smallest node has ranks. On each node, one rank is responsible for each
-    slice. In four rounds, these ranks sum their slice within the node, reduce-scatter it among their counterparts on
-    other nodes, gather the results, and send the slice to all ranks of their node.
+    Each node sends the bucket only once. The bucket, of ``size`` elements, is cut into as many slices as the smallest
+    node has ranks; ``nodes`` is the node number of each rank. On each node, one rank is responsible for each slice. In
+    four rounds, these ranks sum their slice within the node, reduce-scatter it among their counterparts on other nodes,
+    gather the results, and send the slice to all ranks of their node.
     """
     members = [[rank for rank, node in enumerate(nodes) if node == each] for each in sorted(set(nodes))]
     slices = cut((0, size), min(map(len, members)))

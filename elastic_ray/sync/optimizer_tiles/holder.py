@@ -26,7 +26,7 @@ Owners = tuple[tuple[int, ...], ...]
 
 
 def needed_at_once(moves: Sequence[Move], target: Owners, held: Sequence[Set[int]]) -> tuple[Move, ...]:
-    """Return the moves that the next step needs: those to tiles' first owners that hold no tiles yet."""
+    """Return the moves needed before the next step: tiles for ranks that hold none, if they are the first owner."""
     return tuple(move for move in moves if not held[move.destination] and target[move.tile][0] == move.destination)
 
 
@@ -53,7 +53,9 @@ def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
 
 
 def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int) -> tuple[Move, ...]:
-    """Return the moves after one step: each rank that lacks tiles receives one tile, or several if they are small.
+    """Return the moves to make after one step, so that owners receive their tiles a few at a time.
+
+    Each rank that lacks tiles receives one tile, or several if they are small.
 
     Args:
         target: Planned owners of each tile.
@@ -198,12 +200,16 @@ class TileHolder:
         return self._tiling.elements(tile) * self.params[self._tiling.tiles[tile][0].name].element_size()
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
+        """Send tiles that only leaving ranks own to staying ranks; called on every rank.
+
+        Args:
+            stays: ``stays[r]`` is True if rank r stays.
+        """
         if given := hand_over(self.owners, stays):
             self._receive(communicator, given)
 
     def collect(self, group: Group) -> dict[str, State] | None:
-        """Collect the states of all parameters in tiles, keyed by name, on rank 0's CPU; None on other ranks."""
+        """Collect the states of all parameters in tiles, keyed by name, on rank 0's CPU; other ranks get None."""
         tiling, held = self._tiling, self.held
         assert held is not None, "the state is divided"
         needed = [Move(tile, mine[0], 0) for tile, mine in enumerate(self.owners) if 0 not in mine]
@@ -214,7 +220,8 @@ class TileHolder:
         return assemble(tiling, self.params, states, torch.device("cpu"))  # no GPU may have room for it
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes to a checkpoint of all ranks; None if it does not hold tiles."""
+        """Return the states that this rank (``rank``) writes to a checkpoint of all ranks; None if it holds no tiles.
+        """
         return written_states(self.held, self.params, self.owners, rank) if self.held is not None else None
 
     @property

@@ -141,7 +141,7 @@ class TiledOptimizer:
         return kwargs if self._holder.held is None or not self._begun else self._hooks.before(kwargs)
 
     def decide(self) -> bool:
-        """Vote with all ranks on the next update; return False if the vote fails, so that the step is lost."""
+        """Vote with all ranks on the next update; return False if the vote fails, which means that the step is lost."""
         held = self._holder.held
         if held is not None or self._open or self._stored or self._gathered is not None:
             self._close()
@@ -280,7 +280,11 @@ class TiledOptimizer:
         self._call_hooks({})
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
+        """Send tiles that only leaving ranks own to staying ranks; called on every rank.
+
+        Args:
+            stays: ``stays[r]`` is True if rank r stays.
+        """
         if self.divided:
             self._holder.hand_over(self._run.group.communicator, stays)
 
@@ -341,7 +345,7 @@ class TiledOptimizer:
         return list(self._holder.params.values())
 
     def capture(self) -> dict[str, Any] | None:
-        """Return the last update's number and rates, without states, for joiners; None if there are no tiles."""
+        """Return number and learning rates of the last update, for joiners and checkpoints; None without tiles."""
         if self._holder.tiling is None:
             return None
         owes = {"owes_hooks": True} if self._owes_hooks else {}
@@ -356,7 +360,7 @@ class TiledOptimizer:
         return None if whole is None else {self._holder.params[name]: state for name, state in whole.items()}
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes to a checkpoint of all ranks; None if the state is not divided."""
+        """Return the states that this rank writes to a checkpoint of all ranks; None if they are not divided."""
         return self._holder.written(rank)
 
     def kept(self) -> dict[str, Any]:
