@@ -368,10 +368,7 @@ def exactly(name: str) -> str:
 
 
 def dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
-    """Return a strategy called ``name`` that applies ``sync`` to all parameters with dense gradients.
-
-    Parameters with sparse gradients exchange only their used rows.
-    """
+    """Return a strategy called `name` that applies `sync` to dense gradients, and exchanges sparse ones as rows."""
     rules = tuple(
         Rule(pattern=exactly(name), sync=Rows()) for param in profile.params if param.sparse for name in param.names
     )

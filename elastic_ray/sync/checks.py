@@ -29,7 +29,7 @@ def check_count(field: str, value: object, *, least: int, most: int) -> None:
 
 
 def check_range(field: str, value: object, *, above: float, up_to: float) -> None:
-    """Raise StrategyError, naming ``field``, unless the value is a number above ``above`` and at most ``up_to``."""
+    """Raise StrategyError, naming ``field``, unless the value is above ``above`` and at most ``up_to``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value <= up_to:
         raise StrategyError(
             f"{field} must be a number above {max(0.0, above):g} and up to {up_to:g}, but got {value!r}"
@@ -50,10 +50,7 @@ def check_type(field: str, value: object, kind: Any) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value described by untrusted JSON text.
-
-    Raises StrategyError: the text is invalid, too long or too deep, or repeats a field of an object.
-    """
+    """Parse untrusted JSON text; raise StrategyError if it is invalid, too long, too deep, or repeats a field."""
     if len(text) > _MOST_TEXT:
         raise StrategyError(f"a strategy's JSON must have at most {_MOST_TEXT} characters, but it has {len(text)}")
 

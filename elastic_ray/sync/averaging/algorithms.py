@@ -34,8 +34,7 @@ class Averager(Protocol):
         """Start the collectives that :meth:`run` needs, while the ranks still vote on whether to commit the steps."""
 
     def start(self, model: Replica) -> None:
-        """Initialise the algorithm's state, or extend it to added parameters, from values that are equal on all ranks.
-        """
+        """Initialise the algorithm's state, or extend it to added parameters; values must be equal on all ranks."""
 
     def capture(self) -> Any:
         """Return the averager's state, which is equal on all ranks, for joiners and checkpoints."""

@@ -117,8 +117,7 @@ class Drift:
             self._averager.start(self._replica)
 
     def record_update(self) -> None:
-        """Record an optimizer step; warn once if it is made outside of a loader's loop, where models are not averaged.
-        """
+        """Record an optimizer step; warn once if it is outside of a loader's loop, where models are not averaged."""
         if self.average is None or not self.on:
             return
         self._changed = True
@@ -130,19 +129,13 @@ class Drift:
             self._context.notify("warning", _OUTSIDE)
 
     def prepare(self) -> None:
-        """Start the average that is due after the current steps, while the ranks still vote on whether to commit them.
-
-        Raises CommunicationFailedError: the group broke.
-        """
+        """Start a due average while the ranks still vote on its last steps; raises like :meth:`after_step`."""
         average, steps = self.average, self._context.states.progress.steps
         if average is not None and self._averager is not None and steps != average.until and not steps % average.period:
             self._averager.prepare(self._replica)
 
     def after_step(self, *, ends: bool) -> None:
-        """Average the replicas if the committed step completes a period.
-
-        Args:
-            ends: Whether averaging ends after this step, so that all replicas must become identical now.
+        """Average the replicas if the committed step completes a period, or make them identical if averaging ``ends``.
 
         Raises CommunicationFailedError: the group broke.
         """
@@ -370,10 +363,7 @@ class Replica:
         return _in_order(self._flats)
 
     def enter_exchange(self, communicator: Communicator) -> None:
-        """Connect to the group's ranks so that their models can be pulled; called on every rank.
-
-        Raises CommunicationFailedError: the group broke.
-        """
+        """Connect all ranks, to pull models from each other; raises CommunicationFailedError if the group breaks."""
         membership = self._context.membership
         self._incoming = []  # a pull of the former group may still write there
         self.exchange.enter(communicator, called_off=lambda: membership.voided)
@@ -391,7 +381,7 @@ class Replica:
                 self._asked = [each.flat.to("cpu", copy=True) for each in self._flats]
 
     def pulled(self) -> list[torch.Tensor] | None:
-        """Return the pulled model minus this rank's model at the time of the request; None if no usable one arrived."""
+        """Return the pulled model minus this rank's model at the time of the request; None if none has arrived."""
         if not self.exchange.arrived(self._into) or not self._asked or self._outdated(list(self.named.values())):
             return None
         torch._foreach_sub_(self._into, self._asked)

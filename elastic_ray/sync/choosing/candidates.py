@@ -142,7 +142,7 @@ def candidates(
 
 
 def what_is_done(plan: SyncPlan) -> object:
-    """Return a value that is equal for two plans if they synchronise alike, even with different ``bucket_bytes``."""
+    """Return a value that is equal for plans that synchronise alike, even if their ``bucket_bytes`` differ."""
 
     def work(sync: Sync) -> Sync:
         return sync if isinstance(sync, Rows) else dataclasses.replace(sync, bucket_bytes=PLAIN.bucket_bytes)

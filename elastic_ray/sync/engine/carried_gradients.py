@@ -71,18 +71,18 @@ class CarriedGradients:
 
     @property
     def note(self) -> int:
-        """Flag, equal on all reducing ranks: 1 if ``.grad`` was not zeroed after the last update but added to.
+        """Flag: 1 if gradients were added to ``.grad`` after the last update without zeroing it, else 0.
 
-        It is 0 until the first update in a group, because a joiner lacks the gradients that other ranks have added
-        since their last update. It does not depend on the number of passes within ``no_sync``, in which ranks may
-        differ, as under DDP (for example if batches are divided by tokens).
+        The flag is equal on all ranks that reduce. It is 0 until the first update in a group, because a joiner lacks
+        the gradients that other ranks have added since their last update. Passes within ``no_sync`` do not affect it,
+        because their number may differ between ranks, as under DDP.
         """
         if not self._alike:
             return 0
         return int(self._beneath)
 
     def check(self, param: torch.Tensor) -> None:
-        """Check, using one sample parameter, whether the pass added to a gradient that the last update has applied."""
+        """Check, using one sample parameter, whether the pass added to a gradient that was already applied."""
         if self._updated is None:
             self.watched = None
         grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)
@@ -153,7 +153,7 @@ class CarriedGradients:
                 return
 
     def capture(self) -> Any:
-        """Return the state for joiners and checkpoints; if gradients differ between ranks, only their step count."""
+        """Return the state for joiners and checkpoints; only the step count if gradients differ between ranks."""
         if self.local:
             return {"lost": self._steps}
         gradients = self._gradients() if self._steps else {}

@@ -126,13 +126,13 @@ class GradientEngine(Participant):
 
     @property
     def strategy_key(self) -> str | None:
-        """Key under which step times are recorded; times with equal keys are comparable. None while strategies race."""
+        """Key under which step times are recorded; times with equal keys are comparable. None during a race."""
         force = self._in_force
         return force.own_key if force.tuner is None else force.key
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
-        """Strategies that have won a race, keyed by model number, backend, and distribution of ranks over nodes."""
+        """Winners of races between strategies, keyed by model number, backend, and distribution of ranks over nodes."""
         return self._in_force.tuner.found if self._in_force.tuner is not None else {}
 
     @property
@@ -174,8 +174,7 @@ class GradientEngine(Participant):
     def set_strategy(self, strategy: object) -> None:
         """Switch to another strategy from the next step on; all ranks must request the same one in the same step.
 
-        Raises StrategyError, TypeError: ``strategy`` does not name or describe a strategy, or it cannot be used with
-        this model.
+        Raises StrategyError, TypeError: the strategy is unknown, or cannot be used with this model.
         """
         self._in_force.ask(strategy)
 
@@ -184,10 +183,7 @@ class GradientEngine(Participant):
         self.set_strategy(self.strategy)
 
     def set_topology(self, topology: str) -> None:
-        """Switch to another all-reduce topology from the next step on.
-
-        Raises StrategyError: no topology has this name.
-        """
+        """Switch to another all-reduce topology from the next step on; raises StrategyError if the name is unknown."""
         self._in_force.ask_topology(topology)
 
     def explain_strategy(self) -> StrategyTable:
@@ -304,10 +300,7 @@ class GradientEngine(Participant):
         return self._reducer.no_sync()
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """End a backward pass that raised an exception, by completing the reductions that it has started.
-
-        If it has started none, ``give_zeros(params)`` sets the missing gradients to zero.
-        """
+        """Complete the reductions of a backward pass that raised; ``give_zeros(params)`` zeroes missing gradients."""
         self._reducer.end_lost_pass(give_zeros)
 
     def before_update(self) -> None:
@@ -341,7 +334,7 @@ class GradientEngine(Participant):
                 statistics.add_up(wishes.measured, self._statistics_for)
 
     def applied(self) -> None:
-        """Record, just before the update, that gradients are applied, so that losing the step does not restore them."""
+        """Record, just before an update, that gradients are applied, so that a lost step does not restore them."""
         self._carried.applied = True
         self._reducer.reduction.applied()
         if self._drift.average is not None:
@@ -476,8 +469,8 @@ class GradientEngine(Participant):
     def before_change(self, stays: Sequence[bool]) -> None:
         """Prepare a change of group, in which ``stays[r]`` is True if rank r stays; called on every rank.
 
-        Residuals are summed, replicas are made identical, and state that only leaving ranks hold is sent to ranks that
-        stay.
+        Residuals are summed, replicas are made identical, and state that only leaving ranks hold is sent to staying
+        ranks.
         """
         for table in self._sharded.tables:
             table.hand_over(stays)

@@ -184,10 +184,7 @@ class JointTiles:
             each.gather()
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send optimizer states that only leaving ranks own to staying ranks; ``stays[r]`` is True if rank r stays.
-
-        Called on every rank.
-        """
+        """Send states that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
         for each in self._parts:
             each.hand_over(stays)
 

@@ -144,11 +144,7 @@ class GradientReducer:
         self._knows = False  # as a joiner: what user code sends within a backward pass is in one order on all ranks
 
     def follow(self, *, changed: bool) -> None:
-        """Rebuild the buckets before a forward pass, if parameters were unfrozen or ``changed`` is True.
-
-        Args:
-            changed: Whether the strategy requires another layout of the buckets.
-        """
+        """Rebuild the buckets before a forward pass, if parameters were unfrozen or the layout has ``changed``."""
         if self._running and torch._C._current_graph_task_id() == -1:
             self._running = False  # user code has caught an exception of a backward pass
         if self._running or not (changed or self._trainable.changed()):
@@ -440,7 +436,7 @@ class GradientReducer:
             self.reduction.settle()
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """End a backward pass that raised an exception, with zeros for missing gradients; the step is lost."""
+        """End a lost step's backward pass, which raised; ``give_zeros(params)`` sets missing gradients to zero."""
         if self._ledger.failed:
             self._running = False
         elif self._running:

@@ -386,9 +386,9 @@ class Reduction:
         return self._finite is True
 
     def check_totals(self, values: Sequence[float]) -> None:
-        """Determine whether the pass was finite, given all ranks' sums of :attr:`totals`.
+        """Determine whether the pass was finite, given ``values``, the sums of :attr:`totals` over all ranks.
 
-        If the sum of ``values`` is not finite, which may be an overflow, all buckets are checked.
+        As a sum can overflow where no gradient has, all buckets are checked if the sum of ``values`` is not finite.
         """
         if values and self._finite is None:
             # A sum may overflow where no gradient has.
@@ -558,6 +558,5 @@ class SummingGroup:
         return self.group.world_size if self.model.average is None or not self.model.on else 1
 
     def share(self, step: LoaderStep) -> float:
-        """Return the current micro-batch's weight in the step's mean or, if replicas diverge, in this rank's own mean.
-        """
+        """Return the current micro-batch's weight in the step's mean or, if replicas diverge, in this rank's mean."""
         return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)

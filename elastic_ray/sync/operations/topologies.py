@@ -49,12 +49,9 @@ def cut(span: Span, parts: int) -> list[Span]:
 def ring(nodes: Sequence[int], size: int) -> list[Round]:
     """Return the 2 (W - 1) rounds of a ring of W ranks, in which each rank sends only to the next one.
 
-    A ring sends the fewest bytes per link. Ranks on the same node are neighbours. Source: Patarasuk and Yuan, Journal
-    of Parallel and Distributed Computing 69(2), 2009.
-
-    Args:
-        nodes: Node number of each rank.
-        size: Number of elements to sum.
+    A ring sends the fewest bytes per link. ``nodes[r]`` is the node of rank r; ranks on the same node are neighbours.
+    ``size`` is the number of elements. Source: Patarasuk and Yuan, J. of Parallel and Distributed Computing 69(2),
+    2009.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     world, pieces = len(order), cut((0, size), len(order))
@@ -67,13 +64,9 @@ def ring(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def tree(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return the 2 ceil(log2 W) rounds of a binomial tree of W ranks, which suits small buckets.
+    """Return the 2 ceil(log2 W) rounds of a binomial tree of W ranks, which suits small buckets; see :func:`ring`.
 
     Sums travel up to the root, and the result down again. Ranks on the same node exchange data first.
-
-    Args:
-        nodes: Node number of each rank.
-        size: Number of elements to sum.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     up, stride = [], 1
@@ -89,7 +82,7 @@ def tree(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def star(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return the two rounds of a star: all ranks send to rank 0, which returns the sum; W - 1 buckets on its link."""
+    """Return the two rounds of a star: W - 1 ranks send to rank 0, which returns the sum; see :func:`ring`."""
     others = range(1, len(nodes))
     return [
         Round(transfers={(rank, 0): (0, size) for rank in others}, adds=True),
@@ -98,12 +91,12 @@ def star(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def two_level(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return rounds that sum within nodes, then between nodes, and copy the result within nodes.
+    """Return rounds that sum within nodes, then between nodes, and copy the result within nodes; see :func:`ring`.
 
-    Each node sends the bucket only once. The bucket, of ``size`` elements, is cut into as many slices as the smallest
-    node has ranks; ``nodes`` is the node number of each rank. On each node, one rank is responsible for each slice. In
-    four rounds, these ranks sum their slice within the node, reduce-scatter it among their counterparts on other nodes,
-    gather the results, and send the slice to all ranks of their node.
+    Each node sends the bucket only once. The bucket is cut into as many slices as the smallest node has ranks. On each
+    node, one rank is responsible for each slice. In four rounds, these ranks sum their slice within the node,
+    reduce-scatter it among their counterparts on other nodes, gather the results, and send the slice to all ranks of
+    their node.
     """
     members = [[rank for rank, node in enumerate(nodes) if node == each] for each in sorted(set(nodes))]
     slices = cut((0, size), min(map(len, members)))

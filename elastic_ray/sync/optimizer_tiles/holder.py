@@ -26,7 +26,7 @@ Owners = tuple[tuple[int, ...], ...]
 
 
 def needed_at_once(moves: Sequence[Move], target: Owners, held: Sequence[Set[int]]) -> tuple[Move, ...]:
-    """Return the moves needed before the next step: tiles for ranks that hold none, if they are the first owner."""
+    """Return the moves needed before the next step: those to a tile's first owner that holds no tiles yet."""
     return tuple(move for move in moves if not held[move.destination] and target[move.tile][0] == move.destination)
 
 
@@ -53,13 +53,10 @@ def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
 
 
 def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int) -> tuple[Move, ...]:
-    """Return the moves to make after one step, so that owners receive their tiles a few at a time.
-
-    Each rank that lacks tiles receives one tile, or several if they are small.
+    """Return the next few moves: each rank that lacks tiles receives one tile, or several if they are small.
 
     Args:
-        target: Planned owners of each tile.
-        present: Current owners of each tile.
+        target, present: Planned and current owners of each tile.
         most: Limit on the total size that a rank receives if it receives several tiles, in the unit of ``sizes``.
     """
     ranks = range(1 + max(rank for mine in (*target, *present) for rank in mine))
@@ -200,11 +197,7 @@ class TileHolder:
         return self._tiling.elements(tile) * self.params[self._tiling.tiles[tile][0].name].element_size()
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to staying ranks; called on every rank.
-
-        Args:
-            stays: ``stays[r]`` is True if rank r stays.
-        """
+        """Send tiles that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
         if given := hand_over(self.owners, stays):
             self._receive(communicator, given)
 
@@ -220,8 +213,7 @@ class TileHolder:
         return assemble(tiling, self.params, states, torch.device("cpu"))  # no GPU may have room for it
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank (``rank``) writes to a checkpoint of all ranks; None if it holds no tiles.
-        """
+        """Return the states that this rank writes to a checkpoint of all ranks; None if it does not hold tiles."""
         return written_states(self.held, self.params, self.owners, rank) if self.held is not None else None
 
     @property

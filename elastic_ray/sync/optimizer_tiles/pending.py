@@ -29,7 +29,7 @@ class Update:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Key that identifies the update: equal for the same update on all ranks, and different for all others."""
+        """Key that is equal on all ranks for the same update, and different for different updates."""
         return self.number, self.generation
 
     def next(self, generation: int, optimizer: torch.optim.Optimizer) -> Update:

@@ -280,11 +280,7 @@ class TiledOptimizer:
         self._call_hooks({})
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to staying ranks; called on every rank.
-
-        Args:
-            stays: ``stays[r]`` is True if rank r stays.
-        """
+        """Send tiles that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
         if self.divided:
             self._holder.hand_over(self._run.group.communicator, stays)
 
@@ -368,9 +364,9 @@ class TiledOptimizer:
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Adopt another rank's or a checkpoint's :meth:`capture`; tiles from before its last update cannot be kept.
+        """Adopt the result of :meth:`capture` from another rank or a checkpoint, with the last update that it records.
 
-        Such tiles are updated if this rank has kept everything for the update, and dropped otherwise.
+        Tiles that lack this update are updated if this rank has kept everything for it, and dropped otherwise.
 
         Args:
             tree: Captured state; None if the capturing rank had no tiles.

@@ -210,10 +210,10 @@ def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Mo
 
 
 def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: int = 1) -> tuple[Move, ...]:
-    """Return the moves after which each tile has `copies` owners among the staying ranks.
+    """Return the moves that leave each tile with ``copies`` owners among the staying ranks.
 
-    If fewer ranks stay, all of them own each tile. If possible, leaving ranks send; the ranks with the fewest tiles
-    receive.
+    If fewer than ``copies`` ranks stay, all of them own each tile. If possible, leaving ranks send tiles; the ranks
+    with the fewest tiles receive.
 
     Args:
         owners: Ranks that own each tile.

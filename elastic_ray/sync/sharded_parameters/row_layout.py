@@ -327,7 +327,7 @@ def _from_holders(
 
 
 def by_pair(moved: Sequence[RowMove]) -> Mapping[tuple[int, int], tuple[Piece, ...]]:
-    """Return the pieces to send in order, keyed by (source rank, destination rank)."""
+    """Return the pieces that ranks send, in sending order, keyed by (source rank, destination rank)."""
     found: dict[tuple[int, int], list[Piece]] = {}
     for move in moved:
         found.setdefault((move.source, move.destination), []).append(move.piece)

@@ -76,8 +76,8 @@ class ShardHolder:
         number: Number of the model, in order of wrapping.
 
     Attributes:
-        built_on_meta: Whether this rank (after a group was entered: any of its ranks) has built the model on the meta
-            device.
+        built_on_meta: Whether this rank has built the model on the meta device or, in a group, whether any of its ranks
+            has.
     """
 
     def __init__(
@@ -153,9 +153,9 @@ class ShardHolder:
         self._held.keep({own: shard})
 
     def gather_holdings(self, group: Group, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
-        """Return the shards that each rank holds, and whether any rank is ``opened``; called on every rank.
+        """Return the shards that each rank holds, and whether ``opened`` is True on any rank; called on every rank.
 
-        All ranks must call it. A model that is still on the meta device is initialised.
+        A model that is still on the meta device is initialised.
 
         Args:
             opened: Whether rank 0 has gathered the whole model, as far as this rank knows.
@@ -264,7 +264,7 @@ class ShardHolder:
         )
 
     def hand_over(self, group: Group, stays: Sequence[bool]) -> None:
-        """Copy shards until two ranks r with ``stays[r]`` hold each, before others leave; called on every rank."""
+        """Copy shards until two staying ranks r (``stays[r]`` is True) hold each, before others leave; a collective."""
         layout = self._layout
         given = hand_over([layout.holders(index) for index in range(layout.parts)], stays, COPIES)
         sent = [

@@ -105,7 +105,7 @@ class ShardedOptimizer:
         return self._begun and self._run.group.world_size > 1
 
     def decide(self, part: OptimizerPart) -> bool:
-        """Vote with all ranks on one optimizer's next update; return False if the vote fails: the step is lost."""
+        """Vote with all ranks on the next update of optimizer ``part``; if the result is False, the step is lost."""
         self._close()
         if not self.divided:
             return True
@@ -234,7 +234,7 @@ class ShardedOptimizer:
         self._run.notify("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Copy shards until two ranks r with ``stays[r]`` hold each, before others leave; called on every rank."""
+        """Copy shards until two staying ranks r (``stays[r]`` is True) hold each, before others leave; a collective."""
         if self.divided and not all(stays):
             self._holder.hand_over(self._run.group, stays)
 
@@ -354,7 +354,7 @@ class ShardedOptimizer:
         return {self.params[place].name: value for place, (value, _) in self._holder.written().items()}
 
     def kept(self) -> dict[str, Any]:
-        """Return the shards that this rank holds, to be reused by another run in this process."""
+        """Return the shards that this rank holds, for another run in this process."""
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:

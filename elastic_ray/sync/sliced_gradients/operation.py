@@ -203,7 +203,7 @@ class SlicedOperation:
         return (group.all_to_all(self._arrived, buffers.sent, [share] * world, made.sent_splits),)
 
     def go_on(self, bucket: SlicedBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Sum the pieces, and send the sums to the other owners; in the last call, hand all sums to the bucket."""
+        """Sum the pieces, and send the sums to any other owners; once all have arrived, pass the sums to the bucket."""
         made, buffers = self._known
         if finished == 1:
             assert self._arrived is not None, "it was launched"

@@ -32,8 +32,9 @@ class GradientStatistics:
         noise, meter: Tracker and meter that receive the statistics.
         norms_size: Number of local norms that are sent with reductions.
         due: Whether anything is measured in this step.
-        added_up: Whether the unit's workers have added up what was measured in this step.
-        examples: Measures single samples' gradients on a rank alone with one gradient per step; None if not used.
+        added_up: Whether the unit's workers have added up their measurements of this step.
+        examples: Meter for the gradients of single samples, on a lone rank with one gradient per step; None if not
+            used.
     """
 
     def __init__(self, noise: NoiseTracker, meter: GradientMeter) -> None:

@@ -72,7 +72,7 @@ class StrategyTuner:
 
     @property
     def found(self) -> dict[str, FoundStrategy]:
-        """Winners of races, for other jobs of the same model; keyed by model number and distribution over nodes."""
+        """Winners of races, for other jobs of the same model; keyed by model number and placement of ranks on nodes."""
         choices = {**self._known, self._form: self.choice}
         return {
             f"{self._number} {form}": FoundStrategy(name=choice.strategy.name, step_s=measured[choice.strategy.name])
@@ -285,7 +285,7 @@ class StrategyInForce:
 
     @property
     def key(self) -> str | None:
-        """Key under which step times are recorded, comparable if keys are equal; None while a strategy is chosen.
+        """Key under which step times are recorded; times with equal keys are comparable. None during a race.
 
         A chosen strategy has the prefix ``auto/``, because the choice may be different in another group.
         """
