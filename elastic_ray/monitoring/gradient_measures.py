@@ -69,7 +69,7 @@ class StepMeasures:
     group of several workers, the results of a step become available after the next step.
 
     Attributes:
-        noise: Smoothed gradient noise scale; for Adam and similar optimizers, that of the preconditioned gradient.
+        noise: Smoothed gradient noise scale; for Adam and similar optimizers, it refers to preconditioned gradients.
         initial_batch_size: M0, the batch size to which ``noise.var`` refers [samples]; 0 before the first step.
         variance: Latest variance of the gradient.
         norms: Latest norms of gradient and update.

@@ -93,7 +93,7 @@ def mib(count: int) -> float:
 
 
 def traffic_fields(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, float]:
-    """Return the increase between two readings of bytes per operation, as fields of ``WorkerMeasures`` [MiB]."""
+    """Return the bytes passed to each operation between two readings, as fields of ``WorkerMeasures`` [MiB]."""
     return {f"{name}_mib": mib(count - before.get(name, 0)) for name, count in after.items()}
 
 

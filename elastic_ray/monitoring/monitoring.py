@@ -52,7 +52,7 @@ class Monitoring:
             self.meter.ask()
 
     def record_report(self, metrics: Mapping[str, object], number: int) -> None:
-        """Record the number under ``loss`` in the run's report ``number``; ignore a report without one."""
+        """Record the number ``metrics["loss"]`` of the run's report ``number``; ignore a report without a loss."""
         loss = metrics.get("loss")
         if isinstance(loss, (int, float)) and not isinstance(loss, bool):
             self.loss = number, float(loss)
@@ -110,7 +110,7 @@ class StepMeter:
         self._sizes: Mapping[str, float] = {}  # of the step before
 
     def join_units(self, gather: Callable[[Sequence[float]], Sequence[Sequence[float]]]) -> None:
-        """Combine the measures of each unit's workers into those of its busiest worker once a step is committed.
+        """Report, for each unit (workers that act as one rank), only the measures of its busiest worker from now on.
 
         Args:
             gather: Function that returns the values of every worker of this unit, by position.
@@ -182,7 +182,7 @@ class StepMeter:
         return len(FIELDS) * world_size if self.on else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this worker's measures for the control sums; they no longer change once its gradients are complete."""
+        """Return this worker's measures for the control sums; they are final once its gradients are complete."""
         if not self.on:
             return ()
         self._waits_since_s = now_s = self._clock()

@@ -130,7 +130,7 @@ def number_of(detail: Mapping[str, Any], name: str) -> float:
 
 
 def with_length(progress: Progress | None, dataset_size: int | None, init_batch_size: int | None) -> Progress | None:
-    """Return a job's progress with an estimate of its iterations per epoch, dataset size / M0, in the first epoch.
+    """Return ``progress``; until an epoch has ended, its iterations per epoch are set to dataset size / M0.
 
     M0 is the initial batch size. A larger batch needs fewer iterations, which the first completed epoch shows.
     """
@@ -238,7 +238,7 @@ def waits_for(
     Args:
         workers: Phase of each of the job's workers; empty without workers.
         storage: Description of what the job waits for from storage; empty if storage responds.
-        needs_node: True if no existing node can ever hold one of the job's workers.
+        needs_node: Whether no existing node is large enough for one of the job's workers.
     """
     if phase.ended:
         return ""

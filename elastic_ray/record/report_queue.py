@@ -119,7 +119,7 @@ class ReportQueue:
     Only the latest reports are kept; earlier ones must be read from the run's file, see :meth:`gone`.
 
     Args:
-        taken: Number of the last report before this run, which continues from its checkpoint; numbers continue too.
+        taken: Number of the report from whose checkpoint this run continues; reports are numbered on from it.
         ahead: Number of undelivered reports that training may make before it waits for the reader; None for no limit.
     """
 
@@ -137,7 +137,7 @@ class ReportQueue:
             self._wake()
 
     def start_after(self, taken: int) -> None:
-        """Set the number of the report after which the run continues; call this before reports are added."""
+        """Set the number ``taken`` of the report after which the run continues; call this before reports are added."""
         self._taken = max(self._taken, taken)
 
     def wanted(self, after: int | None) -> int:

@@ -52,8 +52,8 @@ class Participant:
         """Average the replicas if due, after all ranks have committed a step that trained.
 
         Args:
-            agree_on_scale: The ``GradScaler`` is shared with a model whose replicas drift, so that ranks may have
-                updated it differently, while this model's gradients are reduced.
+            agree_on_scale: Whether to make the loss scale equal on all ranks, because ranks may have updated the
+                ``GradScaler`` differently: it is shared with a model whose replicas drift.
         """
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
@@ -83,7 +83,7 @@ class Participant:
 
     @property
     def local(self) -> bool:
-        """True if accumulated gradients differ from rank to rank, so that a planned change of group should wait."""
+        """True if accumulated gradients differ between ranks, so that a planned change of group should wait."""
         return False
 
     @property
@@ -131,7 +131,7 @@ class Participant:
 
     @property
     def tabled(self) -> bool:
-        """True if the model has sharded tables (embeddings divided by rows), which only rank 0 saves."""
+        """True if the model has sharded tables (embeddings whose rows are divided), which only rank 0 saves."""
         return False
 
     @property
@@ -166,7 +166,7 @@ class Participant:
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
-        """Strategies that have won races (timed comparisons), keyed by model number and kind of group."""
+        """Strategies that have won races, keyed by model number, backend, and distribution of ranks over nodes."""
         return {}
 
     def set_strategy(self, strategy: object) -> None:
@@ -180,7 +180,7 @@ class Participant:
         raise ValueError("the gradients of a sharded model have no topology")
 
     def fix_drift(self) -> int:
-        """Fix the strategy that applies after this step; return a digest of it for comparison across ranks."""
+        """Fix the strategy that applies after this step; return a digest of it, which ranks compare."""
         return 0
 
     # -- the group -----------------------------------------------------------------------------------------------------

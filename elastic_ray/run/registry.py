@@ -228,7 +228,7 @@ class Registry:
 
     @property
     def found_strategies(self) -> dict[str, FoundStrategy]:
-        """Strategies that have won races (timed comparisons), keyed by model number and kind of group."""
+        """Strategies that have won races, keyed by model number, backend, and distribution of ranks over nodes."""
         return {form: found for each in self.gradients for form, found in each.found_strategies.items()}
 
     @property
@@ -295,7 +295,7 @@ class Registry:
 
     @property
     def gradients_are_local(self) -> bool:
-        """True if any model's accumulated gradients differ from rank to rank."""
+        """True if the accumulated gradients of any model differ between ranks."""
         return any(each.local for each in self.gradients)
 
     @property

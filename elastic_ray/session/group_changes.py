@@ -382,7 +382,7 @@ class CollectiveResults:
     place: tuple[int, int] = (0, 0)  # committed steps and ended passes then
 
     def start(self, number: int, place: tuple[int, int]) -> None:
-        """Drop the recorded results if ``place`` is new: all ranks have reached it, after ``number`` collectives."""
+        """Discard recorded results once all ranks have reached a new ``place``, after ``number`` collectives."""
         if place != self.place:
             self.first, self.contents, self.place = number, [], place
 

@@ -249,7 +249,8 @@ class Session:
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
         """Return the states keyed by name, and the progress, from which a rerun of the train function continues.
 
-        Rolls back the step in progress. None if this worker has not joined, or the failure came during an update.
+        Rolls back the step in progress. Returns None if this worker has not joined, or was interrupted during an
+        update.
         """
         if not self.synced or self.ledger.updating:
             return None
@@ -280,11 +281,11 @@ class Session:
         return self.passes.enter()
 
     def resume_point(self) -> ResumePoint:
-        """Return the resume point of a checkpoint saved now; the current step counts if the model has its update."""
+        """Return the resume point of a checkpoint saved now; the current step counts if its update has been applied."""
         return self.ledger.resume_point(self.registry.models.gain)
 
     def warn_of_early_report(self) -> None:
-        """Warn the job's user, once, that the train function reports before its first epoch."""
+        """Warn the job's user, once, that the train function makes reports before its first epoch."""
         if not self._told_of_early_report:
             self._told_of_early_report = True
             self.notify(

@@ -64,7 +64,7 @@ class Facts:
 
 
 def common_rank(fingerprints: Sequence[int], joined: Sequence[bool]) -> int:
-    """Return the first rank with the most common fingerprint but 0, preferring ranks that have not just joined."""
+    """Return the first rank with the most common fingerprint except 0, preferring ranks that did not just join."""
     known = [rank for rank, value in enumerate(fingerprints) if value]
     return min(known, key=lambda rank: (joined[rank], -fingerprints.count(fingerprints[rank]), rank))
 

@@ -221,7 +221,7 @@ class RunProgress:
             sums[name] = sums.get(name, 0.0) + value
 
     def keep_sums(self) -> None:
-        """Drop all sums except those of the current epoch and those made before the first, for code after the loop."""
+        """Drop all sums except those of accumulators made in the current epoch, or before the first epoch."""
         kept = (-1, self.epoch)
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
 
@@ -296,7 +296,7 @@ class RunProgress:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """Return plain values for joiners and automatic checkpoints, whose code restarts from the last position."""
+        """Return plain values for joiners and checkpoints, from which user code resumes at the last common position."""
         state = {_STORED_AS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         return state | {
             "collectives": self.collectives_before,

@@ -279,7 +279,7 @@ def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], 
 
 
 def check_alike(ranks: Sequence[int], joined: Sequence[bool], told: str, step: int) -> None:
-    """Raise ReplicasDifferError with the text ``told`` unless all of ``ranks``, which differ, have just joined."""
+    """Raise ReplicasDifferError, with the text ``told``, unless all differing ``ranks`` r have just ``joined[r]``."""
     if any(not joined[rank] for rank in ranks):
         raise ReplicasDifferError(
             f"all ranks must hold the same state before a group starts, but after {step} steps {told}. Code that "

@@ -23,7 +23,7 @@ class StepRound:
         steps: Steps that this rank has completed.
         trained: True if any step has trained.
         last: The latest step of this rank; None before the first.
-        made_at: Places in the code at which this rank has made accumulators in the round, and how many.
+        made_at: Number of accumulators that this rank has made in the round, keyed by place in the code.
     """
 
     loader_pass: PassProgress

@@ -40,7 +40,7 @@ class LoaderStep:
         taken: The step belongs to a slow rank, and this rank executes it in addition to its own.
         given: The step belongs to this rank, and another rank executes it.
         loader_steps: Steps committed before this one, if it is not nested in another.
-        made_at: Places in the code at which it has made accumulators, and how many.
+        made_at: Number of accumulators made in this step, keyed by place in the code.
         halved: Whether the step has more micro-batches than its shape, to measure the gradient's noise.
     """
 
@@ -209,11 +209,11 @@ class StepClock:
 
         Args:
             shape: Shape of the batch; None if the steps did not train (evaluation).
-            micro_steps: Micro-steps of each step; a step with another number than ``shape`` has is not timed.
+            micro_steps: Number of micro-steps per step; steps are not timed if it differs from the number in ``shape``.
             samples: Number of samples in a step.
             strategy: Key of the synchronisation strategy. None while a strategy is being chosen; such steps are not
                 timed.
-            uneven: The ranks had unequal shares; such times are kept separate.
+            uneven: Whether the ranks had unequal shares of the samples; such times are kept separate.
             steps: Number of steps committed together; their mean time counts.
         """
         now_s = time.monotonic()
@@ -270,7 +270,7 @@ class StepClock:
         return pause
 
     def take(self) -> tuple[BatchChoice | None, int, float, float]:
-        """Return (batch shape, number of steps, median step time, median micro-step time) since the last call [s]."""
+        """Return and clear (batch shape, number of steps, median step time [s], median micro-step time [s])."""
         steps, micros = self._steps, self._micros
         self._steps, self._micros = deque(maxlen=_KEPT), deque(maxlen=_KEPT)
         return (

@@ -95,7 +95,7 @@ class ActorControllerClient:
         return bool(self._position)
 
     def start_from(self, resumed: str) -> None:
-        """Set the automatic checkpoint that the run resumes from, or why it cannot resume; sent by :meth:`ready`."""
+        """Set the automatic checkpoint from which the run resumes, or the reason why it cannot, for :meth:`ready`."""
         self._resumed = resumed
 
     def saved(self, message: StateSaved) -> float:
@@ -116,7 +116,8 @@ class ActorControllerClient:
         return bool(self._position) and not isinstance(message, WorkerHeartbeat | StepFailed | PrepareFailed)
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
-        """Report that this worker ran out of memory and reruns with fewer samples, keeping its state if ``whole``."""
+        """Send ``WorkerOutOfMemory``; this worker then starts over with fewer samples, keeping its state if ``whole``.
+        """
         self.starts_over, self.last_switched = whole, 0
         self.last_ready = self.last_failed = None
         self.insist_on(
@@ -337,7 +338,7 @@ class ControllerCaller:
         self._told.append(self._call(tells=values))
 
     def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Publish ``tells``, wait up to ``wait_s`` [s] until all ``keys`` are known, and return all known values.
+        """Publish ``tells``, wait up to ``wait_s`` [s] for all ``keys`` to be known, and return all known values.
 
         Raises RuntimeError if the controller does not answer, or refuses the call.
         """

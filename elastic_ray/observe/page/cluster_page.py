@@ -46,11 +46,11 @@ class ClusterPage:
 
     @property
     def known(self) -> tuple[str, int]:
-        """Id of the allocator that answered last, and the number of its latest decision that the page has."""
+        """Id of the allocator that answered last, and the number of the latest of its decisions on this page."""
         return self._life, self._known
 
     def take(self, look: ClusterLook) -> None:
-        """Update the page with the result of a poll."""
+        """Update the page with ``look``, the result of a poll."""
         self._started_s = look.now_s if self._started_s is None else self._started_s
         self._update_nodes(look)
         if look.allocator is not None:

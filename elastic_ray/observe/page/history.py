@@ -53,8 +53,8 @@ class History:
         """Set the job's slots on each node from ``time_s`` on; bars that do not change continue.
 
         Args:
-            nodes: Slots keyed by node id; empty if the job has none any more.
-            decision: Number of the allocator's decision; 0 if the change belongs to none.
+            nodes: Number of slots, keyed by node id; empty if the job has lost all its slots.
+            decision: Number of the allocator's decision that caused the change; 0 if none did.
         """
         own = self._open.setdefault(job, {})
         for node in [node for node, bar in own.items() if bar[5] != nodes.get(node)]:

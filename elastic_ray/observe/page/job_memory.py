@@ -47,7 +47,7 @@ class JobMemory:
         self.ended_s = now_s if self.ended_s is None else self.ended_s
 
     def receive(self, look: JobLook, now_s: float) -> tuple[JobEvent, ...]:
-        """Store the controller's answer; return those of its new events that the timeline marks."""
+        """Store the controller's answer; return the new events in it that are shown as marks on the timeline."""
         self.events.extend(look.events)
         self.facts = look.facts or self.facts
         if look.status is not None:
@@ -117,7 +117,8 @@ def pauses(
 ) -> tuple[tuple[float, str, float, dict[str, float]], ...]:
     """Return (time, kind, seconds, {part: seconds}) of each event that paused training; unknown time is ``other``.
 
-    The last pause also gets a part ``first step``, from ``JobStatus.last_pause``, that its seconds do not include.
+    If ``last`` (``JobStatus.last_pause``) has the time of the first step after the last pause, that pause also gets a
+    part ``first step``, which its seconds do not include.
     """
     found = []
     for event in events:
@@ -137,5 +138,5 @@ def pauses(
 def shares_of_time(
     events: Iterable[JobEvent], status: JobStatus | None, submitted_s: float, until_s: float
 ) -> dict[str, float]:
-    """Return the seconds since submission that the job spent training, pausing, waiting..., keyed by name."""
+    """Return the seconds since submission by what the job did (training, pausing, waiting and so on), keyed by name."""
     return named_parts(time_spent(events, submitted_s, until_s) if status is None else status)

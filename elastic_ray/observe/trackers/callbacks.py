@@ -401,7 +401,7 @@ def state_of(logger: Any, trial: TrialView | None) -> str | None:
 def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
     """Return the indices of the reports that a logger's MLflow run already has; empty for other loggers.
 
-    They are needed because a process may die after it has logged a report and before its note says so.
+    They are needed because a process may die after it has logged a report and before the tracker's note records this.
     """
     runs = getattr(logger, "_trial_runs", None)
     if not _is(logger, "MLflowLoggerCallback") or not isinstance(runs, dict) or trial not in runs:

@@ -71,7 +71,7 @@ class RunTrackers:
             self._threads.append(TrackerThread(f"callback {name}", tracker))
 
     def recall(self, notes: Mapping[str, str], events: tuple[JobEvent, ...]) -> None:
-        """Restore the trackers' notes and the events of an earlier controller; must be called before :meth:`begin`."""
+        """Restore the trackers' notes and the events of an earlier controller; must be called before :meth:`start`."""
         for event in events:
             self._count(event)
         if _BEGUN not in notes:

@@ -88,7 +88,7 @@ class TrackerThread:
         self._put("numbers", lambda: self._tracker.numbers(numbers))
 
     def event(self, event: JobEvent) -> None:
-        """Queue an event of the job."""
+        """Queue an event for the job, such as a change of its size."""
         self._put("event", lambda: self._tracker.event(event))
 
     def call(self, what: str, call: Callable[[], None]) -> None:
