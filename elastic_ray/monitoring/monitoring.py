@@ -43,7 +43,7 @@ class Monitoring:
         return self._request
 
     def ask(self, monitor: Monitor) -> None:
-        """Request further measurements from the next group on; call this on all ranks.
+        """Request the measurements in ``monitor`` from the next group on; call this on all ranks.
 
         Requests made before the first epoch thus apply from the first step.
         """
@@ -138,7 +138,7 @@ class StepMeter:
         self._of = max(1, self._of - 1)
 
     def waited_for_data(self, seconds: float) -> None:
-        """Add the time spent waiting for a micro-batch of the step [s]."""
+        """Add ``seconds`` to the time spent waiting for data in the current step."""
         self._data_s += seconds
 
     def end_step(self) -> None:
@@ -178,11 +178,11 @@ class StepMeter:
             self._sending.start()
 
     def size(self, world_size: int) -> int:
-        """Return the number of values that this meter adds to the control sums (numbers all-reduced in each step)."""
+        """Return the number of control values (all-reduced in each step) that this meter adds for this group size."""
         return len(FIELDS) * world_size if self.on else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this worker's measures for the control sums; they are final once its gradients are complete."""
+        """Return control values with this worker's measures at its rank; call it once its gradients are complete."""
         if not self.on:
             return ()
         self._waits_since_s = now_s = self._clock()

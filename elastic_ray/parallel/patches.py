@@ -88,7 +88,7 @@ def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) 
 
 
 def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer) -> None:
-    """Make ``optimizer.state_dict`` return, and ``load_state_dict`` accept, the complete state of all ranks."""
+    """Make ``optimizer.state_dict`` return, and ``load_state_dict`` accept, the state that is divided among ranks."""
     give, load = optimizer.state_dict, optimizer.load_state_dict
 
     @functools.wraps(give)

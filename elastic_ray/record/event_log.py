@@ -44,9 +44,9 @@ class EventLog:
         self.add(kind, workers, workers, reason, **facts)
 
     def warn(self, what: str) -> None:
-        """Add a warning about a failure that does not stop the job."""
+        """Add a warning with the text ``what`` about a failure that does not stop the job."""
         self.note(EventKind.WARNING, what)
 
     def storage(self, what: str) -> None:
-        """Add an event about storage."""
+        """Add an event with the text ``what`` about storage."""
         self.note(EventKind.STORAGE, what)

@@ -45,7 +45,7 @@ class Losses:
         return {name: getattr(self, name) for name in ("lost", "failures", "raised", "fruitless", "saved_steps")}
 
     def recall(self, state: ControllerState) -> None:
-        """Restore the counts of the previous controller."""
+        """Restore the counts saved in ``state`` by the previous controller."""
         vars(self).update({name: getattr(state, name) for name in self.counts})
 
     def some_lost(self, before: int, after: int) -> None:

@@ -122,7 +122,7 @@ def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float 
 
 
 def number_of(detail: Mapping[str, Any], name: str) -> float:
-    """Return a number from an event's detail; 0 if it is missing or not finite."""
+    """Return the number called ``name`` in an event's detail; 0 if it is missing or not finite."""
     value = detail.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
@@ -220,7 +220,7 @@ def reports_to_end(reports: int, most: int | None) -> float | None:
 
 
 def seconds_of_reports(trained_s: float, made: int, left: int) -> float | None:
-    """Return the time for ``left`` more reports at the pace of the earlier ones [s]; None before the first report."""
+    """Return the time for ``left`` more reports at the pace of the ``made`` ones [s]; None before the first."""
     return trained_s / made * max(0, left) if made > 0 else None
 
 

@@ -103,7 +103,7 @@ class JobRecord:
         return states[0].resume_point if states else self.restart_point[1]
 
     def saved(self, state: StateFile) -> None:
-        """Record an automatic checkpoint; the process that wrote it deletes the files of displaced checkpoints."""
+        """Record the automatic checkpoint ``state``; the process that wrote it deletes those that it displaces."""
         self._since_checkpoint.add(state.path)
         fewer = [each for each in self._states if each.steps < state.steps]
         self._states = (state, *fewer)[: self._states_kept]
@@ -145,7 +145,7 @@ class JobRecord:
         self.unwritten_events.add(event.to_json())
 
     def recall(self, phase: JobPhase, message: str, events: Iterable[JobEvent]) -> None:
-        """Restore the phase and events saved by the previous controller; call :meth:`catch_up` next."""
+        """Restore the phase, message and events saved by the previous controller; call :meth:`catch_up` next."""
         self.phase, self.message = phase, message
         self.events = list(events)
 
@@ -160,7 +160,7 @@ class JobRecord:
         return self._retention.add(report.checkpoint, report.metrics)
 
     def report_again(self, message: WorkerReport, workers: int) -> Report | None:
-        """Store a report that may already be known; return it if it was new, otherwise None."""
+        """Store a report, from a group of ``workers``, that may already be known; return it if new, otherwise None."""
         if message.index in self._reports:
             return None
         report = report_of(message, workers)
@@ -233,7 +233,7 @@ class JobRecord:
     def end(
         self, phase: JobPhase, *, error: BaseException | Raised | None, return_value: Sealed | None, message: str
     ) -> None:
-        """Record the job's end and outcome."""
+        """Record the job's end: its final phase, error, return value, and a message that explains the end."""
         self.phase, self.message = phase, message
         left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
         self._outcome = JobOutcome(

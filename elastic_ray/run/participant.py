@@ -72,7 +72,7 @@ class Participant:
         return None
 
     def roll_back(self, remembered: Any) -> None:
-        """Undo a lost step, with the value that :meth:`remember` returned."""
+        """Undo a lost step, given ``remembered``, the value that :meth:`remember` returned at its start."""
 
     # -- what it is asked ----------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class ModelRegistry:
         return len(self.infos)
 
     def add(self, info: ModelInfo, facts: ModelFacts) -> int:
-        """Add a newly wrapped model and return its number."""
+        """Add a newly wrapped model and return its number; ``info`` describes it to the controller."""
         self.infos = (*self.infos, info)
         self.first = self.first or facts
         return len(self.infos) - 1

@@ -167,7 +167,7 @@ class StandaloneController:
             took_s = time.monotonic() - now_s
 
     def observe(self, report: StepReport) -> None:
-        """Pass rank 0's measurements to the planner, and change the batch size if the planner recommends it."""
+        """Pass a report of rank 0's measurements to the planner, and adopt the batch size that it recommends."""
         if self._choice is None or not report.steps or report.shape is None:
             return
         bound = report.memory_bound

@@ -70,7 +70,7 @@ def common_rank(fingerprints: Sequence[int], joined: Sequence[bool]) -> int:
 
 
 def differing(ones: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """Return the names of facts that differ; None equals anything, and floats are equal within 1 %."""
+    """Return the names of facts that differ between two ranks; None equals anything, floats are equal within 1 %."""
     return [name for name in dict.fromkeys([*ones, *others]) if not _alike(ones.get(name), others.get(name))]
 
 

@@ -210,7 +210,7 @@ class RunProgress:
         self.limit_memory(max(1, failed // 2, fits))
 
     def limit_memory(self, bound: int | None) -> None:
-        """Limit the samples that any worker processes at once, never above an earlier limit; None changes nothing."""
+        """Lower the bound on the samples that any worker processes at once to ``bound``; None changes nothing."""
         if bound is not None:
             self.memory_bound = bound if self.memory_bound is None else min(bound, self.memory_bound)
 

@@ -38,7 +38,7 @@ class StepRound:
     _sum: int | None = 0  # of the hashes of this rank's samples
 
     def add(self, step: LoaderStep, hashes: int | None, *, trained: bool) -> None:
-        """Add a step that this rank has completed; ``hashes`` sums the hashes of its samples, None if unknown."""
+        """Add a step that this rank has completed; ``hashes`` sums its samples' hashes (None: unknown)."""
         if not step.taken:
             self.left, self.steps, self.last = self.left - 1, self.steps + 1, step
         self.trained = self.trained or trained

@@ -34,7 +34,7 @@ class StrategyBuilder(Protocol):
     """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy for a model and a group; equal arguments must give equal strategies on every rank."""
+        """Return the strategy for a model and a group; it must depend only on the arguments, which all ranks share."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -232,7 +232,7 @@ class Processes:
         return process_info
 
     def adopt(self, actor: Any, name: str, *, lent: bool) -> None:
-        """Adopt a process that an earlier controller of the job started, or borrowed from a sweep."""
+        """Adopt a process that an earlier controller of the job started or, if ``lent``, borrowed from a sweep."""
         if lent:
             self._lent[actor] = _Lent.READY
         else:

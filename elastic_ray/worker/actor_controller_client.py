@@ -116,7 +116,7 @@ class ActorControllerClient:
         return bool(self._position) and not isinstance(message, WorkerHeartbeat | StepFailed | PrepareFailed)
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
-        """Send ``WorkerOutOfMemory``; this worker then starts over with fewer samples, keeping its state if ``whole``.
+        """Report that this worker ran out of memory and reruns with fewer samples, with its state if it is ``whole``.
         """
         self.starts_over, self.last_switched = whole, 0
         self.last_ready = self.last_failed = None

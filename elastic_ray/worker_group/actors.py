@@ -257,7 +257,7 @@ class WorkerActors:
         self._on_result(worker, end)
 
     def adopt(self, unit: Sequence[WorkerReregistration]) -> None:
-        """Adopt a running worker of an earlier controller, given its processes' registrations in order of position."""
+        """Adopt a running worker of an earlier controller, given its unit's registrations in order of position."""
         first, worker = unit[0], unit[0].worker
         self._groups[worker], self._nodes[worker] = groups.find(first.group), first.node
         self._fulfilled.add(worker)

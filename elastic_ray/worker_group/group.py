@@ -120,7 +120,7 @@ class WorkerGroup:
         return bool(others - self.returned - {worker}) and not self.machine.returned
 
     def take(self, stimulus: Stimulus) -> None:
-        """Pass an event to the membership machine, and carry out the resulting instructions."""
+        """Pass the event ``stimulus`` to the membership machine, and carry out the resulting instructions."""
         if self._record.phase.ended:
             return
         if isinstance(stimulus, Allocated):
@@ -142,7 +142,7 @@ class WorkerGroup:
             self.actors.keep_warm({})
 
     def recover(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
-        """Continue with the surviving workers of an earlier controller, given the registrations of all of them."""
+        """Continue with an earlier controller's surviving workers, given all their registrations and its ``state``."""
         speakers = [each for each in told if not each.position]
         for each in speakers:
             unit = sorted((other for other in told if other.worker == each.worker), key=lambda other: other.position)

@@ -187,7 +187,7 @@ class ClusterPage:
         self._since = {kind: since_s for kind, since_s in self._since.items() if short.get(kind)}
 
     def snapshot(self, now_s: float, problem: str = "") -> PageSnapshot:
-        """Return everything on the page except the details of individual jobs."""
+        """Return the page at ``now_s``, without job details; ``problem`` is a message on what could not be polled."""
         jobs = tuple(self._row(memory) for memory in self._jobs.values())
         nodes = tuple(sorted(self._nodes.values(), key=lambda row: (row.gone_s is not None, row.label, row.node)))
         look = self._look
@@ -218,7 +218,7 @@ class ClusterPage:
         )
 
     def detail(self, job: str, answer: JobAnswer, now_s: float) -> JobDetail | None:
-        """Return the details of a job; None if the job is unknown or ended long ago."""
+        """Return the details of a job, given the ``answer`` about it; None if it is unknown or ended long ago."""
         memory = self._jobs.get(job)
         cluster = self._look.core.cluster if self._look is not None else Cluster()
         return job_detail(memory, cluster, answer, now_s) if memory is not None else None

@@ -78,7 +78,7 @@ class History:
             self._ended.append((number, node, job, from_s, time_s, slots, decision))
 
     def mark(self, time_s: float, job: str, kind: str, text: str) -> None:
-        """Add a mark to the timeline for an event of a job, or of a node if ``job`` is empty."""
+        """Add a mark of the given kind, with a text, for an event of a job, or of a node if ``job`` is empty."""
         self._numbers += 1
         self._marks.append((self._numbers, time_s, job, kind, text))
 

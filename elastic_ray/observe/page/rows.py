@@ -114,12 +114,12 @@ def kind_of(node: NodeLook) -> str:
 
 
 def slots_of(total: Mapping[str, float]) -> int:
-    """Return the number of a node's GPUs, or of its CPUs if it has no GPUs."""
+    """Return the number of GPUs among a node's resources ``total``, or of CPUs if there are no GPUs."""
     return int(total.get("GPU", 0.0) or total.get("CPU", 0.0))
 
 
 def slots_per_worker(bundle: Mapping[str, float], total: Mapping[str, float]) -> float:
-    """Return how many slots (GPUs, or CPUs without GPUs) of a node a worker occupies, given the resources of both."""
+    """Return how many slots (GPUs, or CPUs without GPUs) of a node with these resources a worker's ``bundle`` uses."""
     return bundle.get("GPU", 0.0) if total.get("GPU") else bundle.get("CPU", 0.0)
 
 
@@ -144,7 +144,7 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
 
 
 def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
-    """Return the number of slots planned for the job on each node, at least 1, keyed by node id."""
+    """Return the number of slots planned for the job on each node, at least 1, keyed by node id like ``totals``."""
     return {
         node: max(1, math.ceil(workers * slots_per_worker(state.view.bundle, totals.get(node, {})) - 1e-6))
         for node, workers in by_node(state.target).items()

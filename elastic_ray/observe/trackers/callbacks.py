@@ -158,7 +158,7 @@ class CallbackTracker:
             self.note = note
 
     def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """Unpickle the callback and notify it that the run starts."""
+        """Unpickle the callback and notify it that the run starts; for the arguments, see :meth:`Tracker.start`."""
         callback, context = self._callbacks.get(self._index)
         if not again:
             self._seen = SeenReports(reports)
@@ -201,7 +201,7 @@ class CallbackTracker:
         """Do nothing, because this tracker buffers no calls."""
 
     def finish(self, phase: JobPhase) -> None:
-        """Notify the callback that the run has ended."""
+        """Notify the callback that the run has ended, successfully or not according to ``phase``."""
         target, self._target = self._target, None
         if target is not None:
             try:
@@ -451,7 +451,7 @@ def pack_callbacks(
 
 
 def unpack_callbacks(packed: bytes, run_id: str) -> tuple[tuple[Any, ...], RunContext]:
-    """Return the callbacks that the user submitted, and the run context that they receive.
+    """Return the callbacks in ``packed``, the result of :func:`pack_callbacks`, and the context of run ``run_id``.
 
     Unpickling runs user code, so call this only in a thread that nothing waits for.
 

@@ -55,7 +55,7 @@ class TensorBoardWriter:
         self._marks = collections.deque[tuple[int, JobEvent]](maxlen=_MOST_MARKS)
 
     def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """Read the existing files, and invalidate values after the starting point unless the run just continues.
+        """Read existing files and, unless the run just continues (``again``), invalidate values after ``step``.
 
         Raises OSError: the files cannot be read or written.
         """

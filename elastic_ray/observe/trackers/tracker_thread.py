@@ -52,7 +52,7 @@ class Tracker(Protocol):
         """Write out buffered data; called about once a second."""
 
     def finish(self, phase: JobPhase) -> None:
-        """End the run when the job ends; no further method is called."""
+        """End the run when the job ends in this final ``phase``; no further method is called."""
 
 
 class TrackerThread:
@@ -96,7 +96,7 @@ class TrackerThread:
         self._put(what, call)
 
     def finish(self, phase: JobPhase) -> None:
-        """Queue the job's end, after which the thread exits as soon as all queued calls are done."""
+        """Queue the job's end in this final ``phase``; the thread then exits as soon as all queued calls are done."""
         with self._news:
             self._calls.append(("finish", lambda: self._tracker.finish(phase), 0))
             self._closed = True

@@ -88,7 +88,7 @@ class SMAAverager(Stateless):
         self._alpha = alpha
 
     def run(self, model: Replica, steps: int) -> None:
-        """Move this rank's parameters by the fraction ``alpha`` of the distance to their mean over all ranks."""
+        """Move this rank's parameters towards their mean over all ranks, by the fraction ``alpha`` of the distance."""
         _take(model, model.mean(), self._alpha)
 
 

@@ -35,7 +35,7 @@ def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[P
 
 
 def traffic(plan: SyncPlan, params: Sequence[ParamInfo], world_size: int) -> int:
-    """Return the bytes that a rank's link carries in one step, to compare plans but not to predict their duration.
+    """Return the bytes that a rank's link carries in a step; meant to compare plans, not to predict step times.
 
     With W ranks, an all-reduce of n bytes counts 2 n. A reduction to one rank also counts 2 n, and the
     broadcast of its result ceil(log2 W) n. An all-gather of n bytes from each rank counts W n.
@@ -44,7 +44,7 @@ def traffic(plan: SyncPlan, params: Sequence[ParamInfo], world_size: int) -> int
 
 
 def collectives(plan: SyncPlan) -> int:
-    """Return the number of collectives in one step."""
+    """Return the number of collectives that a step under the plan requires."""
     return sum(each.sync.parts if isinstance(each.sync, Reduce) else 2 for each in plan.buckets)
 
 

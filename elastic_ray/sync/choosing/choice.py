@@ -171,7 +171,7 @@ def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) 
     """Return the choice after one more training step, made with the strategy that it currently names.
 
     Args:
-        steps: Maximum number of steps in a race.
+        steps: Maximum number of steps in a race. ``measured`` is the step's measurement.
         consider: Returns the strategies that take part in a race.
     """
     if choice.settled:

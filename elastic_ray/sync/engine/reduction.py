@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 
 def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
-    """True if control values can be sent with the bucket's reduction, because it sums them exactly."""
+    """True if control values can be sent with a bucket of this dtype, because its reduction sums them exactly."""
     return is_plain(plan) and dtype.to_real() in (torch.float32, torch.float64)
 
 
 def is_plain(plan: BucketPlan) -> bool:
-    """True if the bucket itself is all-reduced and its memory is not used for anything else."""
+    """True if the bucket's own buffer is all-reduced in one piece and unchanged, and not used for anything else."""
     return isinstance(plan.sync, Reduce) and plan.sync.wire.exact and plan.sync.parts == 1
 
 

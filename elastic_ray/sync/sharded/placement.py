@@ -58,7 +58,7 @@ def to_words(tiles: Iterable[int], count: int) -> list[int]:
 
 
 def from_words(words: Sequence[int], count: int) -> frozenset[int]:
-    """Return the set of tiles encoded by :func:`to_words`."""
+    """Return the set of tile numbers below ``count`` that :func:`to_words` has encoded."""
     return frozenset(tile for tile in range(count) if words[tile // _WORD_BITS] >> tile % _WORD_BITS & 1)
 
 
@@ -238,5 +238,5 @@ def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: in
 
 
 def lost(tiles: int, held: Sequence[Set[int]]) -> tuple[int, ...]:
-    """Return the tiles, of ``tiles`` in total, that no rank holds."""
+    """Return the tiles that no rank holds, out of ``tiles`` tiles; ``held[r]`` are the tiles that rank r holds."""
     return tuple(tile for tile in range(tiles) if not any(tile in each for each in held))

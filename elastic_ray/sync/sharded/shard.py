@@ -27,7 +27,7 @@ def update_rows(
         tensors: Weight of the table (``weight``) and the rule's state, each [places, width].
         places: Positions of the rows in ``tensors``.
         gradient: Gradient of the rows, [len(places), width].
-        step: Number of the update, starting at 1.
+        step: Number of the update, starting at 1. ``lr`` is its learning rate.
     """
     rows = {name: tensor.index_select(0, places) for name, tensor in tensors.items()}
     _RULES[type(rule)](rule, rows, gradient, lr, step)
@@ -298,9 +298,9 @@ def carry_out(
 def collect(
     communicator: Communicator, owners: Sequence[Sequence[int]], store: TileStore, height: int, names: Sequence[str]
 ) -> TileStore | None:
-    """Collect on rank 0, for the named tensors, the tiles that rank 0 lacks; called on every rank.
+    """Collect on rank 0 the tiles that rank 0 does not own, of the tensors ``names``; called on every rank.
 
-    Returns None on ranks other than 0.
+    Returns a store with these tiles on rank 0, None on other ranks. Tiles have ``height`` rows.
     """
     tiles = [tile for tile, mine in enumerate(owners) if 0 not in mine]
     moves = [Move(tile, owners[tile][0], 0) for tile in tiles]

@@ -220,7 +220,7 @@ def check_places(module: nn.Module) -> None:
 
 
 def install_hooks(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce_hook: Any) -> None:
-    """Set the communication hooks of a sharded module, and prevent user code from changing them.
+    """Set the three communication hooks of a sharded module, and prevent user code from changing them.
 
     Raises StrategyError: User code has already set a hook.
     """

@@ -186,9 +186,9 @@ def _on_cpu(rows: Rows) -> Rows:
 def carry_out(
     communicator: Communicator, moved: Sequence[RowMove], give: Callable[[Piece], Rows]
 ) -> list[tuple[Piece, Rows]]:
-    """Send rows to ranks that lack them, in one message per pair of ranks; called on every rank with the same moves.
+    """Send rows as ``moved`` says, one message per pair of ranks; called on every rank with the same moves.
 
-    Returns the rows that this rank has received, each with its piece.
+    ``give`` returns the rows of a piece to send. Returns the rows that this rank has received, each with its piece.
 
     Raises CommunicationFailedError: The group broke, or a peer sent something else. Held rows are unchanged.
     """

@@ -193,7 +193,7 @@ class ShardHolder:
         return everyone, opened and not self.built_on_meta
 
     def arrange(self, group: Group, everyone: Sequence[set[ShardId]]) -> None:
-        """Receive the rows that this rank needs for the next step; :meth:`settle` completes the layout later."""
+        """Receive the rows needed for the next step, given each rank's shards; :meth:`settle` completes the layout."""
         held, target = self._held, self._collectives.layout
         layout = meanwhile(held.counts, everyone, target)
         received = self._received(group, everyone, layout)
@@ -349,7 +349,7 @@ class ShardHolder:
                     held.put(place, held.views[place], rows_of_state(state, each.shape, start, stop))
 
     def hold_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
-        """Hold the whole model with these parameters; call :meth:`copy_states` for the optimizer state.
+        """Hold the whole model with the parameters ``values``; call :meth:`copy_states` for the optimizer state.
 
         If some parameters are unread tensors, no rows are held until this rank knows which ones it needs and reads
         them.

@@ -183,7 +183,7 @@ class ShardedOptimizer:
         return ShardUpdate(part.optimizer, hidden, groups, self._by_hand)
 
     def update(self, part: OptimizerPart, apply: Callable[[], Any]) -> Any:
-        """Make an update of one optimizer for which all ranks voted; return the result of ``apply``, its step."""
+        """Make an update of optimizer ``part`` for which all ranks voted; return the result of ``apply``, its step."""
         followed, self._followed = self._followed, []
         result = self._update(part).make(self._with_grads(self.groups_of(part.optimizer), followed), apply)
         self._last = self._last.next(self._run.group.generation, part.optimizer)
@@ -310,7 +310,7 @@ class ShardedOptimizer:
             self._close()
 
     def hold_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
-        """Replace held shards by the whole model with these parameters; call :meth:`restore` for the states.
+        """Replace held shards by the whole model with the parameters ``values``; call :meth:`restore` for states.
 
         Raises RuntimeError: A parameter has a different shape.
         """

@@ -50,7 +50,7 @@ class RowsOperation:
         return self._gather(bucket, group, self._room)
 
     def go_on(self, bucket: RowBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Launch the exchange of rows that did not fit, or of the whole table; once all have arrived, sum the rows."""
+        """Launch the exchange of the rows, or whole table, still to be sent; once all have arrived, sum the rows."""
         if finished == 1:
             return self._look(bucket, group)
         if self._gathered is None:  # the whole table was reduced
