@@ -217,7 +217,7 @@ class Participant:
         """Enter a new group, in which all ranks hold the same state."""
 
     def capture(self) -> Any:
-        """Return the state for joiners and checkpoints: nested dicts, lists and tuples of tensors and plain values."""
+        """Return the state for joining ranks and checkpoints: nested containers of tensors and plain values."""
         return {}
 
     def restore(self, tree: Any) -> None:

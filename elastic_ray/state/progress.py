@@ -296,7 +296,7 @@ class RunProgress:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """Return plain values for joiners and checkpoints, from which user code resumes at the last common position."""
+        """Return plain values for joining ranks and checkpoints, which resume at the last common position."""
         state = {_STORED_AS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         return state | {
             "collectives": self.collectives_before,

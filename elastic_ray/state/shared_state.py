@@ -117,7 +117,7 @@ class SharedState:
         self._copies = Remembered()  # of all states, as the round in progress found them
 
     def register(self, key: str, state: Stateful) -> None:
-        """Add ``state`` to the states that joiners receive. Raises ValueError: The key already exists."""
+        """Add ``state`` to the states that joining ranks receive. Raises ValueError: The key already exists."""
         if key in self._states:
             raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
         self._states[key] = state

@@ -116,8 +116,7 @@ class ActorControllerClient:
         return bool(self._position) and not isinstance(message, WorkerHeartbeat | StepFailed | PrepareFailed)
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
-        """Report that this worker ran out of memory and reruns with fewer samples, with its state if it is ``whole``.
-        """
+        """Report that this worker ran out of memory and reruns with fewer samples; ``whole`` if its state is kept."""
         self.starts_over, self.last_switched = whole, 0
         self.last_ready = self.last_failed = None
         self.insist_on(

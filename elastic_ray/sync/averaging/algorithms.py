@@ -37,7 +37,7 @@ class Averager(Protocol):
         """Initialise the algorithm's state, or extend it to added parameters; values must be equal on all ranks."""
 
     def capture(self) -> Any:
-        """Return the averager's state, which is equal on all ranks, for joiners and checkpoints."""
+        """Return the averager's state, which is equal on all ranks, for joining ranks and checkpoints."""
 
     def restore(self, tree: Any) -> None:
         """Restore a state that was captured by the same algorithm."""

@@ -216,7 +216,7 @@ class Drift:
         self._changed, self._settled_at = False, self._context.states.progress.steps
 
     def capture(self) -> dict[str, Any]:
-        """Return the state for joiners and checkpoints; empty if models are not averaged and never were."""
+        """Return the state for joining ranks and checkpoints; empty if models are not averaged and never were."""
         found: dict[str, Any] = {"marker": self._marker} if self._marker else {}
         if self.average is not None and self._averager is not None:
             found |= {"algorithm": self.average.algorithm, "averager": self._averager.capture()}

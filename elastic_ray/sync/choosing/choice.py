@@ -134,7 +134,7 @@ class Choice:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Step times of the strategies that were measured [s], keyed by name."""
+        """Step times of the strategies that the race has measured so far [s], keyed by strategy name."""
         found = zip(self.options, self.times, strict=False)
         return {option.name: took_s for option, took_s in found if took_s is not None}
 

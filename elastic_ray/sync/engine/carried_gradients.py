@@ -325,7 +325,7 @@ class OwedGradients:
         self._settling.append(dataclasses.replace(self._plain.pop(index), residual=residual))
 
     def before_change(self) -> None:
-        """Sum the residuals over all ranks before a planned change of group, so that no rank's residual is lost.
+        """Sum the residuals (unsent gradients) of all ranks before a planned change of group, so that none is lost.
 
         Raises CommunicationFailedError: the group broke; each rank keeps its own residual.
         """
@@ -377,7 +377,7 @@ class OwedGradients:
             )
 
     def capture(self) -> Any:
-        """Return the state that all ranks share: low-rank factors, and the sum of residuals if it was computed."""
+        """Return the state shared by all ranks: low-rank factors and, if computed, the sum of unsent gradients."""
         if not self._members or not self._all:
             return {}
         factors: dict[str, torch.Tensor] = {}
@@ -389,7 +389,7 @@ class OwedGradients:
         return {"owed": {"members": self._members, "factors": factors, "folded": folded}}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state, and discard this rank's own residual."""
+        """Restore a captured state, and discard this rank's own residual (gradients not sent yet)."""
         state = tree.get("owed", {})
         self._members, self._holds = state.get("members", 0), False
         self._take({}, state.get("folded", {}), state.get("factors", {}))

@@ -306,7 +306,7 @@ class GradientEngine(Participant):
     def before_update(self) -> None:
         """Close the accumulation of gradients before an update; gradients computed later count as another loss's.
 
-        Raises RuntimeError: gradients of parameters in tiles were not averaged over the ranks.
+        Raises RuntimeError: gradients of parameters whose optimizer state is divided were not averaged over the ranks.
         """
         if self._in_unit is not None and self._context.wishes is not None:
             self._settle_in_unit(self._in_unit, self._context.wishes)

@@ -131,20 +131,20 @@ class JointTiles:
         self._owners: tuple[object, ...] = ()
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Adopt the tiles of a new bucket layout, after a change of the strategy, the parameters or the group."""
+        """Adopt the tiles (parts of the state) of a new bucket layout, as given by its ``plan``."""
         for each in self._parts:
             each.follow(plan, profile)
 
     @property
     def owners(self) -> object:
-        """Ranks that own each tile; a new object whenever owners change, so that callers can compare by identity."""
+        """Ranks that own each tile (part of the state); a new object whenever owners change, so compare with ``is``."""
         found = tuple(each.owners for each in self._parts)
         if len(found) != len(self._owners) or any(a is not b for a, b in zip(found, self._owners, strict=True)):
             self._owners = found
         return self._owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return the ranges of each parameter with the ranks that own them; all parameters must be in tiles."""
+        """Return each parameter's ranges with the ranks that own them; the state of all of them must be divided."""
         found: dict[int, list[OwnedSpan]] = {}
         for each in self._parts:
             held = {id(p) for p in each.tiled}
@@ -159,7 +159,7 @@ class JointTiles:
 
     @property
     def idle(self) -> bool:
-        """True if no optimizer has tiles now or after a pending change."""
+        """True if no optimizer's state is divided into tiles, now or after a pending change."""
         return all(each.idle for each in self._parts)
 
     @property

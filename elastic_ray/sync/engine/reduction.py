@@ -158,14 +158,14 @@ class BucketLayout:
         return digest((*self._layout, self.sequel.takes))
 
     def send_residual_first(self, index: int) -> SettlingOperation:
-        """Wrap bucket ``index``'s operation so that its next pass also sends the residual of an earlier strategy."""
+        """Wrap bucket ``index``'s operation, so that its next pass also sends what an earlier strategy left unsent."""
         settling = SettlingOperation(self.operations[index])
         self.operations[index] = settling
         return settling
 
     @property
     def tail(self) -> torch.Tensor:
-        """Tail of control values, in its current memory."""
+        """Tail (extra elements) that holds the control values, in its current memory."""
         last = self.buckets[-1]
         if self.tail_rides and isinstance(last, Bucket):
             self._numbers = last.tail_numbers

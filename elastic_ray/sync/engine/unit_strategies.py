@@ -51,7 +51,7 @@ def _mixed(bucket: BucketPlan, params: Sequence[ParamInfo], held: Set[str]) -> l
 
 
 def held_by_several(unit: UnitGroup, module: torch.nn.Module) -> frozenset[str]:
-    """Return the names of parameters of which several workers of the unit hold a whole copy; a collective."""
+    """Return the names of parameters of which several workers of a unit hold a whole copy; a collective of the unit."""
     names = [name for name, p in module.named_parameters() if not _is_divided(p, unit.place.size)]
     most = round(max(row[0] for row in unit.gather([float(len(names))])))
     rows = unit.gather([*(float(digest(name)) for name in names), *[0.0] * (most - len(names))])

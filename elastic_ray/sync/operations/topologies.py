@@ -142,7 +142,7 @@ class RoutedReduceOperation:
         self._coming: list[tuple[Span, torch.Tensor]] = []
 
     def launch(self, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
-        """Start the first round."""
+        """Start the first round of transfers."""
         if self._size != bucket.flat.numel():
             self._size = bucket.flat.numel()
             self._rounds = self._schedule(self._nodes, self._size)

@@ -173,7 +173,7 @@ class TileHolder:
 
     @property
     def restores(self) -> bool:
-        """True if the owners of some tiles are still temporary."""
+        """True if some tiles (parts of the state) still have temporary owners."""
         return self.owners != self._target
 
     def restore_some(self, group: Group, most: int) -> None:
@@ -260,7 +260,7 @@ class TileHolder:
             self.held.drop(tile)
 
     def become_whole(self) -> None:
-        """Join all tiles into the optimizer's complete state."""
+        """Join all tiles, all of which this rank must hold, into the optimizer's complete state."""
         held = self.held
         if held is not None:
             states = {tile: held.states_of(tile) for tile in held.tiles}

@@ -83,7 +83,7 @@ class TiledOptimizer:
     # -- the strategy --------------------------------------------------------------------------------------------------
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Adopt the tiles of a new bucket layout; the optimizer state is moved later."""
+        """Adopt the tiles (parts of the state) of a new bucket layout; the optimizer state is moved later."""
         self.idle, tiles, groups = False, plan.tiles, self._groups
         params: Sequence[int] = tiles.params if tiles is not None else ()
         if groups is not None:
@@ -101,11 +101,11 @@ class TiledOptimizer:
 
     @property
     def owners(self) -> object:
-        """Ranks that own each tile; a new object whenever owners change, so that callers can compare by identity."""
+        """Ranks that own each tile (part of the state); a new object whenever owners change, so compare with ``is``."""
         return self._holder.owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return the ranges of each parameter with the ranks that own them; all parameters must be in tiles."""
+        """Return each parameter's ranges with the ranks that own them; the state of all of them must be divided."""
         return self._holder.owned_spans(params)
 
     @property
@@ -337,11 +337,11 @@ class TiledOptimizer:
 
     @property
     def tiled(self) -> list[Parameter]:
-        """Parameters whose state is divided into tiles, or would be in a larger group."""
+        """Parameters whose optimizer state is divided into tiles, or would be in a larger group."""
         return list(self._holder.params.values())
 
     def capture(self) -> dict[str, Any] | None:
-        """Return number and learning rates of the last update, for joiners and checkpoints; None without tiles."""
+        """Return the last update's number and rates, for joining ranks and checkpoints; None without tiles."""
         if self._holder.tiling is None:
             return None
         owes = {"owes_hooks": True} if self._owes_hooks else {}
@@ -360,7 +360,7 @@ class TiledOptimizer:
         return self._holder.written(rank)
 
     def kept(self) -> dict[str, Any]:
-        """Return the tiles that this rank holds, for a later run in the same process; empty if it holds none."""
+        """Return the tiles (parts of the state) that this rank holds, for a later run in this process; may be empty."""
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:

@@ -41,7 +41,7 @@ class RowTiling:
         return -(-self.rows // self.tiles)
 
     def rows_in(self, tile: int) -> int:
-        """Return the number of rows in a tile."""
+        """Return the number of table rows in the tile of this number."""
         return -(-(self.rows - tile) // self.tiles)
 
 
@@ -67,7 +67,7 @@ _Relation = Callable[[int, int], bool]  # of a tile and a rank
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Move:
-    """Transfer of one tile from one rank to another."""
+    """Transfer of one tile (part of a table or of optimizer state) from one rank to another."""
 
     tile: int
     source: int
@@ -190,9 +190,9 @@ class _Matching:
 
 
 def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Move, ...]:
-    """Return the moves that send each tile to the owners that lack it, balanced over the sending ranks.
+    """Return the moves that send each tile to those of its owners that lack it, balanced over the senders.
 
-    Raises ValueError: no rank holds a tile; see :func:`lost`.
+    Raises ValueError: no rank holds some tile; see :func:`lost`.
     """
     sent = [0] * len(held)
     found = []

@@ -122,7 +122,7 @@ class TableShard:
         self._stores, self._source = [store], None
 
     def make_whole(self) -> None:
-        """Hold all tiles on this rank, because there is no group yet."""
+        """Hold all rows of the table on this rank, because there is no group yet."""
         everything = tuple(range(self._tiling.tiles))
         self._follow(self._made(everything, self._source), tuple((0,) for _ in everything))
 

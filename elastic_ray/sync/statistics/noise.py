@@ -275,7 +275,7 @@ class NoiseTracker:
         self.invalidate()
 
     def capture(self) -> Any:
-        """Return the state for joiners and checkpoints."""
+        """Return the state for joining ranks and checkpoints."""
         shared = [None if noise is None else [noise.sqr, noise.var] for noise in (*self.by_group, self.value)]
         return {
             "smoothed": self._smoothed.to_dict(),

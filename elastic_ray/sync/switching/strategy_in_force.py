@@ -176,7 +176,7 @@ class StrategyTuner:
         self._since_s, self._step = None, None
 
     def capture(self) -> dict[str, Any]:
-        """Return the tuner's state as plain values, for joiners and checkpoints."""
+        """Return the tuner's state as plain values, for joining ranks and checkpoints."""
         return {
             "auto": dataclasses.asdict(self._auto),
             "form": self._form,
@@ -271,7 +271,7 @@ class StrategyInForce:
 
     @property
     def asked_digest(self) -> int:
-        """Digest of the pending strategy, and of whether a tuner chose it; 0 if none is pending."""
+        """Digest of the pending strategy, and of whether a tuner chose it; 0 if no switch is pending."""
         asked = self.asked
         strategy = asked.strategy if asked is not None else self.wanted
         if strategy is None:
@@ -365,7 +365,7 @@ class StrategyInForce:
         self._told = why or self._told
 
     def set_row_buckets(self, tables: Mapping[int, RowBucket]) -> None:
-        """Set the row buckets of the current layout, keyed by position in the plan."""
+        """Set the row buckets of the current layout, keyed by their positions in the plan."""
         params = self.profile.params if tables else ()
         self._rows = {params[self.plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}
 
@@ -387,7 +387,7 @@ class StrategyInForce:
             self.wanted = None
 
     def capture(self) -> dict[str, Any]:
-        """Return the state for joiners and checkpoints: the tuner's, and the strategy if it is not the initial one."""
+        """Return the state for joining ranks and checkpoints: the tuner's, and the strategy if not the initial one."""
         asked = self.asked
         strategy = asked.strategy if asked is not None else self.wanted or self.plan.strategy
         tuner = asked.tuner if asked is not None else self.tuner
