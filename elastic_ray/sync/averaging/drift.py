@@ -98,9 +98,8 @@ class Drift:
     def marker(self) -> int:
         """Number that identifies the last average that this rank completed: larger for later ones, 0 before the first.
 
-        If the group broke during an average, some ranks may have completed it and others not. Only the ranks that
-        completed it contribute to the next mean, because their models already include the contributions of the other
-        ranks.
+        If the group broke during an average, perhaps only some ranks have completed it. Only these ranks contribute to
+        the next mean, because their models already include the contributions of all other ranks.
         """
         return self._marker
 
@@ -192,7 +191,7 @@ class Drift:
         Args:
             marker: Latest :attr:`marker` of any of these ranks.
             holds: Whether this rank holds a trained state.
-            counts: Whether this rank contributes to the mean, because it completed the latest average.
+            counts: Whether this rank contributes to the mean, because it completed that latest average.
 
         Raises CommunicationFailedError: the group broke; this rank's model is unchanged.
         """
@@ -299,8 +298,8 @@ class _Flat:
 class Replica:
     """Access of averagers to this rank's model and to the models of other ranks.
 
-    Half-precision parameters are summed in float32. If a collective fails, its buffers are abandoned and new
-    ones are allocated for the next average.
+    Half-precision parameters are summed in float32. If a collective fails, the buffers that it used are abandoned, and
+    new ones are allocated for the next average.
     """
 
     def __init__(self, trainable: Trainable, context: Run) -> None:

@@ -41,7 +41,7 @@ class StrategyTable:
     Attributes:
         candidates: Strategies that were considered, in the order of their trials; empty if the user set the strategy.
         measured_s: Median duration of the latest steps [s]; None before the first measurement.
-        reason: Reason for the choice; empty if there was no choice.
+        reason: Reason why the current strategy was chosen; empty if the user set it.
     """
 
     strategy: str

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class JointOptimizer(torch.optim.Optimizer):
     """View of all optimizers of one model as a single optimizer, with all parameter groups and states.
 
-    It can be read and written like a single optimizer, but never steps: each of its optimizers steps separately.
+    The view can be read and written like an optimizer, but is never stepped: the optimizers step separately.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -78,7 +78,7 @@ class JointStates(MutableMapping[Any, Any]):
 
 
 def optimizers_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers that form a joint optimizer, or the optimizer itself if it is not a joint one."""
+    """Return the optimizers of which a ``JointOptimizer`` consists, or a tuple of only ``optimizer`` otherwise."""
     return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
 
 

@@ -431,7 +431,7 @@ class Reduction:
                 operation.commit()
 
     def void(self) -> None:
-        """Discard the changes that the last passes made to the operations' state."""
+        """Discard the changes that the current step's passes made to the operations' state (such as residuals)."""
         self.asked = False
         self._works = [[] for _ in self._layout.buckets]
         for operation in self._layout.operations:
@@ -508,14 +508,14 @@ class StepWeights:
 
 
 class Announcements:
-    """Announcements of one model's backward pass, with which ranks check that all are about to reduce the same.
+    """Announcements of a model's backward pass, by which ranks check that all are about to reduce the same buckets.
 
     Args:
         layout: Layout of the model's buckets in the current group.
 
     Attributes:
-        plain: Announcement if micro-batches are weighted by their numbers of samples.
-        weighed: Announcement if the loop sets the weights, which requires one more collective.
+        plain: Announcement that is made if micro-batches are weighted by their numbers of samples.
+        weighed: Announcement that is made if the loop sets the weights, which requires one more collective.
     """
 
     def __init__(self, number: int, layout: BucketLayout) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def why_not_in_units(plan: SyncPlan, params: Sequence[ParamInfo], held: Set[str]) -> str:
-    """Return why a model divided within a unit cannot use a plan, and what to do instead; empty if it can.
+    """Return why a model divided within a unit cannot use ``plan``, with a suggestion; empty if it can use it.
 
     Args:
         params: Parameters of the model, to which the plan refers.

@@ -117,7 +117,7 @@ class Bucket:
         Args:
             first: Whether the pass is the first of its step; state of earlier steps is then discarded.
             reduces: Whether the pass ends in a reduction.
-            accumulates: Whether its gradients are added to those of other micro-steps.
+            accumulates: Whether the pass's gradients are added to those of other micro-steps.
         """
         self.complete, self.is_summed_up, self.additions, self._sum = True, False, 1, None
         if first:

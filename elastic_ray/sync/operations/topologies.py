@@ -32,7 +32,8 @@ class Round:
 
     Attributes:
         transfers: Part of the vector to send, keyed by (source rank, destination rank).
-        adds: Whether the destination adds the received parts to its own (in the order of sources) or replaces its own.
+        adds: Whether the destination adds the received parts to its own part (in the order of sources), or replaces its
+            own part by them.
     """
 
     transfers: Mapping[tuple[int, int], Span]

@@ -38,7 +38,7 @@ def moved(moves: Sequence[Move], held: Sequence[Set[int]]) -> list[frozenset[int
 
 
 def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
-    """Return temporary owners: each target owner that lacks its tile is replaced by another holder.
+    """Return temporary owners: a planned owner that lacks a tile is replaced by another rank that holds it.
 
     Args:
         target: Planned owners of each tile.

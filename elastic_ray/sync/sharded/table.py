@@ -220,7 +220,7 @@ class ShardedTable:
         self._unused = False
 
     def zero(self) -> None:
-        """Clear the gradients of the table's rows, unless the step is lost."""
+        """Clear the gradients of the table's rows, as ``zero_grad()`` does; do nothing if the step is lost."""
         if not self._run.ledger.failed:  # user code runs on in a lost step; what was received may be needed
             self._local.zero()
             self._pending, self._unused = None, False
@@ -371,8 +371,8 @@ class ShardedTable:
 class LocalGradients:
     """Gradients of table rows on this rank, with the semantics of a parameter's ``.grad``.
 
-    Each micro-step adds the gradients of its backward passes before ``optimizer.step()``, except those that
-    ``zero_grad()`` clears. Later gradients belong to another loss.
+    Each micro-step adds the gradients of its backward passes, except those that ``zero_grad()`` clears. Gradients
+    computed after ``optimizer.step()`` belong to another loss and are ignored.
 
     Args:
         nothing: Empty ids and gradients, [0] and [0, width].
@@ -387,7 +387,7 @@ class LocalGradients:
         self.waits = False  # some of the present step that were not taken
 
     def start(self, step: Any, micro: int) -> bool:
-        """Prepare to add a gradient in micro-step ``micro``; return True if it is the first one of its step."""
+        """Prepare to add a gradient in micro-step ``micro`` of ``step``; return True if it is the step's first one."""
         before, self._at = self._at, (step, micro)
         first = before[0] is not step or (step is None and self._closed)
         if first:

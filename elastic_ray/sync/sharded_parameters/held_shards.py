@@ -190,7 +190,7 @@ def carry_out(
 
     ``give`` returns the rows of a piece to send. Returns the rows that this rank has received, each with its piece.
 
-    Raises CommunicationFailedError: The group broke, or a peer sent something else. Held rows are unchanged.
+    Raises CommunicationFailedError: The group broke, or a peer sent unexpected data. Held rows are unchanged.
     """
     rank, pairs = communicator.rank, by_pair(moved)
     found: list[tuple[Piece, Rows]] = []

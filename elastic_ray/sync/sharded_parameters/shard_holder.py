@@ -116,7 +116,7 @@ class ShardHolder:
         return tuple(self._held.shards[each] for each in self._layout.held_by(self._rank))
 
     def written(self) -> Written:
-        """Return this rank's part of a checkpoint that all ranks write: its share of the rows that it owns."""
+        """Return this rank's part of a checkpoint that all ranks write; owners of the same rows write a share each."""
         own = self._layout.owned_by(self._rank)
         owners = self._layout.owners(own.index)
         share = ShardId(len(owners), owners.index(self._rank))
@@ -351,8 +351,7 @@ class ShardHolder:
     def hold_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
         """Hold the whole model with the parameters ``values``; call :meth:`copy_states` for the optimizer state.
 
-        If some parameters are unread tensors, no rows are held until this rank knows which ones it needs and reads
-        them.
+        Unread tensors stay unread until this rank knows which of their rows it needs; until then it holds no rows.
 
         Raises RuntimeError: A parameter has a different shape.
         """

@@ -126,7 +126,7 @@ class MovedRows:
         self._waiting = None
 
     def measure(self, number: int, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
-        """Run an update, measure its norms if its gradient was measured, and return the update's result.
+        """Run an update and return its result; measure the update's norms if its gradient was measured.
 
         Args:
             number: Index of the optimizer that makes the update.

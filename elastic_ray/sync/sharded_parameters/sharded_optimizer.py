@@ -358,9 +358,9 @@ class ShardedOptimizer:
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Adopt another rank's or a checkpoint's :meth:`capture`; shards that lack its last update are updated.
+        """Adopt the result of :meth:`capture` from another rank or a checkpoint, with the last update that it records.
 
-        Shards that this rank cannot update are dropped.
+        Shards that lack this update are updated if this rank has kept everything for it, and dropped otherwise.
 
         Args:
             whole: Whether optimizer and model hold the whole state and all parameters after that update.

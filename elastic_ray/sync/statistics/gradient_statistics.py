@@ -113,7 +113,7 @@ class GradientStatistics:
             steps: Number of committed steps.
             replicas: Number of ranks whose gradients are summed.
             exact: Whether gradients are sent in a format from which statistics can be computed.
-            spacing: Number of steps between two steps with that format.
+            spacing: Number of steps from one step with that format to the next.
         """
         self._replicas, self._initial_batch_size = replicas, step.init_batch_size
         gradients = replicas * step.micro_steps

@@ -103,7 +103,7 @@ class NoiseTracker:
 
     @property
     def signal(self) -> NoiseSignal:
-        """Strength of the gradient signal relative to its noise; up to date only on rank 0, which measures it."""
+        """Strength of the gradient signal relative to its noise; on ranks other than 0, the value is out of date."""
         return self._smoothed.signal
 
     def measures(self, step: int, gradients: int, *, halved: bool) -> bool:

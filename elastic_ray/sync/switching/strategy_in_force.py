@@ -264,7 +264,7 @@ class StrategyInForce:
 
     @property
     def label(self) -> str:
-        """Name of the current strategy, and of the pending one if there is any."""
+        """Name of the current strategy, followed by ``", then "`` and the pending strategy's name, if there is one."""
         asked = self.asked.strategy if self.asked is not None else self.wanted
         present = self.plan.strategy.label
         return present if asked is None else f"{present}, then {asked.label}"
