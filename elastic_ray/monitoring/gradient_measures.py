@@ -86,9 +86,9 @@ class StepMeasures:
     def noise_batch(self) -> float | None:
         """Batch size at which the gradient's noise equals its signal [samples]; None until there is an estimate.
 
-        B_simple = tr(Sigma) / ||G||^2, 0 or more. For batches far below it, a larger batch helps almost as much as more
-        steps; far above it, hardly at all.
-        Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", eq. 2.9 and appendix A.
+        B_simple = tr(Sigma) / ||G||^2, 0 or more. For batches far below this size, a larger batch helps almost as much
+        as more steps; far above, hardly at all. Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch
+        Training", eq. 2.9 and appendix A.
         """
         if self.noise is None or self.noise.sqr <= 0:
             return None

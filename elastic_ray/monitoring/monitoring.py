@@ -27,7 +27,7 @@ class Monitoring:
     Args:
         traffic: Function that returns the bytes passed to the current group's collectives, keyed by operation; empty
             without a group.
-        sending_s: Function that returns the time that the group's connections have spent sending [s].
+        sending_s: Function that returns the time that the current group's connections have spent sending [s].
     """
 
     def __init__(self, traffic: Callable[[], Mapping[str, int]] = dict, sending_s: Callable[[], float] = float) -> None:
@@ -125,7 +125,8 @@ class StepMeter:
         """Start timing a training step, before its first micro-batch is fetched.
 
         Args:
-            goes_on: True if the step is committed together with the previous one, so that only their mean is reported.
+            goes_on: True if the step is committed together with the previous one, so that only the mean of both is
+                reported.
         """
         if goes_on:
             self._of += 1

@@ -311,10 +311,11 @@ def evaluated(
 ) -> tuple[Any, dict[str, Any]]:
     """Call the closure of an optimizer step before the update; return its value, and new arguments for the step.
 
-    The closure in these arguments only returns the known value. Ranks thus see the gradients of the whole group when
-    they decide whether to apply them, and at what rate.
+    The new arguments contain a closure that only returns the known value. Ranks thus see the gradients of the whole
+    group when they decide whether to apply them, and at what rate.
 
-    Raises ValueError: The optimizer calls the closure several times, or after moving parameters; raised in its step.
+    Raises ValueError: The optimizer calls the closure several times, or after changing parameters; raised in the
+    optimizer's step.
     """
     with torch.enable_grad():
         value = closure()

@@ -49,7 +49,7 @@ class Losses:
         vars(self).update({name: getattr(state, name) for name in self.counts})
 
     def some_lost(self, before: int, after: int) -> None:
-        """Count lost workers, each as its fraction of the job, which had ``before`` workers and has ``after`` left."""
+        """Count lost workers, each as a fraction 1 / ``before`` of the job, which now has ``after`` workers."""
         self.lost += max(0.0, 1.0 - after / max(before, 1))
 
     def one_raised(self) -> bool:

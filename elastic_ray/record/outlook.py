@@ -89,7 +89,7 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
 
 
 def steps_to_reach(events: Iterable[JobEvent]) -> int:
-    """Return the step that a job had reached before it lost steps that it is now redoing; 0 if it redoes none."""
+    """Return the step that a job had reached before it lost steps, while it repeats them; 0 if it repeats none."""
     goal = 0
     for event in events:
         goal = _goal(goal, event)

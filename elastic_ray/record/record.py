@@ -77,7 +77,7 @@ class JobRecord:
 
     @property
     def restart_point(self) -> tuple[str | None, ResumePoint | None]:
-        """Latest reported checkpoint and its resume point (None if unknown); (None, None) if there is no checkpoint."""
+        """Latest reported checkpoint and its resume point (None if unknown); (None, None) before any checkpoint."""
         latest = self._retention.latest
         path = latest[0] if latest is not None else self._start
         return (path, self._resume) if path is not None else (None, None)
@@ -103,7 +103,7 @@ class JobRecord:
         return states[0].resume_point if states else self.restart_point[1]
 
     def saved(self, state: StateFile) -> None:
-        """Record the automatic checkpoint ``state``; the process that wrote it deletes those that it displaces."""
+        """Record the automatic checkpoint ``state``; the process that wrote it deletes the checkpoints it displaces."""
         self._since_checkpoint.add(state.path)
         fewer = [each for each in self._states if each.steps < state.steps]
         self._states = (state, *fewer)[: self._states_kept]
@@ -129,7 +129,7 @@ class JobRecord:
             self.phase, self.message = JobPhase.STARTING, "workers are starting"
 
     def starts_again(self, *, waits_because: str | None) -> None:
-        """Record that the job has no workers, because new ones are starting or for the reason ``waits_because``."""
+        """Record that the job has no workers: new ones are starting, or it waits for the reason ``waits_because``."""
         self.phase = JobPhase.STARTING if waits_because is None else JobPhase.WAITING
         self.message = waits_because or ""
 

@@ -51,7 +51,7 @@ class WorkerError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorVerdict:
-    """Verdict on an exception, which either ends the job or only costs it a worker."""
+    """Verdict on a worker's exception: it ends the job, or the job only loses the worker."""
 
     ends: BaseException | Raised | None  # the error that ends the job; None where only the worker is lost
     reason: str  # why, a sentence

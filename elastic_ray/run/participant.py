@@ -57,10 +57,10 @@ class Participant:
         """
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
-        """Start (if ``wanted``) or stop measuring per-example gradient noise in layers; True if the layers allow it.
+        """Start (if ``wanted``) or stop measuring per-example gradient noise in layers; return True if it is measured.
 
         Args:
-            every: Steps from one measurement to the next; None for as often as is cheap.
+            every: Number of steps from one measurement to the next; None measures as often as is cheap.
         """
         return False
 
@@ -116,7 +116,7 @@ class Participant:
 
     @property
     def steps_to_average(self) -> int:
-        """Number of steps until the next average of the model; 1 if it is averaged after the current step."""
+        """Number of steps until the next average of the model; 1 if the current step is the last one before it."""
         return 1
 
     @property
@@ -161,7 +161,7 @@ class Participant:
 
     @property
     def strategy_key(self) -> str | None:
-        """Key of the current strategy, by which step times are grouped; None while a strategy is being chosen."""
+        """Key under which step times are recorded; times with equal keys are comparable. None during a race."""
         return ""
 
     @property
@@ -205,7 +205,7 @@ class Participant:
         """
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Merge the replicas of ranks that hold a trained state, in a new group and before it exchanges state.
+        """Merge the replicas of ranks that hold a trained state, in a new group, before its ranks exchange state.
 
         Args:
             marker: Marker of the latest average that any of these ranks has completed.

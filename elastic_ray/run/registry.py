@@ -187,7 +187,7 @@ class Registry:
 
     @property
     def buffer_layout(self) -> int:
-        """Digest of the buffers' layout, which must be equal on all ranks to synchronise them."""
+        """Digest of the buffers' layout; buffers can only be synchronised if it is equal on all ranks."""
         return digest([buffers.layout for buffers in self.buffers])
 
     def sync_buffers(self, communicator: Communicator) -> None:
@@ -233,7 +233,7 @@ class Registry:
 
     @property
     def strategy_key(self) -> str | None:
-        """Joined keys of all models' strategies; None while a strategy is being chosen."""
+        """Joined keys of all models' strategies, under which step times are recorded; None during a race."""
         if len(self.gradients) == 1:
             return self.gradients[0].strategy_key
         keys = [each.strategy_key for each in self.gradients]
@@ -407,7 +407,7 @@ class Registry:
             each.collapse(gather=gather)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
-        """Make diverged replicas identical in a new group before it exchanges state (:meth:`Participant.reconcile`)."""
+        """Make diverged replicas identical in a new group, before its ranks exchange state; see ``Participant``."""
         counts = holds and self.marker == marker
         for each in self.gradients:
             each.reconcile(communicator, marker, holds=holds, counts=counts)

@@ -127,7 +127,7 @@ class Session:
 
     @property
     def synced(self) -> bool:
-        """True if this worker has joined the job, as it does at its first epoch."""
+        """True if this worker has joined the job, which happens at its first epoch."""
         return self.run.synced
 
     def fail_opening(self) -> None:
@@ -267,7 +267,7 @@ class Session:
         self.progress.epochs = epochs
 
     def enter_loop(self) -> PassProgress:
-        """Enter the next loader pass of this epoch, at the position that it has already reached.
+        """Enter the next loader pass of this epoch; a pass that was interrupted continues at its last position.
 
         Raises RuntimeError: The job is elastic, but its loop does not use ``remaining_epochs_until``.
         """
@@ -295,7 +295,7 @@ class Session:
             )
 
     def count_report(self, *, saves: bool = False) -> int:
-        """Count a call of ``report`` and return its number in the run; ``saves`` if it passes a checkpoint."""
+        """Count a call of ``report``, with a checkpoint if ``saves``, and return the call's number in the run."""
         self.run.agreed.wants_comparison |= saves
         if self.rank and self.run.agreed.is_unrecorded():
             self.run.notify_once("warning", UNRECORDED, 0)

@@ -149,7 +149,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(outputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> EndedWork:
-        """Reduce one tensor, divided into equal parts by rank; each rank receives its own part."""
+        """Reduce one tensor over all ranks, divided into equal parts by rank; each rank receives its own part."""
         self._scattered("reduce_scatter", output, tensor.reshape(-1), [output.numel()] * self.size(), _op_of(opts))
         return EndedWork([output])
 

@@ -152,7 +152,7 @@ def difference(layouts: Mapping[int, bytes]) -> str:
 
 
 def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
-    """Check that all ranks have a dataset of the same length, because they divide it by position.
+    """Check that all ranks have datasets of the same length, whose samples they divide by position.
 
     Args:
         samples: Samples per epoch of each rank; below 0 if the rank does not know them.

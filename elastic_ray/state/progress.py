@@ -257,7 +257,7 @@ class RunProgress:
     def resume_point(self, samples_left: int = 0) -> ResumePoint:
         """Return the resume point of a checkpoint of this state; ``samples_left`` is stored with it.
 
-        A checkpoint of a state in which every loader pass of the epoch has ended resumes at the next epoch.
+        If every loader pass of the epoch has ended, a checkpoint of this state resumes at the next epoch.
         """
         point = self
         if self.passes and all(each.done for each in self.passes):
@@ -321,5 +321,5 @@ class Effects:
 
 
 def in_no_generation(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored state without its generation, for a new job, which counts generations from the first again."""
+    """Return a stored state for a new job: without its generation, and with no optimizer step in progress."""
     return {**state, "lineage": 0, _STORED_AS["optimizers_stepped"]: 0}

@@ -229,8 +229,7 @@ class SharedState:
         """Return this rank's part of a joint checkpoint, with `Pieces` of tensors that several ranks write.
 
         The first rank writes everything that only one rank holds, and all identical state except models. It also writes
-        buffers: they differ by rank within a pass, and a checkpoint that the first rank writes alone also has its
-        buffers.
+        its buffers, which differ by rank within a pass, as in a checkpoint that it writes alone.
         """
         if self._position_in_unit is not None:
             return self._capture_position(self._position_in_unit)

@@ -248,7 +248,7 @@ class StepClock:
         self._change_s = time.monotonic() if self._change_s is None else self._change_s
 
     def group_stands(self) -> None:
-        """Record that a new group was formed. If it breaks before its ranks are identical, another group is formed."""
+        """Record that a new group was formed; called again if groups break before their ranks are identical."""
         self._stands_s = time.monotonic()
 
     def resume(self, generation: int) -> Pause:

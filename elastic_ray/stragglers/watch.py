@@ -384,11 +384,11 @@ class MemoryTrace(Trace):
         )
 
     def short(self, rank: int, among: Sequence[int]) -> bool:
-        """True if a slow rank lacks memory, compared with the ranks ``among``.
+        """True if the slow rank ``rank`` lacks memory, compared with the ranks ``among``.
 
-        Either its page faults explain at least a quarter of its extra time, or its memory is full while the memory of
-        the other ranks is not. Conditions common to all ranks (reading a mapped file, or a GPU that is full by design)
-        explain nothing.
+        This is so if its page faults explain at least a quarter of its extra time, or if its memory is full and the
+        memory of the other ranks is not. Conditions common to all ranks (reading a mapped file, or a GPU that is full
+        by design) explain nothing.
         """
         others = [other for other in among if other != rank]
         if not self.used or not others:

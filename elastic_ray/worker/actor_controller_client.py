@@ -108,7 +108,7 @@ class ActorControllerClient:
         return math.inf
 
     def push(self, message: WorkerMessage) -> Any:
-        """Send a message without waiting; if it is lost with the controller, reregistration makes up for it."""
+        """Send a message without waiting; if the controller dies before reading it, reregistration replaces it."""
         return self._controller.push.remote(message)
 
     def _is_mute(self, message: WorkerMessage) -> bool:

@@ -150,7 +150,7 @@ class WorkerActors:
         return dataclasses.replace(spec, members=tuple(members))
 
     def launch(self, assignment: Assignment) -> None:
-        """Run the train function as ``assignment`` describes, in a warm process on its node or in a new process."""
+        """Run the train function as ``assignment`` describes, in a warm process on the node or in a new process."""
         self._background.start(self._run(dataclasses.replace(assignment, token=self._token)))
 
     async def _run(self, assignment: Assignment) -> None:

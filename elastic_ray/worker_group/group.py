@@ -99,7 +99,7 @@ class WorkerGroup:
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
 
     def is_member(self, generation: int, worker: str) -> bool:
-        """True if the worker is a member of ``generation``, which must be the current or the announced one.
+        """True if the worker is a member of ``generation``, and this is the current or the announced one.
 
         Generation 0 stands for the group of the worker's own unit.
         """

@@ -218,7 +218,7 @@ class ClusterPage:
         )
 
     def detail(self, job: str, answer: JobAnswer, now_s: float) -> JobDetail | None:
-        """Return the details of a job, given the ``answer`` about it; None if it is unknown or ended long ago."""
+        """Return the details of a job, given the ``answer`` about it; None if the job is unknown or ended long ago."""
         memory = self._jobs.get(job)
         cluster = self._look.core.cluster if self._look is not None else Cluster()
         return job_detail(memory, cluster, answer, now_s) if memory is not None else None
@@ -243,7 +243,7 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
     """Return the details of one job.
 
     Args:
-        cluster: The nodes; the goodput curve covers the sizes that fit on them.
+        cluster: The cluster's nodes; the goodput curve covers the job sizes that fit on these nodes.
         answer: Answers of the job's controller and of the allocator about this job.
     """
     view = memory.state.view if memory.state is not None else None

@@ -11,7 +11,7 @@ MOST_BARS, MOST_MARKS, MOST_USES = 6000, 2000, 2000
 
 
 class History:
-    """History of which job has which slots, bounded in size; the oldest entries are dropped first."""
+    """History of the slots that each job has held, bounded in size; the oldest entries are dropped first."""
 
     def __init__(self, most_bars: int = MOST_BARS) -> None:
         self._numbers = 0
@@ -22,7 +22,7 @@ class History:
 
     @property
     def bars(self) -> tuple[Bar, ...]:
-        """Bars of the timeline, each one job's slots on one node over a period: the ended bars, then the open ones."""
+        """Bars of the timeline, ended ones first. A bar shows one job's slots on one node over a period of time."""
         return (*self._ended, *(bar for own in self._open.values() for bar in own.values()))
 
     @property

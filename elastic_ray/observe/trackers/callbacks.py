@@ -121,7 +121,7 @@ class TrackedRun:
 
 
 class Callbacks:
-    """Callbacks of a run, which are unpickled by the first thread that needs one."""
+    """Callbacks of a run, which are unpickled by the first thread that needs any of them."""
 
     def __init__(self, packed: bytes, run_id: str) -> None:
         self._packed, self._run_id = packed, run_id
@@ -383,7 +383,7 @@ def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
 
 
 def state_of(logger: Any, trial: TrialView | None) -> str | None:
-    """Return the state from which a logger can resume its run; None if it is missing, too large or not JSON."""
+    """Return the state from which a logger can resume its run; None if this state is missing, too large or not JSON."""
     runs = getattr(logger, "_trial_runs", None)
     if _is(logger, "MLflowLoggerCallback") and isinstance(runs, dict) and trial in runs:
         return f"mlflow:{runs[trial]}"

@@ -76,7 +76,7 @@ class TrackerThread:
         self._thread: threading.Thread | None = None
 
     def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
-        """Queue a call of :meth:`Tracker.start`, which is repeated if it raises."""
+        """Queue a call of :meth:`Tracker.start`; if that call raises, it is repeated."""
         self._put("begin", lambda: self._tracker.start(step, reports, again=again, events=events))
 
     def report(self, report: Report, time_s: float) -> None:

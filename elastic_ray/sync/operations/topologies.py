@@ -32,8 +32,7 @@ class Round:
 
     Attributes:
         transfers: Part of the vector to send, keyed by (source rank, destination rank).
-        adds: Whether the destination adds the received parts to its own part (in the order of sources), or replaces its
-            own part by them.
+        adds: Whether the destination adds received parts to its own part (in the order of sources) or replaces it.
     """
 
     transfers: Mapping[tuple[int, int], Span]
