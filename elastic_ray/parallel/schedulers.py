@@ -218,7 +218,7 @@ class LearningRates:
         return before
 
     def restore(self, before: Sequence[dict[str, Any]]) -> None:
-        """Restore the rates that :meth:`scale` returned; call this after the optimizer's step."""
+        """Restore the rates ``before``, which :meth:`scale` returned; call this after the optimizer's step."""
         for group, options in zip(self._optimizer.param_groups, before, strict=False):
             group.update(options)
 

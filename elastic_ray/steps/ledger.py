@@ -187,10 +187,10 @@ class StepLedger:
         self.next_ordinal = 0
 
     def start_replay(self, *, between_epochs: bool = False) -> None:
-        """Start to replay user code up to the others' position; the received state already contains its effects.
+        """Start to replay user code up to the other ranks' position; the received state already has its effects.
 
         Args:
-            between_epochs: True to replay up to the start of the next pass, False up to their place in the epoch.
+            between_epochs: True to replay up to the start of the next pass, False up to the other ranks' position.
         """
         if between_epochs and self.replays_passes:
             return
@@ -241,7 +241,7 @@ class StepLedger:
             self._update()
 
     def pop_abandoned(self) -> LoaderStep | None:
-        """Return the innermost abandoned step, which must now be committed; None if there is none left."""
+        """Return the innermost abandoned step, which must now be committed; None if no abandoned step is left."""
         if not self.abandoned or self._inner is None:
             return None
         self.abandoned -= 1
@@ -281,7 +281,7 @@ class StepLedger:
             self.state.end_round()
 
     def lose_round(self) -> None:
-        """Reset progress to the start of the round; the model is restored once a new group finds it uncommitted."""
+        """Reset progress to the start of the round; the model is restored if the new group has not committed it."""
         self.round = None
         self.state.lose_round()
 
@@ -489,7 +489,7 @@ class StepLedger:
         """True if the optimizer step that user code requests must be applied now.
 
         False within an accumulation, after a failure, and if a survivor had already applied it before this step was
-        drawn again: a GAN's first optimizer may have stepped when the second one's gradients were lost.
+        drawn again: a GAN's first optimizer may already have stepped when the gradients of the second were lost.
         """
         if self.updating:
             self._check_updated()
@@ -543,12 +543,12 @@ class StepSums:
         self._made: dict[int, int] = {}
 
     def new_key(self, scope: int) -> tuple[int, int]:
-        """Return the key of an accumulator made between steps: its scope (epoch, or -1) and its number within it."""
+        """Return a key for an accumulator made between steps: its scope (epoch, or -1) and a number in this scope."""
         self._made[scope] = number = self._made.get(scope, -1) + 1
         return scope, number
 
     def expected(self, progress: RunProgress) -> bool:
-        """True if accumulators exist in the current epoch or outside epochs; any rank may have added to them."""
+        """True if accumulators exist in the current epoch or outside epochs, to which any rank may have added."""
         return bool(progress.sums) or -1 in self._made or progress.epoch in self._made
 
     def add(self, depth: int, key: tuple[int, int], name: str, value: float) -> None:
