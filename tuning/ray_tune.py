@@ -54,7 +54,8 @@ _HOME = "ray.train._internal.session"
 
 
 def in_tune(packed: bytes) -> bytes:
-    """Return a pickled train loop in which ``ray.tune.report`` and ``get_checkpoint`` call those of ``elastic_ray``."""
+    """Return the pickled train loop ``packed``, changed so that ``ray.tune.report`` and ``get_checkpoint`` work in it.
+    """
     return pack(_InTune(packed), {})
 
 
@@ -155,9 +156,9 @@ def elastic(
         promise: Rule that compares running trials, so that the best get more workers (see ``Promise``). None derives
             the rule from Tune's scheduler (ASHA, HyperBand, and median stopping by reports). Without such a scheduler,
             trials get workers by speed alone.
-        sweep: Name of the sweep and of its tenant; by default the name of the Tune experiment. ``fit()`` raises
-            ``SweepRunsError`` while another sweep of this name runs. A sweep that starts within seconds of the end of
-            another of the same name reuses that sweep's processes. A ``tuning.Sweep`` also sets a deadline or a budget.
+        sweep: Name of the sweep; by default the name of the Tune experiment. ``fit()`` raises ``SweepRunsError`` while
+            another sweep of this name runs. If a sweep of this name ended only seconds ago, its processes are reused.
+            Pass a ``tuning.Sweep`` to set a deadline or a budget as well.
 
     Returns:
         A class trainable with ``reset_config`` (``TuneConfig(reuse_actors=True)``).
@@ -200,7 +201,7 @@ class ElasticTrainable(Trainable):
     _template: Template
 
     def __init_subclass__(cls) -> None:
-        """Raise an error for a subclass made by ``tune.with_resources``, which is not supported."""
+        """Raise ValueError for a subclass made by ``tune.with_resources``, which is not supported."""
         if "default_resource_request" in vars(cls):
             raise ValueError(
                 "an elastic trainable asks for no resources of its own: leave tune.with_resources out, say what a "
@@ -223,7 +224,7 @@ class ElasticTrainable(Trainable):
         return PlacementGroupFactory([on.get("resources", _WITHOUT_HEAD)])
 
     def setup(self, config: dict[str, Any], **constants: Any) -> None:
-        """Set up the trial for Tune.
+        """Set up the trial for Tune, with the parameters ``config``.
 
         The job starts only at the first step, when the checkpoint to start from is known.
 
@@ -458,7 +459,7 @@ def _was_submitted(storage: StorageContext | None) -> bool:
 
 
 def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
-    """Return the promise (comparison rule) of a Tune scheduler; None if it does not stop trials by report count.
+    """Return the promise (rule for comparing trials) of a Tune scheduler; None if the scheduler has no such rule.
 
     Supported are ASHA, HyperBand and median stopping with ``time_attr="training_iteration"``.
 

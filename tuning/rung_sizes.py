@@ -90,7 +90,10 @@ class RungSizes:
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
-    """Return the training left before each cut (rung) of a sweep of ``trials``, given the records of started trials."""
+    """Return how much training remains before each rung (cut) of a sweep of ``trials`` trials.
+
+    ``records`` holds the history of the trials started so far.
+    """
     found, low, expected = [], 0, float(trials)
     for high in promise.rungs:
         made = [min(max(len(each.values) - low, 0), high - low) for each in records]
@@ -179,7 +182,7 @@ class SweepPlanner:
         slots: Mapping[str, Sequence[int]],
         now_s: float,
     ) -> dict[str, int]:
-        """Return the number of workers for each running trial, keyed by trial; empty until the speed of one is known.
+        """Return the number of workers for each running trial, keyed by trial; empty until any trial's speed is known.
 
         Args:
             records: Records of all trials so far, keyed by trial; ``views`` are those of the running trials.

@@ -352,7 +352,7 @@ class SweepActor:
             begun.controller.stop.remote(reason=f"the sweep was stopped: {self._stop_reason}")
 
     async def notify(self, trial: str, before: int, values: tuple[float, ...]) -> None:
-        """Record a trial's metric at each report after the first ``before``, and update the weights of all trials."""
+        """Record a trial's metric at each report after its first ``before`` reports, and update all trials' weights."""
         record = self._records.get(trial, TrialRecord(trial=trial)).told(before, values)
         self._records[trial] = dataclasses.replace(record, running=self._runs(trial))
         self._weigh()
@@ -382,7 +382,7 @@ class SweepActor:
         """Return why the sweep was stopped, once all its trials have ended; empty before that or if not stopped.
 
         Args:
-            driver: The calling driver, which thereby signals that it is alive; None if it has not claimed the sweep.
+            driver: The calling driver, None if it has not claimed the sweep; the call also signals that it is alive.
         """
         if driver is not None and self._driver in (None, driver):
             if self._driver is None:  # this actor was made again
@@ -404,7 +404,7 @@ class SweepActor:
         return True
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """Return a process on the node, and whether it has ever answered; None if the run was not admitted."""
+        """Return a process on the node, and whether it has already started up; None if the run was not admitted."""
         return await self._processes.lend(run, node)
 
     async def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
@@ -414,7 +414,7 @@ class SweepActor:
     async def settle(self, run: str, fit: dict[Any, bool]) -> None:
         """Close a run, and kill the processes it still borrows, except those in ``fit``.
 
-        ``fit`` maps each process that another trial may use to whether it has ever answered.
+        ``fit`` maps each process that another trial may use to whether that process has already started up.
         """
         self._processes.settle(run, fit)
 

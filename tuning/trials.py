@@ -144,7 +144,10 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
 
 
 def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise) -> float:
-    """Return the trial's chance (0 to 1) of passing its next rung (cut), by its rank among trials that got as far."""
+    """Return the chance (0 to 1) that a trial passes its next rung (cut).
+
+    It is based on the trial's rank among all trials with at least as many reports.
+    """
     eta = promise.reduction_factor
     prior = 1.0 / eta
     at = len(trial.values)
@@ -172,7 +175,7 @@ def _expected(trial: TrialRecord, s: float, promise: Promise, longest: int) -> f
 
 
 def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
-    """Return a report's metric by which trials are compared: NaN if it is not a number, None if it is missing.
+    """Return the metric value by which a report is compared; NaN if it is not a number, None if it is missing.
 
     Args:
         names: Possible names of the metric; the first one in the report is used.
@@ -243,7 +246,8 @@ class CheckpointCache:
             self._until_s[run] = until_s
 
     def expire(self, now_s: float) -> None:
-        """Discard the checkpoints of finished runs whose ``until_s`` is before ``now_s`` [s, monotonic]."""
+        """Discard the checkpoints of finished runs that were to be kept until a time before ``now_s`` [s, monotonic].
+        """
         for run in [run for run, until_s in self._until_s.items() if now_s > until_s]:
             del self._until_s[run]
             self._of_run.pop(run, None)

@@ -18,7 +18,7 @@ class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no ty
     """Channel through which NNI's trial functions work in every worker of a trial; only rank 0's reports count."""
 
     def receive_parameter(self) -> Any:
-        """Return the parameters that the tuner chose, which are the same on every worker."""
+        """Return the tuner's record for this trial (id and parameters), which is the same on every worker."""
         return json.loads(os.environ[PARAMETER])
 
     def send_metric(self, type: str, parameter_id: Any, trial_job_id: Any, sequence: int, value: Any) -> None:
