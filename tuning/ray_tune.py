@@ -244,7 +244,8 @@ class ElasticTrainable(Trainable):
     def step(self) -> dict[str, Any]:
         """Return the train loop's next report, with the number of ``workers`` added; the first call starts the job.
 
-        The last result of a trial only tells Tune that the trial is done. Raises the error with which the job failed.
+        After the last report, returns a result that only marks the trial as done. Raises the error with which the job
+        failed.
         """
         if self._job is None:
             try:

@@ -128,10 +128,10 @@ def size_rungs(
     ``feasible`` is False and the sizes are those that come closest.
 
     Args:
-        rates: Reports per second of a trial on 1, 2, ... workers; 0 for an invalid size. At least one is above 0.
+        rates: Reports per second of a trial on w workers at index w - 1; 0 if w is invalid, above 0 for at least one w.
         slots: Number of workers that fit on the cluster.
         at_once: Maximum number of trials that run at the same time.
-        seconds, worker_s: Time and worker-seconds left.
+        seconds, worker_s: Time [s] and worker-seconds that the sweep may still use.
     """
     points: list[_Point] = [(0.0, 0.0, ())]
     able = [w for w, rate in enumerate(rates.tolist(), start=1) if rate > 0]

@@ -178,10 +178,10 @@ class StopWatch:
         self._asked: dict[str, Any] = {}
 
     def poll(self, name: str, driver: SweepDriver | None = None) -> str:
-        """Return why this sweep was stopped, once all its trials have ended; empty before that.
+        """Return why the sweep ``name`` was stopped, once all its trials have ended; empty until then.
 
-        Each call also signals to the sweep's actor that ``driver`` (None if it has not claimed the sweep) is alive. The
-        call does not block: it returns the answer to the previous call's request.
+        ``driver`` is the calling driver, None if it has not claimed the sweep. The call also signals to the sweep's
+        actor that the driver is alive. It does not block: it returns the answer to the previous call's request.
         """
         asked = self._asked.pop(name, None)
         if asked is not None and not ray.wait([asked], timeout=0)[0]:
@@ -236,7 +236,7 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
 
 
 def promised(spec: JobSpec, promise: Promise | None) -> JobSpec:
-    """Return a trial's job spec with the promise's metric, mode, rungs and report limit; unchanged without one."""
+    """Return a trial's job spec with the promise's metric, mode, rungs (cuts) and report limit; unchanged for None."""
     if promise is None or spec.trial is None:
         return spec
     most, rungs = promise.max_t, promise.rungs
@@ -421,7 +421,7 @@ class SweepActor:
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:
         """Keep a run's checkpoint in the cluster's memory, so that a trial can start from it without reading storage.
 
-        ``held`` contains its Ray reference; Ray would replace a bare reference with the object that it refers to.
+        ``held`` is a tuple with the checkpoint's Ray reference; Ray would replace a bare reference with its object.
         """
         if run in self._busy:
             self._cached.hold(run, path, held[0])

@@ -44,7 +44,7 @@ class SweepProcesses:
         self._lent: dict[str, list[_Process]] = {}
 
     def admit(self, run: str, kind: JobSpec) -> None:
-        """Allow a run to borrow processes until :meth:`settle`; runs of equal ``kind`` reuse the same processes."""
+        """Allow a run to borrow processes until :meth:`settle`; runs of equal ``kind`` reuse each other's processes."""
         self._kinds[run] = kind
         self._lent.setdefault(run, [])
 
@@ -102,7 +102,8 @@ class SweepProcesses:
             ray.kill(process.actor)
 
     def expire(self, now_s: float) -> None:
-        """Kill processes that have been idle for longer than their trial's ``keep_s`` at ``now_s`` [s, monotonic]."""
+        """Kill the processes that have been idle for longer than their trial's ``keep_s`` at ``now_s`` [s, monotonic].
+        """
         for process in list(self._idle):
             trial = process.kind.trial
             if trial is None or now_s > process.since_s + trial.keep_s:

@@ -212,10 +212,10 @@ class TrialJob:
     def next_report(self, timeout: float) -> Report | None:
         """Return the trial's next report; None if none came within ``timeout`` [s] or the job has ended (:attr:`done`).
 
-        Each call acknowledges the reports returned before. Training blocks in ``report`` when it is more than
-        ``reports_ahead`` reports ahead of the last acknowledged one.
+        Each call acknowledges the reports that earlier calls returned. Training blocks in ``report`` when it is
+        more than ``reports_ahead`` reports ahead of the last acknowledged one.
 
-        Raises ValueError: the trial has made ``Promise.patience`` reports, none of which contains the compared metric.
+        Raises ValueError: the trial has made ``Promise.patience`` reports, none of which contains ``Promise.metric``.
         """
         try:
             report = self._handle.next_report(self._taken, timeout)

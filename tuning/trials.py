@@ -68,7 +68,7 @@ class Promise(NamesArguments):
 
     @property
     def patience(self) -> int:
-        """Number of reports after which a trial that has never reported the metric fails; equal to the second rung."""
+        """Number of reports, all without the metric, after which a trial fails; equal to the second rung (cut)."""
         return self.next_rung(self.grace_period)
 
     @property
@@ -82,7 +82,7 @@ class Promise(NamesArguments):
         return tuple(sorted({*found, self.max_t}))
 
     def next_rung(self, reports: int) -> int:
-        """Return the first rung above the number of ``reports`` that a trial has made, at most ``max_t``."""
+        """Return the number of reports at the next rung (cut) after the given number of reports, at most ``max_t``."""
         if self.max_t is not None and reports >= self.max_t:
             return self.max_t
         passed = math.log(max(reports / self.grace_period, 1.0)) / math.log(self.reduction_factor)
@@ -103,7 +103,7 @@ class TrialRecord:
     def told(self, before: int, values: tuple[float, ...]) -> TrialRecord:
         """Return a record that keeps the first ``before`` metric values and replaces all later ones with ``values``.
 
-        ``before`` counts the reports made before the trial's current run; those missing from this record become NaN.
+        ``before`` counts the reports made before the trial's current run. Values that this record lacks become NaN.
         """
         kept = self.values[:before]
         return dataclasses.replace(self, values=(*kept, *(math.nan,) * (before - len(kept)), *values))

@@ -111,7 +111,7 @@ class TrialServer:
         threading.Thread(target=self._accept, name="nni-trials", daemon=True).start()
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Return each trial's outcome so far, keyed by NNI's trial id; NNI's manager alone knows the ``status``."""
+        """Return each trial's outcome so far, keyed by NNI's trial id; ``status`` is known to NNI's manager only."""
         with self._lock:
             return dict(self._outcomes)
 
