@@ -349,7 +349,7 @@ class Allocator:
         return found if decision is None else dataclasses.replace(found, nodes_wanted=decision.explained(job))
 
     async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
-        """Return the latest decision about the cluster's size, if any, and each job's cost so far [USD], by job."""
+        """Return the latest decision about the cluster's size, or None, and the cost so far [USD], keyed by job."""
         return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
 
     async def forgive(self, node: str) -> bool:

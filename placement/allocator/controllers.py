@@ -45,7 +45,8 @@ class Controllers:
         self._heard_s.pop(job, None)
 
     def post(self, instruction: Instruction) -> None:
-        """Send an instruction to its job's controller; while one is under way, only the newest of its type waits."""
+        """Send an instruction to its job's controller; of those that wait to be sent, only the newest of each type is.
+        """
         address = (instruction.job, type(instruction))
         self._outbox[address] = instruction
         if address not in self._sending:

@@ -112,7 +112,10 @@ class AllocatorCore:
 
     @property
     def prices(self) -> Mapping[str, float]:
-        """Dual price per slot in the latest decision, keyed by GPU type; empty if the policy has no prices."""
+        """Dual price per slot in the latest decision, keyed by GPU type; empty if the policy has no prices.
+
+        At this price, jobs request no more slots than exist.
+        """
         prices: Mapping[str, float] = getattr(self._policy, "prices", {})
         return prices
 
