@@ -449,7 +449,7 @@ class Account:
     job_hours: float = 0.0  # number of jobs x hours
 
     def after(self, hours: float, usd_per_h: float, jobs: int, memory_h: float) -> Account:
-        """Return the account after ``hours`` more with this cost and number of jobs.
+        """Return the account after ``hours`` more, in which nodes cost ``usd_per_h`` and there were ``jobs`` jobs.
 
         An hour that lies ``memory_h`` hours back has the weight 1/e.
         """

@@ -96,9 +96,9 @@ class AllowedSizes:
         return low, high
 
     def or_any(self, least: int, most: int) -> tuple[AllowedSizes, int, int]:
-        """Return these sizes, and the smallest and largest of them in the given range.
+        """Return these sizes, with the smallest and largest of them from ``least`` to ``most``.
 
-        If none lies in the range, return sizes without restriction, and the range itself.
+        If none lies in that range, return sizes without restriction, with ``least`` and ``most`` themselves.
         """
         low, high = self.at_least(least), self.at_most(most)
         return (self, low, high) if low is not None and low <= high else (AllowedSizes(), least, most)

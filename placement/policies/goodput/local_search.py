@@ -263,7 +263,10 @@ def _anew(alternatives: _Alternatives) -> list[Ints]:
 def pack_placements(
     instance: OptionTable, wanted: Sequence[Mapping[int, int]], present: Sequence[Placement]
 ) -> list[Placement]:
-    """Return a placement per job for workers that need unlike resources; workers that do not fit are dropped."""
+    """Return each job's placement if workers need different resources; workers that do not fit are dropped.
+
+    ``wanted`` is, for each pool, the number of workers keyed by job index.
+    """
     placements = [UNPLACED] * len(present)
     for m, (pool, counts) in enumerate(zip(instance.pools, wanted, strict=True)):
         views = []
@@ -312,7 +315,7 @@ def admit_into(
 
     Jobs held at a size are then raised to it in order of arrival, or as close to it as room allows.
 
-    Returns (pool, workers) of each admitted job, and the reason of each job that waits.
+    Returns (pool, workers) of each admitted job, and the reason of each job that waits, both keyed by job index.
     """
     ledger = PoolCapacity(instance)
     floors: dict[int, tuple[int, int]] = {}

@@ -72,7 +72,8 @@ class StablePlacer:
         return places
 
     def grown(self, job: int, more: int) -> dict[int, int] | None:
-        """Return a job's workers per node index with ``more`` added on one node, first its own; None without room."""
+        """Return a job's workers by node index with ``more`` added on one node, its own if possible; None without room.
+        """
         place, free = dict(self._occupied.place(job)), self._occupied.slots(job)
         own = [node for node in place if free[node] >= more]
         if own:
