@@ -289,7 +289,7 @@ class JobView:
 
     @property
     def wished_workers(self) -> int:
-        """``wished`` within the limits of micro-batch and exploration; ``min_workers`` if nothing is requested."""
+        """``wished`` limited by micro-batch, exploration and allowed sizes; ``min_workers`` if nothing is requested."""
         limits = [self._most_with_samples, self.wished or self.min_workers, self.growth_limit or self.max_workers]
         return max(self.sizes.at_most(min(limits)), self.min_workers)
 

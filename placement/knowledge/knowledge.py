@@ -422,7 +422,7 @@ class EndedJobs:
             self._beyond.setdefault(declarer, {})[view.job] = 2.0 * part  # as much is left as was done
 
     def ended(self, job: str, now_s: float) -> bool:
-        """Record the end of a job; return True if its length is worth storing."""
+        """Record the end of a job; return True if the job's length is known and therefore worth storing."""
         length = self._present.pop(job, None)
         self._declared.pop(job, None)
         if length is None:

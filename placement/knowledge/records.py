@@ -106,7 +106,7 @@ def merged(several: Iterable[Measurements]) -> Measurements:
 
 
 def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
-    """Return the latest lengths of each model (a limited number), oldest first and without duplicates."""
+    """Return the latest job lengths of each model (a limited number), oldest first and without duplicates."""
     kept: dict[str, list[KnownLength]] = {}
     for length in sorted(set(lengths), key=lambda each: (each.seen_s, each.fingerprint, each.samples)):
         kept.setdefault(length.fingerprint, []).append(length)
@@ -114,7 +114,8 @@ def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
 
 
 def covers(measurements: Measurements, other: Measurements, since_s: float) -> bool:
-    """True if ``measurements`` has every record of ``other`` after ``since_s``, in the same or a newer version."""
+    """True if ``measurements`` has every record of ``other`` that is newer than ``since_s``, or a newer version of it.
+    """
     steps = {(step.fingerprint, step.gpu_type, shape_of(step.observation)): step for step in measurements.steps}
     noises = {(noise.fingerprint, noise.gpu_type, noise.epoch): noise for noise in measurements.noises}
     for step in other.steps:

@@ -32,7 +32,8 @@ class Plan:
         return Plan(allocation={**self.allocation, **other.allocation}, reasons={**self.reasons, **other.reasons})
 
     def noted(self, notes: Mapping[str, Reason]) -> Plan:
-        """Return the plan with each job's note in ``notes`` as its reason, which keeps the former reason as figures."""
+        """Return the plan with the notes in ``notes`` as their jobs' reasons; former reasons become the notes' figures.
+        """
         said = {job: reason.because(notes[job]) for job, reason in self.reasons.items() if job in notes}
         return dataclasses.replace(self, reasons={**self.reasons, **said})
 

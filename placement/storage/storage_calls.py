@@ -102,7 +102,8 @@ class StorageCalls:
         return answer.result()  # type: ignore[no-any-return]
 
     def call(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-        """Run a call and block until it returns its result."""
+        """Run a call and block until it returns its result; raises StorageTimeoutError after ``timeout_s`` without one.
+        """
         call = self.start(what, function)
         self.wait(call, timeout_s=timeout_s)
         return call.answer.result()  # type: ignore[no-any-return]

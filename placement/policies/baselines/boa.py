@@ -107,7 +107,7 @@ class BoaPolicy:
         check_number("usd", self.usd, above=0)
 
     def priced(self, prices: Mapping[str, float]) -> BoaPolicy:
-        """Return the policy with the lowest of these prices per GPU [USD/h], which are keyed by GPU type."""
+        """Return the policy with the lowest of the GPU prices [USD/h] in ``prices``, which is keyed by GPU type."""
         return dataclasses.replace(self, usd=min(prices.values(), default=self.usd))
 
     def told(self, classes: Mapping[str, JobClass], gpus: float) -> BoaPolicy:

@@ -129,9 +129,10 @@ def use_idle(
     most_nodes: int,
     horizon_s: float = 60.0,
 ) -> None:
-    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within ``horizon_s``.
+    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within ``horizon_s`` [s].
 
-    Modifies ``places``, each job's workers by node index. Jobs held at a size, or on ``most_nodes`` nodes, do not grow.
+    Changes ``settler`` and ``places`` (each job's workers by node index). Jobs whose size their user fixed do not grow,
+    and no job grows beyond ``most_nodes`` nodes.
     """
     for i, view in enumerate(running):
         limit = growth_limit(view)

@@ -116,7 +116,10 @@ class Provider:
         return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
 
     def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
-        """Rent machines up to these numbers, by type, and return the new ones; give surplus starting ones back."""
+        """Rent machines until each type has its number in ``nodes``, and return the new machines.
+
+        Surplus machines that are still starting are given back.
+        """
         fresh: list[Machine] = []
         for each in self.types:
             mine = [m for m in self.machines.values() if m.kind.name == each.name]
