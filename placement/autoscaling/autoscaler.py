@@ -566,8 +566,8 @@ class Lifetimes:
         """Update the hours for which nodes were observed, and count nodes that the cloud has reclaimed.
 
         Args:
-            given_up: Ids of nodes that the last decision gave up. Nodes that are already draining are not included: a
-                node that was given up and is draining counts as given up until it is gone.
+            given_up: Ids of nodes that the last decision released, except draining ones. The loss of a released node
+                does not count, even if the node has been draining in between.
         """
         ours = self._leaving.union(given_up)
         here = {n.node_id: kind for n in cluster.nodes if (kind := type_of(n, tuple(self._types.values()))) is not None}

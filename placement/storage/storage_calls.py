@@ -187,7 +187,7 @@ class StorageCalls:
 
 
 def call_storage(where: str, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-    """Make one blocking call to storage, with a deadline.
+    """Make one blocking call to storage, with a deadline; errors name the storage ``where`` and the call ``what``.
 
     Raises StorageTimeoutError if there is no answer within ``timeout_s``. Errors of the function are raised unchanged.
     """

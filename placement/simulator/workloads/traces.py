@@ -122,7 +122,8 @@ class Lengths:
         return application.stretched(max(1, round(application.epochs * factor)))
 
     def declaration(self, epochs: int, job: str, seed: int) -> float | None:
-        """Return how many epochs a job of ``epochs`` epochs declares, with a random error if set; None for none."""
+        """Return how many epochs a job of ``epochs`` epochs declares, with a random error if set; None if it does not.
+        """
         if not self.declared:
             return None
         if not self.error:
