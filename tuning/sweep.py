@@ -91,7 +91,7 @@ class SweepDriver:
 def this_driver(
     folder: str, promise: Promise | None, limits: Sweep | None = None, trials: int | None = None
 ) -> SweepDriver:
-    """Return a new driver, identifying this process, for the sweep whose results are in ``folder``.
+    """Return a new driver: a record that this process runs the sweep whose results are in ``folder``.
 
     Without a promise (comparison rule), all trials weigh the same. Raises ValueError: the limits have a deadline or
     budget, but the total number of ``trials`` or of reports per trial is unknown.

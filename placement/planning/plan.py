@@ -36,9 +36,10 @@ def make_plan(
     guaranteed: Collection[str] = (),
     granted: Allocation | None = None,
 ) -> Plan:
-    """Decide the number of workers of each job, validate it, and place the workers, under all constraints.
+    """Return a plan: query the policy for each job's number of workers, check its answer, and place the workers.
 
-    Units (workers of several processes) that do not fit on any node span several (``placement.planning.spans``).
+    All constraints apply. Units (workers of several processes) that do not fit on any node span several
+    (``placement.planning.spans``).
 
     Args:
         guaranteed: ``Plan.guaranteed`` of the last decision: the jobs whose deadlines it guaranteed.

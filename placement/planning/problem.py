@@ -28,7 +28,7 @@ class Plan:
     granted: Allocation = dataclasses.field(default_factory=dict)
 
     def plus(self, other: Plan) -> Plan:
-        """Return this plan merged with ``other``; for a job in both, ``other`` wins."""
+        """Return the allocations and reasons of this plan and ``other``; for a job in both, ``other`` wins."""
         return Plan(allocation={**self.allocation, **other.allocation}, reasons={**self.reasons, **other.reasons})
 
     def noted(self, notes: Mapping[str, Reason]) -> Plan:

@@ -66,7 +66,7 @@ class Disturbances:
             raise InputError(f"spot must name GPU types of the cluster ({types}), but got {', '.join(missing)}")
 
     def spot_types(self, types: Collection[str]) -> tuple[str, ...]:
-        """Return the GPU types whose nodes are spot nodes."""
+        """Return the GPU types among ``types`` whose nodes are spot nodes."""
         return tuple(gpu for gpu in types if "" in self.spot or gpu in self.spot)
 
     def script(self, nodes: Sequence[Node], seed: int, until_s: float) -> list[tuple[float, Kind, str]]:
