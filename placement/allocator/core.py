@@ -151,7 +151,7 @@ class AllocatorCore:
         return job in self._jobs
 
     def snapshot(self, after: int = 0) -> CoreSnapshot:
-        """Return the current state as immutable values, with all decision records numbered above ``after`` (from 1)."""
+        """Return the current state as immutable values, with the decision records numbered (from 1) above ``after``."""
         new = max(self._recorded - max(after, 0), 0)
         return CoreSnapshot(
             policy=self._policy.name,
