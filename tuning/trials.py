@@ -189,7 +189,7 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
 
 
 def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
-    """Return an error message for a report that lacks the compared metric or holds a non-number for it."""
+    """Return an error message for a report that lacks the metric of ``promise``, or holds a non-number for it."""
     flat = dict(_flat(metrics))
     if flat.get(promise.metric) is not None:
         return f"trials are compared by {promise.metric!r}, but {flat[promise.metric]!r} is no number: report one"

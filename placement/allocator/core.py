@@ -126,7 +126,7 @@ class AllocatorCore:
 
     @property
     def due_s(self) -> float | None:
-        """Time of the pending decision [s, on the clock for intervals]; None if no event has requested one."""
+        """Time of the pending decision [s, on the clock of ``steady_s``]; None if no event has requested one."""
         if self._urgent is None or self._settling or self._config.rounds:
             return None
         return self._urgent_s + self._config.gather_s

@@ -531,7 +531,7 @@ class Launches:
                 self._asked[name] = dataclasses.replace(asked, present=min(asked.present, there))
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """Close a node type that the provider cannot supply now; ``why`` is the provider's message."""
+        """Close a node type (request no more for a while) that the provider cannot supply; ``why`` is its message."""
         if name in self._types and self.closed(name, now_s) is None:
             failed = self._failed.get(name)
             times = 0 if failed is None else failed.times

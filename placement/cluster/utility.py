@@ -56,7 +56,7 @@ class Utility:
         return found
 
     def surplus(self, age_s: float, left_s: NDArray[np.float64], usd_per_h: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the value of completing the job after ``left_s`` more, less the workers' cost until then [USD].
+        """Return the value of completing the job in ``left_s`` [s], less the workers' cost until then [USD].
 
             surplus = U(age + left) - price x left
 

@@ -153,7 +153,8 @@ class Knowledge:
             del self._read[key]
 
     def learn(self, view: JobView, now_s: float) -> None:
-        """Record the measurements in a job's heartbeat, replacing older ones of the same shape."""
+        """Record the measurements in a job's heartbeat, replacing older ones of the same shape (nodes, workers, batch).
+        """
         if view.fingerprint is None:
             return
         self._lengths.receive(view)
@@ -239,7 +240,7 @@ class Knowledge:
         )
 
     def priors(self, view: JobView, now_s: float) -> dict[str, Prior]:
-        """Return a borrowed model for each GPU type on which only other jobs of the same model ran, keyed by type."""
+        """Return a borrowed model for each GPU type that only other jobs of the same model have used, keyed by type."""
         if self._families.get(view.fingerprint or "", {}).keys() <= view.models.keys():
             return {}
         known = self.complete(view, now_s)

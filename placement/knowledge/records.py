@@ -64,7 +64,7 @@ class KnownLength:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownStrategy:
-    """Stored winner of a race between synchronisation strategies."""
+    """Stored result of a comparison of synchronisation strategies: the fastest one."""
 
     fingerprint: str  # of the job's model
     form: str  # of its group
@@ -83,7 +83,8 @@ class Measurements:
 
 
 def merged(several: Iterable[Measurements]) -> Measurements:
-    """Return the measurements of several writers as one, with only the newest of each shape (or epoch, for noise)."""
+    """Return the measurements of several writers as one, with only the newest for each shape (noise: for each epoch).
+    """
     several = tuple(several)
     steps: dict[tuple[object, ...], KnownStep] = {}
     noises: dict[tuple[object, ...], KnownNoise] = {}

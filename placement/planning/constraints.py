@@ -56,7 +56,7 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
 def guarantee(
     views: Sequence[JobView], cluster: Cluster, before: Collection[str], now_s: float, refused: Mapping[str, str]
 ) -> tuple[Problem, dict[str, Reason]]:
-    """Raise the minimum of each job whose deadline can be met to the number of workers that meets it.
+    """Raise each job's minimum to the number of workers that meets its deadline, if the deadline can be met.
 
     Jobs are considered in the order of precedence of their minimums: after jobs that may not be stopped and those of
     higher priority, before other jobs of the same priority; jobs with an earlier guarantee come first. A job that does
@@ -338,7 +338,7 @@ def decide(
 
 
 def without_idle_spot(problem: Problem) -> Problem | None:
-    """Return the problem without spot nodes on which no job runs; None without such nodes or without running jobs."""
+    """Return the problem without spot nodes on which no job runs; None if there is no such node or no running job."""
     used = {node for view in problem.views for node, workers in view.allocation.items() if workers}
     left = tuple(node for node in problem.cluster.nodes if not node.spot or node.node_id in used)
     if not used or len(left) == len(problem.cluster.nodes):

@@ -235,7 +235,7 @@ def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
 def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
     """Return the reason why the job's minimum could not run even on an empty cluster; None if it could.
 
-    Returns None, too, while no nodes are known.
+    Also returns None while no nodes are known.
     """
     if not cluster.nodes:
         return None

@@ -81,7 +81,8 @@ def secured(view: JobView) -> bool:
 
 
 def stays(view: JobView, problem: Problem) -> bool:
-    """True if the job must keep its minimum: it may not be stopped at all, or not in this decision (``kept``)."""
+    """True if the job must keep its minimum: it may not be stopped at all, or not in this decision (``problem.kept``).
+    """
     return secured(view) or view.job in problem.kept
 
 
@@ -118,7 +119,7 @@ def serve(view: JobView, room: FreeResources) -> bool:
 
 
 def minimums(problem: Problem) -> Allocation:
-    """Return placements for the minimums of as many jobs as fit, by precedence; running workers stay in place."""
+    """Return placements of the minimum workers of as many jobs as fit, by precedence; running workers stay in place."""
     served = _served(problem)
     while True:
         packing = pack({view.job: view.min_workers for view in served}, served, problem.cluster)
@@ -183,7 +184,7 @@ def guard(problem: Problem, solve: Solver) -> Plan:
 
 
 def by_priority(problem: Problem, solve: Solver) -> Plan:
-    """Query the policy for one priority after the other, highest first.
+    """Return a plan made by querying the policy for one priority after the other, highest first.
 
     Minimums are reserved first, in the order of precedence. Jobs of a higher priority may then grow into all the room
     that minimums of lower priorities leave free, and jobs of the next priority into the rest.

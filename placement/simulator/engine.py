@@ -90,7 +90,7 @@ def simulate(
             them.
         apart: Value of ``AllocatorConfig.one_multi_node_job_per_node``.
         foresight: True if jobs with a batch-size ramp (``TraceJob.ramp``) announce its later steps.
-        on_progress: Callback, called about once per simulated hour.
+        on_progress: Callback for every simulated hour, with jobs done, number of jobs and time [s]; None for none.
 
     Raises:
         InputError: The input is invalid; raised before the simulation starts.

@@ -70,7 +70,8 @@ class StorageCalls:
         return self._add(Call(what=what, run=function, heard_s=time.monotonic()))
 
     def start_long(self, what: str, function: Callable[[Callable[[], bool]], Any]) -> Call:
-        """Start a call in parts: after each part, ``function`` calls its argument, and ends if that returns False."""
+        """Start a call in parts: after each part, ``function`` calls its argument, and must end if that returns False.
+        """
         call = Call(what=what, run=lambda: function(call.heard), heard_s=time.monotonic())
         return self._add(call)
 

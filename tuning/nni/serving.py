@@ -60,7 +60,7 @@ class ManagerChannel:
         self._url = url
 
     def parameter(self) -> Mapping[str, Any]:
-        """Wait for the tuner's parameter record for this trial, and return it."""
+        """Wait for the tuner's record for this trial (id and parameters), and return it."""
         self._call("PUT", {"type": "request_parameter"})
         while not (answer := self._call("GET")):
             pass

@@ -24,7 +24,7 @@ _FEW = 64  # jobs; among more, some job's regular size fits about as well as an 
 
 
 def present_placements(instance: OptionTable) -> tuple[list[Placement], list[bool]]:
-    """Return each job's current placement on nodes that still exist, and a flag: True if the job may keep it."""
+    """Return each job's current placement on nodes that still exist, and whether each job may keep its placement."""
     index = {node: (m, i) for m, pool in enumerate(instance.pools) for i, node in enumerate(pool.node_ids)}
     left: dict[tuple[int, tuple[object, ...]], Ints] = {}
     placements, valid = [], []

@@ -50,7 +50,8 @@ class AutoscaledCluster:
             raise InputError("autoscale goes with spot traces, interference and noise, but got failing or slow nodes")
 
     def types(self, cluster: Cluster, prices: PriceTable, spot: Mapping[str, SpotTrace]) -> tuple[NodeType, ...]:
-        """Return an on-demand node type for each GPU type of the cluster, and a spot type for each with a trace."""
+        """Return an on-demand node type for each GPU type of the cluster, and a spot type for each with a spot trace.
+        """
         found = []
         for gpu in sorted({node.gpu_type for node in cluster.nodes}):
             nodes = [node for node in cluster.nodes if node.gpu_type == gpu]
