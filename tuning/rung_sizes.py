@@ -72,7 +72,7 @@ class Sweep(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """Reports still to be made between the previous rung (point where trials are cut) and this one, over all trials."""
+    """Training that remains between the previous rung (point where trials are cut) and this one, over all trials."""
 
     trials: int  # that come into it, at least 1
     reports: float  # still to be made by all of them

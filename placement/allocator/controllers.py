@@ -54,7 +54,8 @@ class Controllers:
             self.spawn(self._send(address))
 
     def ask_the_quiet(self) -> None:
-        """Ping silent controllers, so that a dead one is detected and its slots are freed before ``silence_s``."""
+        """Ping silent controllers, so that a dead one is found, and its slots freed, before ``silence_s`` has passed.
+        """
         now_s = time.monotonic()
         for job, heard_s in self._heard_s.items():
             if now_s - heard_s > _QUIET_S and job in self._handles:

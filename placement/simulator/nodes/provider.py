@@ -90,7 +90,7 @@ class Provider:
 
     A spot machine needs a place of the recorded market (``SpotTrace``) that is occupied in the record at that time and
     not used by another simulated machine. It is reclaimed when the record loses the place. If no place is free, nothing
-    is rented and the caller must ask again.
+    is rented and the caller must try again later.
 
     Args:
         spot: Recorded markets keyed by GPU type; the empty type stands for all.
