@@ -117,8 +117,7 @@ class Reason:
         return dataclasses.replace(self, figures="; ".join(filter(None, (self.figures, figures))))
 
     def because(self, cause: Reason | None) -> Reason:
-        """Return ``cause`` with this reason's full text added to its figures; this reason itself if ``cause`` is None.
-        """
+        """Return ``cause`` with this reason's full text added to its figures; this reason if ``cause`` is None."""
         if cause is None:
             return self
         return cause.with_figures(self.explained)

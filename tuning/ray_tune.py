@@ -54,8 +54,7 @@ _HOME = "ray.train._internal.session"
 
 
 def in_tune(packed: bytes) -> bytes:
-    """Return the pickled train loop ``packed``, changed so that ``ray.tune.report`` and ``get_checkpoint`` work in it.
-    """
+    """Return the pickled train loop ``packed``, changed so that Ray Tune's ``report`` and ``get_checkpoint`` work."""
     return pack(_InTune(packed), {})
 
 

@@ -102,8 +102,7 @@ class SweepProcesses:
             ray.kill(process.actor)
 
     def expire(self, now_s: float) -> None:
-        """Kill the processes that have been idle for longer than their trial's ``keep_s`` at ``now_s`` [s, monotonic].
-        """
+        """Kill the processes idle for longer than their trial's ``keep_s`` at ``now_s`` [s, monotonic]."""
         for process in list(self._idle):
             trial = process.kind.trial
             if trial is None or now_s > process.since_s + trial.keep_s:

@@ -144,9 +144,7 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
 
 
 def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise) -> float:
-    """Return the chance (0 to 1) that a trial passes its next rung (cut).
-
-    It is based on the trial's rank among all trials with at least as many reports.
+    """Return the chance (0 to 1) that a trial passes its next rung (cut), by its rank among trials as far or farther.
     """
     eta = promise.reduction_factor
     prior = 1.0 / eta
@@ -246,8 +244,7 @@ class CheckpointCache:
             self._until_s[run] = until_s
 
     def expire(self, now_s: float) -> None:
-        """Discard the checkpoints of finished runs that were to be kept until a time before ``now_s`` [s, monotonic].
-        """
+        """Discard finished runs' checkpoints whose ``until_s`` (see ``over``) is before ``now_s`` [s, monotonic]."""
         for run in [run for run, until_s in self._until_s.items() if now_s > until_s]:
             del self._until_s[run]
             self._of_run.pop(run, None)

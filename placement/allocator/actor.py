@@ -361,7 +361,7 @@ class Allocator:
     async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> AllocatorSettings | None:
         """Return None if the requested policy and configuration are in force, else the current settings.
 
-        ``identity`` is that of the requested policy; None for either argument accepts the current one. If the
+        ``identity`` identifies the requested policy; None for either argument accepts the current one. If the
         settings differ and no jobs exist, all knowledge is saved first, so the caller may replace this actor.
         """
         core = await self._start()

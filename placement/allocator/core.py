@@ -112,10 +112,7 @@ class AllocatorCore:
 
     @property
     def prices(self) -> Mapping[str, float]:
-        """Dual price per slot in the latest decision, keyed by GPU type; empty if the policy has no prices.
-
-        At this price, jobs request no more slots than exist.
-        """
+        """Latest price per slot that balances demand (dual price), keyed by GPU type; empty if the policy has none."""
         prices: Mapping[str, float] = getattr(self._policy, "prices", {})
         return prices
 

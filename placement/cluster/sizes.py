@@ -194,8 +194,7 @@ class MemoryNeed:
         return 1 if self.sharded_bytes <= room else -(-self.sharded_bytes * self.copies // room)
 
     def shortage(self, workers: int) -> str:
-        """Return a clause for messages: the memory that a worker needs in a group of this size, and the memory it has.
-        """
+        """Return a clause for messages: a worker's memory need in a group of this size, and the memory that it has."""
         need = bytes_text(self.need_bytes(workers))
         return f"a worker needs {need} in a group of {workers} and has {bytes_text(self.available_bytes)}"
 

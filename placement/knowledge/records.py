@@ -83,8 +83,7 @@ class Measurements:
 
 
 def merged(several: Iterable[Measurements]) -> Measurements:
-    """Return the measurements of several writers as one, with only the newest for each shape (noise: for each epoch).
-    """
+    """Return the measurements of several writers as one, with only the newest per shape (for noise: per epoch)."""
     several = tuple(several)
     steps: dict[tuple[object, ...], KnownStep] = {}
     noises: dict[tuple[object, ...], KnownNoise] = {}
@@ -115,8 +114,7 @@ def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
 
 
 def covers(measurements: Measurements, other: Measurements, since_s: float) -> bool:
-    """True if ``measurements`` has every record of ``other`` that is newer than ``since_s``, or a newer version of it.
-    """
+    """True if ``measurements`` has every record of ``other`` newer than ``since_s``, in that or a newer version."""
     steps = {(step.fingerprint, step.gpu_type, shape_of(step.observation)): step for step in measurements.steps}
     noises = {(noise.fingerprint, noise.gpu_type, noise.epoch): noise for noise in measurements.noises}
     for step in other.steps:

@@ -407,8 +407,7 @@ class KnowledgeSync:
             self._root_of_job[view.job].know([view.fingerprint])
 
     def ended(self, job: str) -> None:
-        """Record the end of a job, so that the next :meth:`save` writes its measurements: the cluster may soon be gone.
-        """
+        """Record a job's end, so that the next :meth:`save` writes its measurements: the cluster may soon be gone."""
         root = self._root_of_job.pop(job, None)
         if root is not None:
             root.hurry_up()

@@ -131,9 +131,7 @@ def limit_by_utility(problem: Problem, now_s: float) -> Problem:
 
 
 def utility_notes(problem: Problem, limited: Problem, allocation: Allocation) -> dict[str, Reason]:
-    """Return a note, keyed by job, for each job that could use more workers than its utility justifies.
-
-    ``limited`` is ``problem`` after :func:`limit_by_utility`, and ``allocation`` the plan made for it.
+    """Return a note for each job, keyed by job, that its utility limit (in ``limited``) keeps from using more workers.
     """
     return {
         less.job: Reason(Cause.UTILITY, (count(less.max_workers),))

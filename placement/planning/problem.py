@@ -32,8 +32,7 @@ class Plan:
         return Plan(allocation={**self.allocation, **other.allocation}, reasons={**self.reasons, **other.reasons})
 
     def noted(self, notes: Mapping[str, Reason]) -> Plan:
-        """Return the plan with the notes in ``notes`` as their jobs' reasons; former reasons become the notes' figures.
-        """
+        """Return the plan with ``notes`` as the reasons of their jobs; former reasons become the notes' figures."""
         said = {job: reason.because(notes[job]) for job, reason in self.reasons.items() if job in notes}
         return dataclasses.replace(self, reasons={**self.reasons, **said})
 
@@ -81,8 +80,7 @@ def secured(view: JobView) -> bool:
 
 
 def stays(view: JobView, problem: Problem) -> bool:
-    """True if the job must keep its minimum: it may not be stopped at all, or not in this decision (``problem.kept``).
-    """
+    """True if the job must keep its minimum: it may not be stopped at all, or not in this decision (``kept``)."""
     return secured(view) or view.job in problem.kept
 
 

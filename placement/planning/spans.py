@@ -107,8 +107,7 @@ def per_process(view: JobView) -> Resources:
 
 
 def room_for(view: JobView, cluster: Cluster, most: int) -> int:
-    """Return how many of the job's units (workers of several processes) the nodes could hold if empty, up to ``most``.
-    """
+    """Return how many of the job's units (workers of several processes) fit on the empty nodes, up to ``most``."""
     empty = Cluster(nodes=tuple(dataclasses.replace(node, free=node.total) for node in cluster.nodes))
     return len(find_places(view, empty, most))
 

@@ -91,8 +91,7 @@ def refusals(since_s: float) -> tuple[Refusal, ...]:
 
 
 def refusal(launch: Any) -> Refusal:
-    """Return the refusal that Ray's ``LaunchRequest`` reports; its details may be missing, blank or several lines long.
-    """
+    """Return the refusal that Ray's ``LaunchRequest`` reports; its details may be missing, blank or of many lines."""
     lines = (launch.details or "").strip().splitlines()
     return Refusal(
         node_type=launch.ray_node_type_name,

@@ -70,8 +70,7 @@ class StorageCalls:
         return self._add(Call(what=what, run=function, heard_s=time.monotonic()))
 
     def start_long(self, what: str, function: Callable[[Callable[[], bool]], Any]) -> Call:
-        """Start a call in parts: after each part, ``function`` calls its argument, and must end if that returns False.
-        """
+        """Start a call in parts: after each part, ``function`` calls its argument, and ends if that returns False."""
         call = Call(what=what, run=lambda: function(call.heard), heard_s=time.monotonic())
         return self._add(call)
 
@@ -103,8 +102,7 @@ class StorageCalls:
         return answer.result()  # type: ignore[no-any-return]
 
     def call(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-        """Run a call and block until it returns its result; raises StorageTimeoutError after ``timeout_s`` without one.
-        """
+        """Run a call and block until it returns its result; raise StorageTimeoutError if ``timeout_s`` passes."""
         call = self.start(what, function)
         self.wait(call, timeout_s=timeout_s)
         return call.answer.result()  # type: ignore[no-any-return]

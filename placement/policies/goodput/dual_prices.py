@@ -204,9 +204,7 @@ def _realise(options: Options, wanted: Ints) -> Ints:
 
 
 def fill(options: Options, picks: Ints) -> Ints:
-    """Return the picks (each job's option index) after filling remaining capacity while that adds value.
-
-    The option with the largest gain per size comes first.
+    """Return the picks (option per job) after filling remaining capacity, largest gain per size first, while it pays.
     """
     picks = picks.copy()
     left = options.capacities - options.used(picks)

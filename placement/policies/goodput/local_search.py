@@ -263,10 +263,7 @@ def _anew(alternatives: _Alternatives) -> list[Ints]:
 def pack_placements(
     instance: OptionTable, wanted: Sequence[Mapping[int, int]], present: Sequence[Placement]
 ) -> list[Placement]:
-    """Return each job's placement if workers need different resources; workers that do not fit are dropped.
-
-    ``wanted`` is, for each pool, the number of workers keyed by job index.
-    """
+    """Return each job's placement if workers need different resources; workers that do not fit are dropped."""
     placements = [UNPLACED] * len(present)
     for m, (pool, counts) in enumerate(zip(instance.pools, wanted, strict=True)):
         views = []

@@ -287,10 +287,7 @@ def _size_grid(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
 
 
 def nodes_needed(slots: Ints, sizes: Ints) -> Ints:
-    """Return the fewest nodes that hold each number of workers in ``sizes``; 0 if all nodes together do not.
-
-    ``slots`` is the number of workers that fit on each node.
-    """
+    """Return the fewest nodes that hold each number of workers, given each node's ``slots``; 0 if there is no room."""
     roomy = np.cumsum(-np.sort(-slots))
     if not len(roomy):
         return np.zeros_like(sizes)

@@ -72,8 +72,7 @@ class StablePlacer:
         return places
 
     def grown(self, job: int, more: int) -> dict[int, int] | None:
-        """Return a job's workers by node index with ``more`` added on one node, its own if possible; None without room.
-        """
+        """Return a job's workers by node index, plus ``more`` on one node (its own if possible); None without room."""
         place, free = dict(self._occupied.place(job)), self._occupied.slots(job)
         own = [node for node in place if free[node] >= more]
         if own:
@@ -129,7 +128,7 @@ def use_idle(
     most_nodes: int,
     horizon_s: float = 60.0,
 ) -> None:
-    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within ``horizon_s`` [s].
+    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change in ``horizon_s`` [s].
 
     Changes ``settler`` and ``places`` (each job's workers by node index). Jobs whose size their user fixed do not grow,
     and no job grows beyond ``most_nodes`` nodes.

@@ -50,8 +50,7 @@ class AutoscaledCluster:
             raise InputError("autoscale goes with spot traces, interference and noise, but got failing or slow nodes")
 
     def types(self, cluster: Cluster, prices: PriceTable, spot: Mapping[str, SpotTrace]) -> tuple[NodeType, ...]:
-        """Return an on-demand node type for each GPU type of the cluster, and a spot type for each with a spot trace.
-        """
+        """Return an on-demand node type for each GPU type of the cluster, and a spot type for each with a trace."""
         found = []
         for gpu in sorted({node.gpu_type for node in cluster.nodes}):
             nodes = [node for node in cluster.nodes if node.gpu_type == gpu]
@@ -117,10 +116,7 @@ class Provider:
         return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
 
     def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
-        """Rent machines until each type has its number in ``nodes``, and return the new machines.
-
-        Surplus machines that are still starting are given back.
-        """
+        """Rent machines up to the numbers in ``nodes`` and return the new ones; give surplus starting ones back."""
         fresh: list[Machine] = []
         for each in self.types:
             mine = [m for m in self.machines.values() if m.kind.name == each.name]
