@@ -144,8 +144,7 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
 
 
 def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise) -> float:
-    """Return the chance (0 to 1) that a trial passes its next rung (cut), by its rank among trials as far or farther.
-    """
+    """Return the chance (0 to 1) that a trial passes its next rung (cut), ranked among trials with as many reports."""
     eta = promise.reduction_factor
     prior = 1.0 / eta
     at = len(trial.values)

@@ -131,8 +131,7 @@ def limit_by_utility(problem: Problem, now_s: float) -> Problem:
 
 
 def utility_notes(problem: Problem, limited: Problem, allocation: Allocation) -> dict[str, Reason]:
-    """Return a note for each job, keyed by job, that its utility limit (in ``limited``) keeps from using more workers.
-    """
+    """Return a note, keyed by job, for each job that its utility limit in ``limited`` keeps from using more workers."""
     return {
         less.job: Reason(Cause.UTILITY, (count(less.max_workers),))
         for view, less in zip(problem.views, limited.views, strict=True)

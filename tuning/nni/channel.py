@@ -22,8 +22,7 @@ class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no ty
         return json.loads(os.environ[PARAMETER])
 
     def send_metric(self, type: str, parameter_id: Any, trial_job_id: Any, sequence: int, value: Any) -> None:
-        """Report ``value`` (number or mapping) to the job, which drops repeats; ``type`` "FINAL" marks a final result.
-        """
+        """Report ``value`` (number or mapping) to the job, which drops repeats; ``type`` "FINAL" means final result."""
         metrics = dict(value) if isinstance(value, Mapping) else {DEFAULT: value}
         elastic_ray.report({**metrics, FINAL: True} if type == "FINAL" else metrics)
 

@@ -204,7 +204,7 @@ def _realise(options: Options, wanted: Ints) -> Ints:
 
 
 def fill(options: Options, picks: Ints) -> Ints:
-    """Return the picks (option per job) after filling remaining capacity, largest gain per size first, while it pays.
+    """Return the picks (option per job) after filling spare capacity while that adds value, best gain per size first.
     """
     picks = picks.copy()
     left = options.capacities - options.used(picks)
