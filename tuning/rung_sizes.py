@@ -128,7 +128,7 @@ def size_rungs(
     ``feasible`` is False and the sizes are those that come closest.
 
     Args:
-        rates: Reports per second of a trial on w workers at index w - 1; 0 if w is invalid, above 0 for at least one w.
+        rates: Element w - 1 is the reports per second of a trial on w workers, 0 if w is invalid; one is above 0.
         slots: Number of workers that fit on the cluster.
         at_once: Maximum number of trials that run at the same time.
         seconds, worker_s: Time [s] and worker-seconds that the sweep may still use.

@@ -123,7 +123,7 @@ class AllocatorCore:
 
     @property
     def due_s(self) -> float | None:
-        """Time of the pending decision [s, on the clock of ``steady_s``]; None if no event has requested one."""
+        """Time of the pending decision [s, clock of ``steady_s`` in :meth:`handle`]; None if no event requested one."""
         if self._urgent is None or self._settling or self._config.rounds:
             return None
         return self._urgent_s + self._config.gather_s

@@ -135,7 +135,7 @@ class KnownJob:
         return again
 
     def must_report_impossible(self, now_s: float, after_s: float) -> bool:
-        """True if no node could have held the job for ``after_s`` [s]; True only once, so the user is notified once."""
+        """True if no node could have held the job for ``after_s`` [s]; only once per such time, to notify the user."""
         since_s = self.impossible_since_s
         if since_s is None or self.told_impossible or now_s - since_s < after_s:
             return False

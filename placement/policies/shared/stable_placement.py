@@ -128,7 +128,7 @@ def use_idle(
     most_nodes: int,
     horizon_s: float = 60.0,
 ) -> None:
-    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change in ``horizon_s`` [s].
+    """Give idle slots to jobs, one by one, while the speed-up repays the cost of a change within ``horizon_s`` [s].
 
     Changes ``settler`` and ``places`` (each job's workers by node index). Jobs whose size their user fixed do not grow,
     and no job grows beyond ``most_nodes`` nodes.
