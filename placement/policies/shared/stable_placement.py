@@ -72,7 +72,7 @@ class StablePlacer:
         return places
 
     def grown(self, job: int, more: int) -> dict[int, int] | None:
-        """Return a job's workers per node index with ``more`` added on one node, first its own; None without room."""
+        """Return a job's workers by node index, plus ``more`` on one node (its own if possible); None without room."""
         place, free = dict(self._occupied.place(job)), self._occupied.slots(job)
         own = [node for node in place if free[node] >= more]
         if own:
@@ -128,9 +128,10 @@ def use_idle(
     most_nodes: int,
     horizon_s: float = 60.0,
 ) -> None:
-    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within ``horizon_s``.
+    """Give idle slots to jobs, one by one, while the speed-up repays the cost of a change within ``horizon_s`` [s].
 
-    Modifies ``places``, each job's workers by node index. Jobs held at a size, or on ``most_nodes`` nodes, do not grow.
+    Changes ``settler`` and ``places`` (each job's workers by node index). Jobs whose size their user fixed do not grow,
+    and no job grows beyond ``most_nodes`` nodes.
     """
     for i, view in enumerate(running):
         limit = growth_limit(view)
@@ -187,7 +188,7 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
 def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
     """Return the shapes (nodes, workers) to consider: all sizes up to one full node, then multiples of a full node.
 
-    Each size, from the job's minimum to ``most``, is on the fewest nodes; ``slots`` is each node's room.
+    Each size, from the job's minimum to ``most``, is on the fewest nodes; ``slots`` is how many workers fit on each.
     """
     roomy = np.cumsum(sorted(slots, reverse=True))
     if not len(roomy) or roomy[-1] < view.min_workers:
