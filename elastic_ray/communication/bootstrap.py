@@ -91,7 +91,7 @@ class Bootstrap:
         self._units: dict[str, _Table] = {}
 
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
-        """Store a member's values; return all members' values once the requested keys exist or the call's wait is over.
+        """Store a member's values, wait for the keys it requests (for a limited time), and return all members' values.
 
         Raises BootstrapRefusedError: the caller is not a member, or the generation was abandoned in the meantime.
         """

@@ -38,7 +38,7 @@ def hosted_before(actor: str) -> list[str]:
 
 
 class Journal:
-    """Journal of a controller in Ray's control store, from which a replacement continues; written by a thread.
+    """Journal of a controller's state in Ray's control store, from which a replacement continues.
 
     Args:
         controller: Id of the controller's actor, which stays the same when Ray restarts it.

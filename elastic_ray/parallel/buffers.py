@@ -65,7 +65,7 @@ class SavedBuffers:
         self._step: LoaderStep | None = None
 
     def save(self, step: LoaderStep | None, *, goes_on: bool) -> None:
-        """Copy the buffers, unless that was done for this update: in this `step` or, with ``goes_on``, earlier."""
+        """Copy the buffers, unless a copy was made in this ``step`` or, with ``goes_on``, earlier for this update."""
         if self._saved and (goes_on or step is self._step):
             return
         self._step = step

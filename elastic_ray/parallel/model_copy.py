@@ -20,7 +20,7 @@ from elastic_ray.sync.sharded_parameters.model_checks import is_sharded_model
 class ModelCopy(torch.nn.Module):
     """Detached copy of an ``AdaptiveDataParallel``, as made by ``copy.deepcopy``, pickle and ``AveragedModel``.
 
-    It is called like the original, and its state dict has the same names. The copy belongs to no run: its gradients are
+    The copy is called like the original, and its state dict has the same names. It belongs to no run: its gradients are
     not reduced, and other workers do not know of it::
 
         best = copy.deepcopy(model)

@@ -88,7 +88,7 @@ def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) 
 
 
 def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer) -> None:
-    """Make ``optimizer.state_dict`` return, and ``load_state_dict`` accept, the complete state of all ranks."""
+    """Make ``optimizer.state_dict`` return, and ``load_state_dict`` accept, the state that is divided among ranks."""
     give, load = optimizer.state_dict, optimizer.load_state_dict
 
     @functools.wraps(give)
@@ -311,10 +311,11 @@ def evaluated(
 ) -> tuple[Any, dict[str, Any]]:
     """Call the closure of an optimizer step before the update; return its value, and new arguments for the step.
 
-    The closure in these arguments only returns the known value. Ranks thus see the gradients of the whole group when
-    they decide whether to apply them, and at what rate.
+    The new arguments contain a closure that only returns the known value. Ranks thus see the gradients of the whole
+    group when they decide whether to apply them, and at what rate.
 
-    Raises ValueError: The optimizer calls the closure several times, or after moving parameters; raised in its step.
+    Raises ValueError: The optimizer calls the closure several times, or after changing parameters; raised in the
+    optimizer's step.
     """
     with torch.enable_grad():
         value = closure()

@@ -32,7 +32,7 @@ class BoundedLog(Generic[T]):
         return number in self._things
 
     def get(self, number: int) -> T | None:
-        """Return the item with this number; None if there is none or it is no longer kept."""
+        """Return the item with this number; None if no such item was stored or it is no longer kept."""
         return self._things.get(number)
 
     def gone(self, number: int) -> bool:
@@ -119,7 +119,7 @@ class ReportQueue:
     Only the latest reports are kept; earlier ones must be read from the run's file, see :meth:`gone`.
 
     Args:
-        taken: Number of the last report before this run, which continues from its checkpoint; numbers continue too.
+        taken: Number of the report from whose checkpoint this run continues; reports are numbered on from it.
         ahead: Number of undelivered reports that training may make before it waits for the reader; None for no limit.
     """
 
@@ -137,7 +137,7 @@ class ReportQueue:
             self._wake()
 
     def start_after(self, taken: int) -> None:
-        """Set the number of the report after which the run continues; call this before reports are added."""
+        """Set the number ``taken`` of the report after which the run continues; call this before reports are added."""
         self._taken = max(self._taken, taken)
 
     def wanted(self, after: int | None) -> int:
@@ -162,9 +162,10 @@ class ReportQueue:
         """Mark reports up to number ``after`` as delivered and return the next one, waiting up to ``wait_s`` [s].
 
         Args:
-            after: Number of the last report that the reader has processed; None for the last one marked as delivered.
+            after: Number of the last report that the reader has processed; None for the last report marked as
+                delivered.
 
-        Returns None if there is no such report in time, or the queue was closed.
+        Returns None if no next report arrives in time, or the queue was closed.
         """
         after = self._taken if after is None else after
         if after > self._taken:

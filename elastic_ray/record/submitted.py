@@ -62,7 +62,7 @@ class SubmittedJob:
         return f"{self.submission.partition(_RESUMED)[0]}{_RESUMED}{token}"
 
     def why_not(self, events: Iterable[JobEvent]) -> str | None:
-        """Return why the job cannot be resubmitted, according to its events; empty if it can, None if it has ended."""
+        """Return why the job cannot be resubmitted, judging by its events; "" if it can, None if the job has ended."""
         last = None
         for event in events:
             if event.time_s >= self.submitted_s and event.kind in _ENDS:

@@ -306,7 +306,7 @@ def members(
     silence_s: Mapping[str, float],
     ratios: Mapping[str, float],
 ) -> tuple[WorkerInfo, ...]:
-    """Return the members of the current generation in rank order, except those whose process is unknown.
+    """Return the members of the current generation in rank order, without those whose process is unknown.
 
     Args:
         ratios: Time of each worker for equal work, divided by the group's median, keyed by worker.
@@ -332,7 +332,7 @@ def members(
 
 
 def explain(error: BaseException | Raised | None, phase: JobPhase, why_stopped: str = "") -> str:
-    """Return one line that says why a job has ended, including the exception of its train function."""
+    """Return one line on why a job ended: ``error``, ``why_stopped``, or else its final ``phase``."""
     if error is None and phase is JobPhase.STOPPED and why_stopped:
         return f"{why_stopped}: the job has stopped"
     if error is None:

@@ -51,7 +51,7 @@ class WorkerError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorVerdict:
-    """Verdict on an exception, which either ends the job or only costs it a worker."""
+    """Verdict on a worker's exception: it ends the job, or the job only loses the worker."""
 
     ends: BaseException | Raised | None  # the error that ends the job; None where only the worker is lost
     reason: str  # why, a sentence
@@ -160,7 +160,7 @@ class WorkerErrors:
         self._noted = [*self._noted, (now_s, failure)][-_MOST_NOTED:]
 
     def failures(self, now_s: float) -> tuple[NodeFailure, ...]:
-        """Return the worker failures of the last day."""
+        """Return the worker failures of the 24 hours before ``now_s``."""
         aged = (dataclasses.replace(each, age_s=max(0.0, now_s - at_s)) for at_s, each in self._noted)
         return tuple(each for each in aged if each.age_s < FORGET_S)
 

@@ -127,7 +127,7 @@ class RecordWriter:
             self._do(f"deleting {path}", functools.partial(self._storage.delete_checkpoint, path))
 
     def finish_states(self) -> None:
-        """Delete an ended job's automatic checkpoints, except the last one if the job is to keep it."""
+        """Delete an ended job's automatic checkpoints, except the last one if the job's settings keep that one."""
         last = self._record.last_state
         if last is None:
             self._do("deleting automatic checkpoints", lambda: delete_states(self._storage))
@@ -201,7 +201,7 @@ class RecordWriter:
         return next((report for index, report in self._block.items() if index >= number), None)
 
     async def catch_up(self, first_report: int) -> tuple[Report, ...]:
-        """Continue the files of a controller that died, and append the recorded events that they lack.
+        """Continue the files of a controller that died, and append the recorded events that these files lack.
 
         Args:
             first_report: Number of the run's first report, as known to that controller; 0 if there was none.

@@ -78,7 +78,7 @@ class ModelRegistry:
         return len(self.infos)
 
     def add(self, info: ModelInfo, facts: ModelFacts) -> int:
-        """Add a newly wrapped model and return its number."""
+        """Add a newly wrapped model and return its number; ``info`` describes it to the controller."""
         self.infos = (*self.infos, info)
         self.first = self.first or facts
         return len(self.infos) - 1
@@ -187,7 +187,7 @@ class Registry:
 
     @property
     def buffer_layout(self) -> int:
-        """Digest of the buffers' layout, which must be equal on all ranks to synchronise them."""
+        """Digest of the buffers' layout; buffers can only be synchronised if it is equal on all ranks."""
         return digest([buffers.layout for buffers in self.buffers])
 
     def sync_buffers(self, communicator: Communicator) -> None:
@@ -228,12 +228,12 @@ class Registry:
 
     @property
     def found_strategies(self) -> dict[str, FoundStrategy]:
-        """Strategies that have won races (timed comparisons), keyed by model number and kind of group."""
+        """Strategies that have won races, keyed by model number, backend, and distribution of ranks over nodes."""
         return {form: found for each in self.gradients for form, found in each.found_strategies.items()}
 
     @property
     def strategy_key(self) -> str | None:
-        """Joined keys of all models' strategies; None while a strategy is being chosen."""
+        """Joined keys of all models' strategies, under which step times are recorded; None during a race."""
         if len(self.gradients) == 1:
             return self.gradients[0].strategy_key
         keys = [each.strategy_key for each in self.gradients]
@@ -295,7 +295,7 @@ class Registry:
 
     @property
     def gradients_are_local(self) -> bool:
-        """True if any model's accumulated gradients differ from rank to rank."""
+        """True if the accumulated gradients of any model differ between ranks."""
         return any(each.local for each in self.gradients)
 
     @property
@@ -407,7 +407,7 @@ class Registry:
             each.collapse(gather=gather)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
-        """Make diverged replicas identical in a new group before it exchanges state (:meth:`Participant.reconcile`)."""
+        """Make diverged replicas identical in a new group, before its ranks exchange state; see ``Participant``."""
         counts = holds and self.marker == marker
         for each in self.gradients:
             each.reconcile(communicator, marker, holds=holds, counts=counts)

@@ -201,7 +201,7 @@ class Run:
     def run_out_of_memory(self) -> bool:
         """Record that this rank ran out of memory in the current step; False if smaller micro-batches cannot help.
 
-        If this rank had more than an equal share, or its gradients are already averaged, the group must change.
+        The group must change if this rank had more than an equal share, or its gradients are already averaged.
         """
         step, info = self.ledger.outermost, self.registry.loaders.info
         if self.unit is not None:

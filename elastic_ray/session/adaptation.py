@@ -77,7 +77,7 @@ class Adaptation:
 
     @property
     def wish(self) -> tuple[int | None, int | None] | None:
-        """Smallest and largest number of workers that policies request; None without a request or after training."""
+        """Smallest and largest number of workers requested by policies (either may be None); None without a request."""
         epochs = self._progress.epochs
         is_over = self.stopped or (epochs is not None and self._progress.epoch >= epochs)
         return None if is_over else self.runner.values.wish

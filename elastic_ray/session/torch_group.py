@@ -87,9 +87,9 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return BACKEND
 
     def new_group(self, ranks: Sequence[int], *args: Any, **options: Any) -> DefaultGroup | None:
-        """Return this group for all ranks, or a group of its own for a single rank; None on the other ranks.
+        """Return a group of all ranks or, for a single rank, of that rank alone; None on ranks not in ``ranks``.
 
-        Raises ValueError: `ranks` are several, but not all.
+        Raises ValueError: ``ranks`` are several, but not all.
         """
         if len(ranks) == self.size():
             return made_group(str(options["group_name"]))
@@ -115,7 +115,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> EndedWork:
-        """Reduce tensors over all ranks, in place on one rank."""
+        """Reduce tensors of all ranks onto rank ``opts.rootRank``, in place."""
         self._check_root("reduce", opts.rootRank)
         for tensor in tensors:
             found = self._reduced("reduce", tensor, _op_of(opts), root=opts.rootRank)
@@ -140,7 +140,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> EndedWork:
-        """Reduce one tensor per rank over all ranks; each rank receives its own."""
+        """Reduce one tensor per rank over all ranks; each rank receives the result for its own tensor."""
         for output, given in zip(outputs, inputs, strict=True):
             self._check_places("reduce_scatter", given)
             flat = torch.cat([each.reshape(-1) for each in given])
@@ -149,7 +149,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(outputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> EndedWork:
-        """Reduce one tensor, divided into equal parts by rank; each rank receives its own part."""
+        """Reduce one tensor over all ranks, divided into equal parts by rank; each rank receives its own part."""
         self._scattered("reduce_scatter", output, tensor.reshape(-1), [output.numel()] * self.size(), _op_of(opts))
         return EndedWork([output])
 
@@ -583,7 +583,7 @@ def _checked(tag: int) -> int:
 
 
 def made_group(name: str, made: DefaultGroup | None = None) -> DefaultGroup:
-    """Return a group with the attributes that torch expects: a name, and a backend per device."""
+    """Return ``made``, or else a new group, with the name and the backend per device that torch expects."""
     group: Any = made or DefaultGroup()
     backend: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, _NEVER)  # type: ignore[attr-defined]
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):

@@ -64,13 +64,13 @@ class Facts:
 
 
 def common_rank(fingerprints: Sequence[int], joined: Sequence[bool]) -> int:
-    """Return the first rank with the most common fingerprint but 0, preferring ranks that have not just joined."""
+    """Return the first rank with the most common fingerprint except 0, preferring ranks that did not just join."""
     known = [rank for rank, value in enumerate(fingerprints) if value]
     return min(known, key=lambda rank: (joined[rank], -fingerprints.count(fingerprints[rank]), rank))
 
 
 def differing(ones: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """Return the names of facts that differ; None equals anything, and floats are equal within 1 %."""
+    """Return the names of facts that differ between two ranks; None equals anything, floats are equal within 1 %."""
     return [name for name in dict.fromkeys([*ones, *others]) if not _alike(ones.get(name), others.get(name))]
 
 
@@ -152,7 +152,7 @@ def difference(layouts: Mapping[int, bytes]) -> str:
 
 
 def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
-    """Check that all ranks have a dataset of the same length, because they divide it by position.
+    """Check that all ranks have datasets of the same length, whose samples they divide by position.
 
     Args:
         samples: Samples per epoch of each rank; below 0 if the rank does not know them.

@@ -102,7 +102,7 @@ class RunProgress:
     lineage: int = 0  # generation in which the last step was committed
     ended_passes: int = 0  # loader passes that ended, counted when all ranks agreed on the end
     optimizers_stepped: int = 0  # optimizers stepped within the step in progress
-    stepped_samples: int = 0  # samples of the step whose update these made
+    stepped_samples: int = 0  # samples of the step if its own update is among these, not only those of passes in it
     # what accumulators hold, by accumulator and name
     sums: dict[tuple[int, int], dict[str, float]] = dataclasses.field(default_factory=dict)
     reports: int = 0  # calls of ``report`` that the run has made
@@ -173,7 +173,7 @@ class RunProgress:
             self.tokens_per_sample = mean
 
     def count_optimizers(self, stepped: int, samples: int = 0) -> None:
-        """Set the number of optimizers that have stepped in the current step, and the step's samples."""
+        """Set the number of optimizers that have stepped in the current step, and its samples; 0 if they are unused."""
         self.optimizers_stepped, self.stepped_samples = stepped, samples
 
     def end_pass(self) -> None:
@@ -210,7 +210,7 @@ class RunProgress:
         self.limit_memory(max(1, failed // 2, fits))
 
     def limit_memory(self, bound: int | None) -> None:
-        """Limit the samples that any worker processes at once, never above an earlier limit; None changes nothing."""
+        """Lower the bound on the samples that any worker processes at once to ``bound``; None changes nothing."""
         if bound is not None:
             self.memory_bound = bound if self.memory_bound is None else min(bound, self.memory_bound)
 
@@ -221,7 +221,7 @@ class RunProgress:
             sums[name] = sums.get(name, 0.0) + value
 
     def keep_sums(self) -> None:
-        """Drop all sums except those of the current epoch and those made before the first, for code after the loop."""
+        """Drop all sums except those of accumulators made in the current epoch, or before the first epoch."""
         kept = (-1, self.epoch)
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
 
@@ -257,7 +257,7 @@ class RunProgress:
     def resume_point(self, samples_left: int = 0) -> ResumePoint:
         """Return the resume point of a checkpoint of this state; ``samples_left`` is stored with it.
 
-        A checkpoint of a state in which every loader pass of the epoch has ended resumes at the next epoch.
+        If every loader pass of the epoch has ended, a checkpoint of this state resumes at the next epoch.
         """
         point = self
         if self.passes and all(each.done for each in self.passes):
@@ -296,7 +296,7 @@ class RunProgress:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """Return plain values for joiners and automatic checkpoints, whose code restarts from the last position."""
+        """Return plain values for joining ranks and checkpoints, which resume at the last common position."""
         state = {_STORED_AS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         return state | {
             "collectives": self.collectives_before,
@@ -321,5 +321,5 @@ class Effects:
 
 
 def in_no_generation(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored state without its generation, for a new job, which counts generations from the first again."""
+    """Return a stored state for a new job: without its generation, and with no optimizer step in progress."""
     return {**state, "lineage": 0, _STORED_AS["optimizers_stepped"]: 0}

@@ -45,7 +45,7 @@ class Replicas:
     def add(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Add a model and the optimizer that steps it.
 
-        Raises ValueError: The model shares parameters with one that was added before.
+        Raises ValueError: The model shares parameters with a model that was added before.
         """
         known = {id(p): number for number, other in enumerate(self._modules) for p in other.parameters()}
         for name, p in module.named_parameters():
@@ -87,7 +87,7 @@ class Replicas:
         return hash(tuple((p.data_ptr(), p._version) for p in parameters))
 
     def leave(self, steps: int, loader_steps: int) -> None:
-        """Record the parameters' fingerprint when the loop over epochs ends, before one rank alone changes them.
+        """Record the parameters' fingerprint when the loop over epochs ends, before code on one rank changes them.
 
         Nothing is recorded if code in the last epoch has already changed them after its steps.
         """
@@ -279,7 +279,7 @@ def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], 
 
 
 def check_alike(ranks: Sequence[int], joined: Sequence[bool], told: str, step: int) -> None:
-    """Raise ReplicasDifferError with the text ``told`` unless all of ``ranks``, which differ, have just joined."""
+    """Raise ReplicasDifferError, with the text ``told``, unless all differing ``ranks`` r have just ``joined[r]``."""
     if any(not joined[rank] for rank in ranks):
         raise ReplicasDifferError(
             f"all ranks must hold the same state before a group starts, but after {step} steps {told}. Code that "

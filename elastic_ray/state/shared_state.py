@@ -117,7 +117,7 @@ class SharedState:
         self._copies = Remembered()  # of all states, as the round in progress found them
 
     def register(self, key: str, state: Stateful) -> None:
-        """Add ``state`` to the states that joiners receive. Raises ValueError: The key already exists."""
+        """Add ``state`` to the states that joining ranks receive. Raises ValueError: The key already exists."""
         if key in self._states:
             raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
         self._states[key] = state
@@ -229,8 +229,7 @@ class SharedState:
         """Return this rank's part of a joint checkpoint, with `Pieces` of tensors that several ranks write.
 
         The first rank writes everything that only one rank holds, and all identical state except models. It also writes
-        buffers: they differ by rank within a pass, and a checkpoint that the first rank writes alone also has its
-        buffers.
+        its buffers, which differ by rank within a pass, as in a checkpoint that it writes alone.
         """
         if self._position_in_unit is not None:
             return self._capture_position(self._position_in_unit)

@@ -170,7 +170,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def send_state(communicator: Communicator, destination: int, trees: Mapping[str, Any]) -> None:
-    """Send captured states to one rank, which must call :func:`receive_state`.
+    """Send captured states to rank ``destination``, which must call :func:`receive_state`.
 
     Raises UnsafeStateError: A state contains more than tensors and plain values.
     """
@@ -207,7 +207,7 @@ def receive_state(
 
     Returns the trees, and the keys whose tensors were received in place (which need no restoring).
 
-    Raises CommunicationFailedError: The peer is lost or sent invalid data, of which nothing was adopted.
+    Raises CommunicationFailedError: The peer is lost or sent invalid data; no state was adopted.
     """
     with communicator.together():
         return _received(communicator, source, own)
@@ -426,7 +426,7 @@ def to_bytes(tree: Any) -> bytes:
 def from_bytes(content: bytes) -> Any:
     """Return the tree that :func:`to_bytes` wrote, with its tensors in new memory on the CPU.
 
-    Raises ValueError: A peer sent something else.
+    Raises ValueError: The bytes, which may come from a peer, are not such a tree.
     """
     size = int.from_bytes(content[:_LENGTH_BYTES], "big")
     begin = _LENGTH_BYTES + size

@@ -70,7 +70,8 @@ class LostStep:
 
     nested: bool  # whether it lies within a step of another pass
     outer_lost: bool  # whether that one has failed as well, or its gradients wait for an update: they may be gone
-    # where the outermost pass is, and optimizers stepped in its step; a pass within it may be a step behind
+    # where the outermost pass is, and optimizers stepped in its step, if any for its own samples; a pass within it may
+    # be a step behind
     before: tuple[int, int]
 
 
@@ -115,7 +116,7 @@ class StepLedger:
         self._failure: str | None = None
         # Why outer steps are lost while a pass within them continues, and how many are.
         self._around: tuple[str | None, int] = (None, 0)
-        self.reduced = False  # a reduction of gradients of the present step has completed
+        self.reduced = False  # a reduction of the outermost step's own gradients has completed
         self._left: _LeftSteps | None = None
         self._trains = False
         self._updates_asked = 0
@@ -186,10 +187,10 @@ class StepLedger:
         self.next_ordinal = 0
 
     def start_replay(self, *, between_epochs: bool = False) -> None:
-        """Start to replay user code up to the others' position; the received state already contains its effects.
+        """Start to replay user code up to the other ranks' position; the received state already has its effects.
 
         Args:
-            between_epochs: True to replay up to the start of the next pass, False up to their place in the epoch.
+            between_epochs: True to replay up to the start of the next pass, False up to the other ranks' position.
         """
         if between_epochs and self.replays_passes:
             return
@@ -240,10 +241,11 @@ class StepLedger:
             self._update()
 
     def pop_abandoned(self) -> LoaderStep | None:
-        """Return the innermost abandoned step, which must now be committed; None if there is none left."""
+        """Return the innermost abandoned step, which must now be committed; None if no abandoned step is left."""
         if not self.abandoned or self._inner is None:
             return None
         self.abandoned -= 1
+        self._update(left=0)
         return self._inner
 
     def start_round(self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool) -> None:
@@ -279,7 +281,7 @@ class StepLedger:
             self.state.end_round()
 
     def lose_round(self) -> None:
-        """Reset progress to the start of the round; the model is restored once a new group finds it uncommitted."""
+        """Reset progress to the start of the round; the model is restored if the new group has not committed it."""
         self.round = None
         self.state.lose_round()
 
@@ -288,6 +290,7 @@ class StepLedger:
         if self._inner is not None:
             self._around = (self._failure, self.depth) if self._failure is not None else self._around
             self._outer.append(self._inner)
+            step.updates_before = self._updates_asked
         else:
             self._updates_asked = 0
             self._failure, self._around = None, (None, 0)
@@ -297,14 +300,15 @@ class StepLedger:
         self._inner = step
         self._update()
 
-    def _update(self) -> None:
+    def _update(self, *, left: int | None = None) -> None:
         """Update cached attributes after steps have started or ended, or a failure has changed."""
         outer, step = self._outer, self._inner
         self.outermost = outer[0] if outer else step
         self.depth = len(outer) + (step is not None)
-        self.step = (*outer, step)[max(self.depth - self.abandoned - 1, 0)] if self.abandoned else step
+        within = self.depth - (self.abandoned if left is None else left)
+        self.step = (*outer, step)[max(within - 1, 0)] if within < self.depth else step
         cause, steps = self._around
-        self.failure = self._failure if self._failure is not None or self.depth > steps else cause
+        self.failure = self._failure if self._failure is not None or within > steps else cause
         self.failed = self.failure is not None
 
     def end(self, expected: PassProgress | None = None) -> LoaderStep:
@@ -383,7 +387,9 @@ class StepLedger:
             gradients_wait: True if accumulated gradients of the surrounding step have not been applied yet.
         """
         lost = self.lost_within(gradients_wait=gradients_wait)
-        if not lost.nested:
+        if lost.nested:
+            self._updates_asked = step.updates_before
+        else:
             self.state.roll_back()
             self._discard_nested(step)
         return lost
@@ -404,8 +410,9 @@ class StepLedger:
 
     @property
     def _place(self) -> tuple[int, int]:
-        step = self.outermost
-        return step.loader_pass.position if step is not None else 0, self.state.progress.optimizers_stepped
+        step, progress = self.outermost, self.state.progress
+        stepped = progress.optimizers_stepped if progress.stepped_samples else 0
+        return step.loader_pass.position if step is not None else 0, stepped
 
     def _discard_nested(self, step: LoaderStep) -> None:
         self.state.progress.discard_passes(step.ordinal)
@@ -482,7 +489,7 @@ class StepLedger:
         """True if the optimizer step that user code requests must be applied now.
 
         False within an accumulation, after a failure, and if a survivor had already applied it before this step was
-        drawn again: a GAN's first optimizer may have stepped when the second one's gradients were lost.
+        drawn again: a GAN's first optimizer may already have stepped when the gradients of the second were lost.
         """
         if self.updating:
             self._check_updated()
@@ -509,7 +516,9 @@ class StepLedger:
         """Record that the optimizer step was applied, or permanently skipped."""
         self.updating = False
         if (step := self.outermost) is not None:
-            self.state.progress.count_optimizers(self._updates_asked, step.count)
+            progress = self.state.progress
+            before = progress.stepped_samples if progress.optimizers_stepped else 0
+            progress.count_optimizers(self._updates_asked, step.count if self.step is step else before)
             if self._moment is not None:
                 self._moment("after_step")
 
@@ -534,12 +543,12 @@ class StepSums:
         self._made: dict[int, int] = {}
 
     def new_key(self, scope: int) -> tuple[int, int]:
-        """Return the key of an accumulator made between steps: its scope (epoch, or -1) and its number within it."""
+        """Return a key for an accumulator made between steps: its scope (epoch, or -1) and a number in this scope."""
         self._made[scope] = number = self._made.get(scope, -1) + 1
         return scope, number
 
     def expected(self, progress: RunProgress) -> bool:
-        """True if accumulators exist in the current epoch or outside epochs; any rank may have added to them."""
+        """True if accumulators exist in the current epoch or outside epochs, to which any rank may have added."""
         return bool(progress.sums) or -1 in self._made or progress.epoch in self._made
 
     def add(self, depth: int, key: tuple[int, int], name: str, value: float) -> None:

@@ -82,7 +82,7 @@ class SpeedTrace(Trace):
         """Return the trace after one more step.
 
         Args:
-            work: Samples (or tokens) of each rank; the step is ignored if any rank has none.
+            work: Number of samples (or tokens) of each rank; the step is ignored if any rank has none.
             busy_s: Time of each rank from the step's start until its gradients were complete [s].
             data_s: Part of ``busy_s`` spent waiting for data [s].
             among: Ranks not known to be slow; their median work is the reference.
@@ -260,7 +260,7 @@ class StragglerConfig:
             raise ValueError(f"patience_s must be above 0 seconds and finite, but got {self.patience_s}")
 
     def goes_beyond(self, other: StragglerConfig) -> bool:
-        """True if this response is stronger than that of ``other``, which comes earlier in ``RESPONSES``."""
+        """True if this response is stronger than that of ``other``: if it comes later in ``RESPONSES``."""
         return RESPONSES.index(self.response) > RESPONSES.index(other.response)
 
     @property

@@ -17,7 +17,7 @@ Number: TypeAlias = float | Tensor
 
 
 def added(numbers: Iterable[Number]) -> Number:
-    """Return the sum of numbers and scalar tensors, on the device of the first GPU tensor if there is one."""
+    """Return the sum of numbers and scalar tensors, on the first GPU found among the tensors' devices (if any)."""
     found: Number = 0.0
     for each in numbers:
         if not isinstance(found, Tensor) and found == 0.0:
@@ -78,7 +78,7 @@ def real_count(tensor: Tensor) -> int:
 
 
 def local(tensor: Any) -> Any:
-    """Return this worker's part of a distributed tensor (DTensor), or the tensor itself if it is not one."""
+    """Return this worker's part of a distributed tensor (DTensor); return any other value unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 

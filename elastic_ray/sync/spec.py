@@ -41,7 +41,7 @@ class Wire:
     Attributes:
         dtype: ``"native"`` sends gradients unchanged, ``"bf16"`` and ``"fp16"`` round them, and ``"int8"`` quantises
             them with one scale per 2048 elements.
-        rank: Rank of the low-rank approximation of gradient matrices (PowerSGD); 0 disables it. Other ranks require
+        rank: Rank of the low-rank approximation of gradient matrices (PowerSGD); 0 disables it. A rank above 0 requires
             ``dtype="native"``.
 
     Raises:
@@ -226,11 +226,10 @@ class Average:
         outer_momentum: Outer momentum [0 to 1), for ``"diloco"``.
         until: Number of optimizer steps after which gradients are all-reduced (KungFu's AdaptiveSGD); None for
             never.
-        give_back: Whether a slow rank gives steps of a period to ranks that wait for it. The assignment of steps to
-            ranks then depends on their speeds. False, the default, assigns the same steps in each run.
-        batch_moments: Whether the second moments of torch's Adam, AdamW, NAdam and RAdam are those of the whole batch,
-            as under all-reduce. False leaves those of each rank's share, which has more noise, so that steps are
-            shorter.
+        give_back: Whether a slow rank gives some steps of a period to ranks that would wait for it. The assignment of
+            steps to ranks then depends on their speeds. False, the default, assigns the same steps in each run.
+        batch_moments: Whether the second moments of torch's Adam, AdamW, NAdam and RAdam are corrected to those of the
+            whole batch. Without this, they are those of a rank's share, whose noisier gradient makes steps shorter.
     """
 
     algorithm: str = "local_sgd"

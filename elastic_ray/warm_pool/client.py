@@ -80,7 +80,7 @@ class PoolClient:
             return False
 
     async def order(self, nodes: Mapping[str, int], *, over: bool = False) -> None:
-        """Report processes wanted per node, or (``over``) the owner's end; start those that the pool requests."""
+        """Report the number of processes wanted per node (``over``: the owner has ended), and start requested ones."""
         if not self.on or not (nodes or over):
             return
         try:

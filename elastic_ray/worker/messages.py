@@ -46,8 +46,8 @@ class WorkerReady(Ready):
 class WorkerOutOfMemory(Rerun):
     """Signal that the worker ran out of memory with ``atomic_bsz`` samples per forward pass, and starts over.
 
-    Without ``has_state``, it was inside ``optimizer.step()``, so its state belongs to no step. ``more_than_equal`` is
-    True if the worker had more samples than an equal split of the step would have given it.
+    Without ``has_state``, the worker was inside ``optimizer.step()``, so that its state belongs to no step.
+    ``more_than_equal`` is True if the worker had more samples than an equal split of the step would have given it.
     """
 
     atomic_bsz: int

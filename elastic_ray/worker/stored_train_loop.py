@@ -18,7 +18,7 @@ _SIZE_BYTES = 8
 
 
 def with_stored_train_loop(spec: JobSpec) -> JobSpec:
-    """Return a job's spec with its train function in Ray's control store if it is too large. Blocks briefly."""
+    """Return a copy of ``spec`` whose train function is in Ray's control store, if it is too large. Blocks briefly."""
     if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
         return spec
     key = store_train_loop(spec.train_loop, spec.callbacks)

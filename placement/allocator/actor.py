@@ -347,7 +347,7 @@ class Allocator:
         return found if decision is None else dataclasses.replace(found, nodes_wanted=decision.explained(job))
 
     async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
-        """Return the latest decision about the cluster's size, if any, and each job's cost so far [USD], by job."""
+        """Return the latest decision about the cluster's size, or None, and the cost so far [USD], keyed by job."""
         return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
 
     async def forgive(self, node: str) -> bool:
@@ -359,7 +359,7 @@ class Allocator:
     async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> AllocatorSettings | None:
         """Return None if the requested policy and configuration are in force, else the current settings.
 
-        ``identity`` is that of the requested policy; None for either argument accepts the current one. If the
+        ``identity`` identifies the requested policy; None for either argument accepts the current one. If the
         settings differ and no jobs exist, all knowledge is saved first, so the caller may replace this actor.
         """
         core = await self._start()

@@ -340,7 +340,7 @@ class FreeResources:
         return kind.slots.copy()
 
     def take(self, view: JobView, index: int, workers: float) -> None:
-        """Reserve resources for workers on the node with this index, unchecked; negative workers release them."""
+        """Reserve resources for workers on the node with this index, without a check; negative workers release them."""
         needs = self._kind(view).needs
         assert needs is not None, f"job {view.job} has no slot to take"
         for column, amount in needs:

@@ -152,12 +152,12 @@ class JobLabels:
 
     @property
     def values(self) -> tuple[str, str, str]:
-        """Values of the labels, in the order in which all instruments (gauges, counters, histograms) declare them."""
+        """Values of the labels, in the order in which each metric (gauge, counter, histogram) declares its labels."""
         return label_value(self.job), label_value(self.tenant), label_value(self.model)
 
 
 def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> tuple[Sample, ...]:
-    """Return the current values of all gauges that have one; speed gauges have none while the job does not train."""
+    """Return the current values of all gauges that have a value; speed gauges have none unless the job trains."""
     whose, found = labels.values, list[Sample]()
     for name, each in GAUGES.items():
         found += each.sample(getattr(status, name), *whose)

@@ -66,7 +66,7 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes between two results of :func:`tables`, keyed by field; empty if only the time differs.
+    """Return the changes from one result of :func:`tables` to the next, keyed by field; empty if only time passed.
 
     A changed table is ``{"set": [new or changed rows], "remove": [keys]}``; any other entry is its new value.
     """

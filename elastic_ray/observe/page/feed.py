@@ -93,7 +93,7 @@ class Feed:
         return client
 
     def leave(self, client: Client) -> None:
-        """Remove a browser's queue from the feed."""
+        """Remove a browser, represented by its queue ``client``, from the feed."""
         self._clients.discard(client)
 
     def notify(self, message: bytes) -> None:

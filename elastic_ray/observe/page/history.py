@@ -11,7 +11,7 @@ MOST_BARS, MOST_MARKS, MOST_USES = 6000, 2000, 2000
 
 
 class History:
-    """History of which job has which slots, bounded in size; the oldest entries are dropped first."""
+    """History of the slots that each job has held, bounded in size; the oldest entries are dropped first."""
 
     def __init__(self, most_bars: int = MOST_BARS) -> None:
         self._numbers = 0
@@ -22,7 +22,7 @@ class History:
 
     @property
     def bars(self) -> tuple[Bar, ...]:
-        """Bars of the timeline, each one job's slots on one node over a period: the ended bars, then the open ones."""
+        """Bars of the timeline, ended ones first. A bar shows one job's slots on one node over a period of time."""
         return (*self._ended, *(bar for own in self._open.values() for bar in own.values()))
 
     @property
@@ -53,8 +53,8 @@ class History:
         """Set the job's slots on each node from ``time_s`` on; bars that do not change continue.
 
         Args:
-            nodes: Slots keyed by node id; empty if the job has none any more.
-            decision: Number of the allocator's decision; 0 if the change belongs to none.
+            nodes: Number of slots, keyed by node id; empty if the job has lost all its slots.
+            decision: Number of the allocator's decision that caused the change; 0 if none did.
         """
         own = self._open.setdefault(job, {})
         for node in [node for node, bar in own.items() if bar[5] != nodes.get(node)]:
@@ -78,7 +78,7 @@ class History:
             self._ended.append((number, node, job, from_s, time_s, slots, decision))
 
     def mark(self, time_s: float, job: str, kind: str, text: str) -> None:
-        """Add a mark to the timeline for an event of a job, or of a node if ``job`` is empty."""
+        """Add a mark of the given kind, with a text, for an event of a job, or of a node if ``job`` is empty."""
         self._numbers += 1
         self._marks.append((self._numbers, time_s, job, kind, text))
 

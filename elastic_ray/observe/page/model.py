@@ -152,7 +152,7 @@ class PageDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """Row of one tenant, identified by ``tenant``; shares are of its most heavily used resource, 0 to 1."""
+    """Row of one tenant (such as a team), identified by ``tenant``; shares are of its most used resource, 0 to 1."""
 
     tenant: str
     weight: float  # beside the others'

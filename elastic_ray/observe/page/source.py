@@ -88,7 +88,7 @@ class Source(Protocol):
         """Return the details of a job; None if the job is unknown."""
 
     def process(self, job: str, rank: int, what: str) -> str:
-        """Return a worker's last output (``logs``) or thread stacks (``stack``); may run in parallel with other calls.
+        """Return a worker's last output (``what="logs"``) or thread stacks (``"stack"``), even during other calls.
 
         Raises ActionRefusedError: no such worker exists, or its process cannot be inspected.
         """

@@ -21,7 +21,7 @@ _MOST_DECISIONS = 2000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRun:
-    """Contents of one run's directory, from which the page is built."""
+    """Contents of one run's directory, of which the page shows a summary."""
 
     job: str  # name of its directory, from the path that was given on
     where: str

@@ -81,7 +81,7 @@ def job_numbers(
 
 
 def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers among reported metrics, keyed by name; a nested number is named ``outer/inner``.
+    """Return the numbers among reported metrics, keyed by ``prefix`` + name; nested ones are named ``outer/inner``.
 
     Values that are not numbers are left out.
     """

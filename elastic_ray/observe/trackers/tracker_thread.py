@@ -52,7 +52,7 @@ class Tracker(Protocol):
         """Write out buffered data; called about once a second."""
 
     def finish(self, phase: JobPhase) -> None:
-        """End the run when the job ends; no further method is called."""
+        """End the run when the job ends in this final ``phase``; no further method is called."""
 
 
 class TrackerThread:
@@ -76,7 +76,7 @@ class TrackerThread:
         self._thread: threading.Thread | None = None
 
     def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
-        """Queue a call of :meth:`Tracker.start`, which is repeated if it raises."""
+        """Queue a call of :meth:`Tracker.start`; if that call raises, it is repeated."""
         self._put("begin", lambda: self._tracker.start(step, reports, again=again, events=events))
 
     def report(self, report: Report, time_s: float) -> None:
@@ -88,7 +88,7 @@ class TrackerThread:
         self._put("numbers", lambda: self._tracker.numbers(numbers))
 
     def event(self, event: JobEvent) -> None:
-        """Queue an event of the job."""
+        """Queue an event for the job, such as a change of its size."""
         self._put("event", lambda: self._tracker.event(event))
 
     def call(self, what: str, call: Callable[[], None]) -> None:
@@ -96,7 +96,7 @@ class TrackerThread:
         self._put(what, call)
 
     def finish(self, phase: JobPhase) -> None:
-        """Queue the job's end, after which the thread exits as soon as all queued calls are done."""
+        """Queue the job's end in this final ``phase``; the thread then exits as soon as all queued calls are done."""
         with self._news:
             self._calls.append(("finish", lambda: self._tracker.finish(phase), 0))
             self._closed = True

@@ -34,10 +34,10 @@ class Averager(Protocol):
         """Start the collectives that :meth:`run` needs, while the ranks still vote on whether to commit the steps."""
 
     def start(self, model: Replica) -> None:
-        """Initialise the algorithm's state, or that of new parameters, from parameters that are equal on all ranks."""
+        """Initialise the algorithm's state, or extend it to added parameters; values must be equal on all ranks."""
 
     def capture(self) -> Any:
-        """Return the averager's state, which is equal on all ranks, for joiners and checkpoints."""
+        """Return the averager's state, which is equal on all ranks, for joining ranks and checkpoints."""
 
     def restore(self, tree: Any) -> None:
         """Restore a state that was captured by the same algorithm."""
@@ -47,7 +47,7 @@ class Stateless:
     """Base class of algorithms without state between averages."""
 
     def prepare(self, model: Replica) -> None:
-        """Start to sum the ranks' models, for the mean that :meth:`run` needs."""
+        """Start the sum of all ranks' models, from which :meth:`run` computes their mean."""
         model.start_mean()
 
     def start(self, model: Replica) -> None:
@@ -109,7 +109,7 @@ class PairAverager(Stateless):
 
     @torch.no_grad()
     def mix(self, model: Replica) -> None:
-        """Average this rank's model with the pulled model (if any), publish the result, and start another pull."""
+        """Average this rank's model with the pulled model (if any), publish the result, and request another model."""
         away = model.pulled()
         if away is not None:
             params = list(model.named.values())
@@ -146,7 +146,7 @@ class DiLoCoAverager:
                 self._momentum[name] = torch.zeros_like(self._anchor[name])
 
     def prepare(self, model: Replica) -> None:
-        """Start to sum the ranks' models, for the mean that :meth:`run` needs."""
+        """Start the sum of all ranks' models, from which :meth:`run` computes their mean."""
         model.start_mean()
 
     @torch.no_grad()

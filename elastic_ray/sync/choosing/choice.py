@@ -44,7 +44,7 @@ def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
     """Return the state of a race between `count` candidates after the steps made so far.
 
     Args:
-        history: Candidate and duration of each step.
+        history: For each step so far, the index of the candidate that ran it and its duration [s], or None if unknown.
         steps: Maximum number of steps in the race.
     """
     times: list[list[float]] = [[] for _ in range(count)]
@@ -120,7 +120,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """State of the automatic choice of a strategy, for a group whose ranks are placed on nodes in one given way."""
+    """State of the automatic choice of a strategy, for groups with the same distribution of ranks over nodes."""
 
     strategy: Strategy  # to be in force
     settled: bool = False  # it is kept
@@ -134,7 +134,7 @@ class Choice:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Step times of the strategies that were measured [s], keyed by name."""
+        """Step times of the strategies that the race has measured so far [s], keyed by strategy name."""
         found = zip(self.options, self.times, strict=False)
         return {option.name: took_s for option, took_s in found if took_s is not None}
 
@@ -168,10 +168,10 @@ def leave(choice: Choice) -> Strategy:
 
 
 def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) -> Choice:
-    """Return the choice after one more training step with its current strategy.
+    """Return the choice after one more training step, made with the strategy that it currently names.
 
     Args:
-        steps: Maximum number of steps in a race.
+        steps: Maximum number of steps in a race. ``measured`` is the step's measurement.
         consider: Returns the strategies that take part in a race.
     """
     if choice.settled:

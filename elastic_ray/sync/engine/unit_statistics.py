@@ -55,7 +55,7 @@ class UnitStatistics:
             self.adapt(self._buckets)
 
     def due(self) -> float:
-        """Return the number of parameter groups if this step is measured and not yet added up, else 0."""
+        """Return the number of parameter groups if this step was measured and must still be summed, else 0."""
         statistics = self._statistics
         return float(statistics.noise.groups if statistics.due and not statistics.added_up else 0)
 

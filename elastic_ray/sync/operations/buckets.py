@@ -45,7 +45,8 @@ class Bucket:
         is_summed_up: Whether :meth:`put` has computed the sum that shows whether this rank's gradients are finite.
         has_gradient: For each parameter, whether it had a gradient on this rank when the buffer was filled.
         grads: Gradients in separate memory, into which the sum is copied; None for parameters without one.
-        carried: Sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
+        carried: Sum of the earlier micro-steps' gradients, in the layout of ``body``; None before the first
+            accumulation.
         used: For each parameter, whether it had a gradient in any micro-step of an accumulation.
         written: A parameter, the ``.grad`` that the step's reduction wrote to, and its version at that time.
         additions: Number of times that the pass adds to that ``.grad``.
@@ -116,7 +117,7 @@ class Bucket:
         Args:
             first: Whether the pass is the first of its step; state of earlier steps is then discarded.
             reduces: Whether the pass ends in a reduction.
-            accumulates: Whether its gradients are added to those of other micro-steps.
+            accumulates: Whether the pass's gradients are added to those of other micro-steps.
         """
         self.complete, self.is_summed_up, self.additions, self._sum = True, False, 1, None
         if first:
@@ -144,7 +145,7 @@ class Bucket:
                 param.grad = view.clone()
 
     def adopt(self, places: Sequence[int]) -> None:
-        """Move new gradients of the parameters at these positions into the buffer, so that few are in memory twice."""
+        """Move new gradients of the parameters at these positions into the buffer, so that few are stored twice."""
         taken = [place for place in places if not self._there[place]]
         params = [self.params[each] for each in taken]
         grads = [param.grad for param in params]
@@ -176,7 +177,7 @@ class Bucket:
         self.carried.copy_(self.body)
 
     def share(self, factor: float) -> torch.Tensor:
-        """Return a copy of the gradients multiplied by ``factor``, which :meth:`add` can add to the buffer."""
+        """Return a copy of the gradients multiplied by ``factor``, to be added to the buffer with :meth:`add`."""
         return self.body * factor
 
     def carried_share(self, factor: float = 1.0) -> torch.Tensor | None:

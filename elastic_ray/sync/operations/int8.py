@@ -54,7 +54,7 @@ class Int8Compression:
     def next_round(
         self, vector: torch.Tensor, left_out: torch.Tensor, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
-        """Launch the all-gather of the summed shares; in the second call, write the result to ``vector``."""
+        """Launch the all-gather of the summed shares after round 1; after round 2, write the result to ``vector``."""
         blocks = self._work.shape[1]
         if finished == 1:
             share = torch.zeros(1, blocks, BLOCK, dtype=torch.float32, device=vector.device)

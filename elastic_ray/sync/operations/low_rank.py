@@ -70,7 +70,7 @@ class LowRankCompression:
     def next_round(
         self, vector: torch.Tensor, left_out: torch.Tensor, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
-        """Launch the all-reduce of Q for all matrices; in the second call, write the result to ``vector``."""
+        """Launch the all-reduce of Q for all matrices after round 1; after round 2, write the result to ``vector``."""
         if finished == 1 and self._matrices:
             self._second = vector.new_empty(sum(m.rank * m.columns for m in self._matrices))
             self._fresh = self._cut_second()
@@ -111,7 +111,7 @@ class LowRankCompression:
         return {matrix.place: factor for matrix, factor in zip(self._matrices, self._factors, strict=True)}
 
     def set_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Start the next pass from these factors, which come from another rank or another layout."""
+        """Use the given factors, which come from another rank or another layout, as the start of the next pass."""
         self._given = factors
         self._laid_out = 0
 

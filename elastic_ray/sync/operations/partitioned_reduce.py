@@ -91,8 +91,8 @@ def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> in
     """Return the axis along which to divide a tensor; 0 for a tensor without dimensions.
 
     Args:
-        axis: Value of ``Reduce.axis``. A tensor with fewer dimensions uses its last one. With -1, ``seed`` determines
-            one of the axes that can be divided (AutoDist: RandomAxisPartitionAR).
+        axis: Value of ``Reduce.axis``. A tensor with fewer dimensions uses its last one. With -1, one of the axes that
+            can be divided is drawn from ``seed`` (AutoDist: RandomAxisPartitionAR).
         place: Position of the tensor in the model, which makes the choice differ between tensors.
     """
     if axis >= 0:

@@ -26,7 +26,7 @@ Owners = tuple[tuple[int, ...], ...]
 
 
 def needed_at_once(moves: Sequence[Move], target: Owners, held: Sequence[Set[int]]) -> tuple[Move, ...]:
-    """Return the moves that the next step needs: those to tiles' first owners that hold no tiles yet."""
+    """Return the moves needed before the next step: those to a tile's first owner that holds no tiles yet."""
     return tuple(move for move in moves if not held[move.destination] and target[move.tile][0] == move.destination)
 
 
@@ -38,7 +38,7 @@ def moved(moves: Sequence[Move], held: Sequence[Set[int]]) -> list[frozenset[int
 
 
 def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
-    """Return temporary owners: each target owner that lacks its tile is replaced by another holder.
+    """Return temporary owners: a planned owner that lacks a tile is replaced by another rank that holds it.
 
     Args:
         target: Planned owners of each tile.
@@ -53,11 +53,10 @@ def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
 
 
 def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int) -> tuple[Move, ...]:
-    """Return the moves after one step: each rank that lacks tiles receives one tile, or several if they are small.
+    """Return the next few moves: each rank that lacks tiles receives one tile, or several if they are small.
 
     Args:
-        target: Planned owners of each tile.
-        present: Current owners of each tile.
+        target, present: Planned and current owners of each tile.
         most: Limit on the total size that a rank receives if it receives several tiles, in the unit of ``sizes``.
     """
     ranks = range(1 + max(rank for mine in (*target, *present) for rank in mine))
@@ -174,7 +173,7 @@ class TileHolder:
 
     @property
     def restores(self) -> bool:
-        """True if the owners of some tiles are still temporary."""
+        """True if some tiles (parts of the state) still have temporary owners."""
         return self.owners != self._target
 
     def restore_some(self, group: Group, most: int) -> None:
@@ -198,12 +197,12 @@ class TileHolder:
         return self._tiling.elements(tile) * self.params[self._tiling.tiles[tile][0].name].element_size()
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
+        """Send tiles that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
         if given := hand_over(self.owners, stays):
             self._receive(communicator, given)
 
     def collect(self, group: Group) -> dict[str, State] | None:
-        """Collect the states of all parameters in tiles, keyed by name, on rank 0's CPU; None on other ranks."""
+        """Collect the states of all parameters in tiles, keyed by name, on rank 0's CPU; other ranks get None."""
         tiling, held = self._tiling, self.held
         assert held is not None, "the state is divided"
         needed = [Move(tile, mine[0], 0) for tile, mine in enumerate(self.owners) if 0 not in mine]
@@ -261,7 +260,7 @@ class TileHolder:
             self.held.drop(tile)
 
     def become_whole(self) -> None:
-        """Join all tiles into the optimizer's complete state."""
+        """Join all tiles, all of which this rank must hold, into the optimizer's complete state."""
         held = self.held
         if held is not None:
             states = {tile: held.states_of(tile) for tile in held.tiles}

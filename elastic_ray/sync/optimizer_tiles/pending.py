@@ -29,7 +29,7 @@ class Update:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Key that is different for different updates."""
+        """Key that is equal on all ranks for the same update, and different for different updates."""
         return self.number, self.generation
 
     def next(self, generation: int, optimizer: torch.optim.Optimizer) -> Update:
@@ -187,7 +187,7 @@ def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None
 def update_digest(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
     """Return a 32-bit digest of the learning rates and of the set of parameters that have a gradient.
 
-    The digest must be equal on all ranks.
+    Ranks compare the digest before an update, in which it must be equal on all of them.
     """
     return zlib.crc32(repr(rates_of(optimizer)).encode(), zlib.crc32(bytes(p.grad is not None for p in params)))
 

@@ -95,7 +95,7 @@ class HeldTiles:
         return len(self._views) == len(self.tiling)
 
     def take(self, tile: int, states: Sequence[State], *, borrowed: bool = False) -> None:
-        """Start to hold a tile.
+        """Start to hold the tile of this number.
 
         Args:
             states: Optimizer state of each of the tile's spans.

@@ -101,11 +101,11 @@ class TiledOptimizer:
 
     @property
     def owners(self) -> object:
-        """Ranks that own each tile; a new object whenever owners change, so that callers can compare by identity."""
+        """Ranks that own each tile (part of the state); a new object whenever owners change, so compare with ``is``."""
         return self._holder.owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return the ranges of each parameter with the ranks that own them; all parameters must be in tiles."""
+        """Return each parameter's ranges with the ranks that own them; the state of all of them must be divided."""
         return self._holder.owned_spans(params)
 
     @property
@@ -137,11 +137,11 @@ class TiledOptimizer:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the user's pre-step hooks with the step's ``kwargs``; return the arguments as the hooks changed them."""
+        """Call the user's pre-step hooks with the step's ``kwargs``; return ``kwargs`` as changed by the hooks."""
         return kwargs if self._holder.held is None or not self._begun else self._hooks.before(kwargs)
 
     def decide(self) -> bool:
-        """Vote with all ranks on the next update; return False if the vote fails, so that the step is lost."""
+        """Vote with all ranks on the next update; return False if the vote fails, which means that the step is lost."""
         held = self._holder.held
         if held is not None or self._open or self._stored or self._gathered is not None:
             self._close()
@@ -280,7 +280,7 @@ class TiledOptimizer:
         self._call_hooks({})
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
+        """Send tiles that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
         if self.divided:
             self._holder.hand_over(self._run.group.communicator, stays)
 
@@ -337,11 +337,11 @@ class TiledOptimizer:
 
     @property
     def tiled(self) -> list[Parameter]:
-        """Parameters whose state is divided into tiles, or would be in a larger group."""
+        """Parameters whose optimizer state is divided into tiles, or would be in a larger group."""
         return list(self._holder.params.values())
 
     def capture(self) -> dict[str, Any] | None:
-        """Return the last update's number and rates, without states, for joiners; None if there are no tiles."""
+        """Return the last update's number and rates, for joining ranks and checkpoints; None without tiles."""
         if self._holder.tiling is None:
             return None
         owes = {"owes_hooks": True} if self._owes_hooks else {}
@@ -356,17 +356,17 @@ class TiledOptimizer:
         return None if whole is None else {self._holder.params[name]: state for name, state in whole.items()}
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes to a checkpoint of all ranks; None if the state is not divided."""
+        """Return the states that this rank writes to a checkpoint of all ranks; None if they are not divided."""
         return self._holder.written(rank)
 
     def kept(self) -> dict[str, Any]:
-        """Return the tiles that this rank holds, for a later run in the same process; empty if it holds none."""
+        """Return the tiles (parts of the state) that this rank holds, for a later run in this process; may be empty."""
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Adopt another rank's or a checkpoint's :meth:`capture`; tiles from before its last update cannot be kept.
+        """Adopt the result of :meth:`capture` from another rank or a checkpoint, with the last update that it records.
 
-        Such tiles are updated if this rank has kept everything for the update, and dropped otherwise.
+        Tiles that lack this update are updated if this rank has kept everything for it, and dropped otherwise.
 
         Args:
             tree: Captured state; None if the capturing rank had no tiles.

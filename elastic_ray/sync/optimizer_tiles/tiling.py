@@ -67,7 +67,7 @@ class Tiling:
 
 
 def cut(profile: ModelProfile, params: Iterable[int], owner: Owner) -> Tiling:
-    """Return a division of parameters into tiles; equal arguments give equal tilings on every rank.
+    """Return a division of parameters into tiles as ``owner`` requires; equal arguments give equal tilings.
 
     Args:
         profile: Profile of the model; tensors whose optimizer is not element-wise are kept whole.

@@ -98,7 +98,7 @@ class ShardCollectives:
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
 
     def start(self, what: Announced) -> None:
-        """Agree with all ranks to start the pass or call ``what``, before its first collective.
+        """Agree with all ranks to start ``what``, a backward pass or model call, before its first collective.
 
         Raises CommunicationFailedError: The group broke. RanksDisagreeError: Other ranks do something else.
         """
@@ -192,7 +192,7 @@ class ShardCollectives:
             self._scattered(unit, parts)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of several numbers over all ranks."""
+        """Return the sums over all ranks of each of several numbers; called on every rank."""
         if self._run.group.world_size == 1:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -270,7 +270,7 @@ class ShardCollectives:
 
     @property
     def is_first_owner(self) -> bool:
-        """True if this rank is the first owner of its rows, so that it counts them in sums over all ranks."""
+        """True if this rank is the first owner of its rows, which includes them in sums over all ranks."""
         rank = self._run.group.rank
         return self.layout.owners(self.layout.owned_by(rank).index)[0] == rank
 

@@ -126,7 +126,7 @@ class MovedRows:
         self._waiting = None
 
     def measure(self, number: int, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
-        """Run an update, measure its norms if its gradient was measured, and return the update's result.
+        """Run an update and return its result; measure the update's norms if its gradient was measured.
 
         Args:
             number: Index of the optimizer that makes the update.
@@ -167,7 +167,7 @@ class MovedRows:
         return [1.0, *self._waiting[1]]
 
     def take(self, sums: Sequence[float], *, ranks: int) -> None:
-        """Store the results of :meth:`values`, summed over `ranks` ranks, if all of these have measured the update."""
+        """Store the results of :meth:`values`, summed over `ranks` ranks, if all of these ranks measured the update."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and round(sums[0]) == ranks:
             norms, _ = waiting
@@ -370,7 +370,7 @@ class ShardStatistics:
         self._statistics.collect(step, norms, grad_scale=1.0, goes_on=self._goes_on and step.micro_steps == 1)
 
     def measured(self, number: int, update: Callable[[], Any]) -> Any:
-        """Run an update of the optimizer with this index, measuring the norms of the update; return its result."""
+        """Run ``update`` of optimizer ``number``, measuring the norms of the change; return the update's result."""
         alone, counts = self._run.group.world_size == 1, self._collectives.is_first_owner
         return self._moved.measure(number, update, alone=alone, counts=counts)
 

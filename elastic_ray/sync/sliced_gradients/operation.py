@@ -88,7 +88,7 @@ class SlicedBucket(Bucket):
         param.grad = SlicedGradient(param, content)
 
     def take(self, kept: Sequence[tuple[BucketPiece, Tensor]], received: Sequence[tuple[BucketPiece, Tensor]]) -> None:
-        """Store the sums that this rank computed (``kept``), and those that it received as a further owner."""
+        """Store the sums that this rank computed (``kept``), and those ``received`` because it owns them too."""
         self._kept, self._received = list(kept), list(received)
 
     def numbers(self) -> Tensor:

@@ -32,8 +32,9 @@ class GradientStatistics:
         noise, meter: Tracker and meter that receive the statistics.
         norms_size: Number of local norms that are sent with reductions.
         due: Whether anything is measured in this step.
-        added_up: Whether the unit's workers have added up what was measured in this step.
-        examples: Measures single samples' gradients on a rank alone with one gradient per step; None if not used.
+        added_up: Whether the unit's workers have added up their measurements of this step.
+        examples: Meter for the gradients of single samples, on a lone rank with one gradient per step; None if not
+            used.
     """
 
     def __init__(self, noise: NoiseTracker, meter: GradientMeter) -> None:
@@ -112,7 +113,7 @@ class GradientStatistics:
             steps: Number of committed steps.
             replicas: Number of ranks whose gradients are summed.
             exact: Whether gradients are sent in a format from which statistics can be computed.
-            spacing: Number of steps between two steps with that format.
+            spacing: Number of steps from one step with that format to the next.
         """
         self._replicas, self._initial_batch_size = replicas, step.init_batch_size
         gradients = replicas * step.micro_steps

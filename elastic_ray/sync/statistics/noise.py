@@ -50,7 +50,7 @@ class StatesSource(Protocol):
 
     @property
     def outdated(self) -> bool:
-        """True if nothing can be measured at the moment; equal on all ranks."""
+        """True if nothing can be measured until missing state is gathered; equal on all ranks."""
 
 
 class NoiseTracker:
@@ -74,7 +74,7 @@ class NoiseTracker:
             the initial batch, and noise in the second moments (see ``remembered``).
         adam_like: Whether the optimizer is Adam-like; None before its state shows this.
         counted_elsewhere: Names of parameters that other workers of the unit count; None before they are known.
-        looks: Whether these names must still be determined, because some parameters have had no gradient yet.
+        looks: Whether more such names may be found, because some parameters have had no gradient yet.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: int, optimizers: int = 1) -> None:
@@ -103,7 +103,7 @@ class NoiseTracker:
 
     @property
     def signal(self) -> NoiseSignal:
-        """Strength of the gradient signal relative to its noise; up to date only on rank 0, which measures it."""
+        """Strength of the gradient signal relative to its noise; on ranks other than 0, the value is out of date."""
         return self._smoothed.signal
 
     def measures(self, step: int, gradients: int, *, halved: bool) -> bool:
@@ -249,7 +249,7 @@ class NoiseTracker:
         self.by_group = tuple(groups)
 
     def advance(self, scale: float, noise: NoiseScale | None) -> None:
-        """Add a step's scale-invariant progress; ``scale`` is its batch size / initial batch size."""
+        """Add the scale-invariant progress of a step with ``scale`` (batch size / initial batch size) and ``noise``."""
         self.progress += 1.0 if scale == 1.0 else step_gain(scale, noise)
 
     def invalidate(self) -> None:
@@ -275,7 +275,7 @@ class NoiseTracker:
         self.invalidate()
 
     def capture(self) -> Any:
-        """Return the state for joiners and checkpoints."""
+        """Return the state for joining ranks and checkpoints."""
         shared = [None if noise is None else [noise.sqr, noise.var] for noise in (*self.by_group, self.value)]
         return {
             "smoothed": self._smoothed.to_dict(),

@@ -38,7 +38,7 @@ class RowPreconditioner:
 def row_preconditioner(
     optimizer: torch.optim.Optimizer, table: torch.nn.Parameter, before: RowPreconditioner | None
 ) -> RowPreconditioner | None:
-    """Return the preconditioner for the optimizer's current state, reusing the memory of ``before``.
+    """Return the preconditioner of a table for the optimizer's current state, in the memory of ``before`` if any.
 
     Returns None if the optimizer does not divide gradients yet.
     """

@@ -75,7 +75,7 @@ class StablePlacer:
         return places
 
     def grown(self, job: int, more: int) -> dict[int, int] | None:
-        """Return a job's workers per node index with ``more`` added on one node, first its own; None without room."""
+        """Return a job's workers by node index, plus ``more`` on one node (its own if possible); None without room."""
         place, free = dict(self._occupied.place(job)), self._occupied.slots(job)
         own = [node for node in place if free[node] >= more]
         if own:
@@ -187,7 +187,7 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
 def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
     """Return the shapes (nodes, workers) to consider: all sizes up to one full node, then multiples of a full node.
 
-    Each size, from the job's minimum to ``most``, is on the fewest nodes; ``slots`` is each node's room.
+    Each size, from the job's minimum to ``most``, is on the fewest nodes; ``slots`` is how many workers fit on each.
     """
     roomy = np.cumsum(sorted(slots, reverse=True))
     if not len(roomy) or roomy[-1] < view.min_workers:
