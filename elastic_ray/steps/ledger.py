@@ -245,7 +245,7 @@ class StepLedger:
         if not self.abandoned or self._inner is None:
             return None
         self.abandoned -= 1
-        self._follow(left=0)
+        self._update(left=0)
         return self._inner
 
     def start_round(self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool) -> None:
@@ -300,7 +300,7 @@ class StepLedger:
         self._inner = step
         self._update()
 
-    def _follow(self, *, left: int | None = None) -> None:
+    def _update(self, *, left: int | None = None) -> None:
         """Update cached attributes after steps have started or ended, or a failure has changed."""
         outer, step = self._outer, self._inner
         self.outermost = outer[0] if outer else step

@@ -43,8 +43,6 @@ class Wire:
             them with one scale per 2048 elements.
         rank: Rank of the low-rank approximation of gradient matrices (PowerSGD); 0 disables it. A rank above 0 requires
             ``dtype="native"``.
-        error_feedback: Whether each rank adds its compression error to its next gradients. Only affects ``int8`` and
-            low-rank compression.
 
     Raises:
         StrategyError: a field is out of range.
@@ -52,12 +50,10 @@ class Wire:
 
     dtype: str = "native"
     rank: int = 0
-    error_feedback: bool = True
 
     def __post_init__(self) -> None:
         check_one_of("dtype", self.dtype, WIRES)
         check_count("rank", self.rank, least=0, most=_MOST_RANK)
-        check_flag("error_feedback", self.error_feedback)
         if self.rank and self.dtype != "native":
             raise StrategyError(f"Wire.rank={self.rank} needs dtype='native', but dtype is {self.dtype!r}")
 
@@ -73,13 +69,11 @@ class Wire:
 
     @property
     def compresses(self) -> bool:
-        """True if gradients are sent with less precision than 16-bit rounding: as int8 or as low-rank factors."""
-        return self.rank > 0 or self.dtype == "int8"
+        """True if gradients are sent with less precision than 16-bit rounding: as int8 or as low-rank factors.
 
-    @property
-    def keeps_residuals(self) -> bool:
-        """True if each rank stores its compression error and adds it to its next gradients."""
-        return self.error_feedback and self.compresses
+        Each rank then adds its compression error to its next gradients.
+        """
+        return self.rank > 0 or self.dtype == "int8"
 
     @property
     def gives_statistics(self) -> bool:
@@ -360,7 +354,7 @@ class Strategy:
     @property
     def keeps_residuals(self) -> bool:
         """True if ranks keep compression errors from one step to the next."""
-        return any(_wire(sync).keeps_residuals for sync in self.syncs)
+        return any(_wire(sync).compresses for sync in self.syncs)
 
     @property
     def syncs(self) -> tuple[Sync, ...]:

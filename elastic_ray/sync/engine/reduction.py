@@ -89,7 +89,7 @@ def _reduction(sync: Reduce, places: Sequence[int]) -> BucketOperation:
     wire = sync.wire
     if wire.compresses:
         compression = LowRankCompression(wire.rank) if wire.rank else Int8Compression()
-        return CompressedOperation(compression, places, feeds_back=wire.error_feedback)
+        return CompressedOperation(compression, places)
     if sync.parts > 1:
         return PartitionedReduceOperation(sync.parts, sync.axis, sync.seed, places, WireForm(wire.dtype))
     return AllReduceOperation() if wire.exact else CastReduceOperation(WireForm(wire.dtype))

@@ -52,7 +52,7 @@ class Int8Compression:
         return (group.all_to_all(self._received, self._sent),)
 
     def next_round(
-        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
+        self, vector: torch.Tensor, left_out: torch.Tensor, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
         """Launch the all-gather of the summed shares after round 1; after round 2, write the result to ``vector``."""
         blocks = self._work.shape[1]
@@ -63,8 +63,7 @@ class Int8Compression:
             _quantise(share, self._mine.unsqueeze(0))
             self._work[self._rank].add_(share[0])
             return (group.all_gather(self._received.view(-1), self._mine),)
-        if left_out is not None:
-            left_out.copy_(self._work.view(-1)[: vector.numel()])
+        left_out.copy_(self._work.view(-1)[: vector.numel()])
         self._work.zero_()
         for each, place in zip(self._received, self._work, strict=True):
             _add_dequantised(each, place)

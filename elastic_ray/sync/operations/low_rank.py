@@ -68,7 +68,7 @@ class LowRankCompression:
         return (group.all_reduce(self._first),)
 
     def next_round(
-        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
+        self, vector: torch.Tensor, left_out: torch.Tensor, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
         """Launch the all-reduce of Q for all matrices after round 1; after round 2, write the result to ``vector``."""
         if finished == 1 and self._matrices:
@@ -81,16 +81,14 @@ class LowRankCompression:
             return (group.all_reduce(self._second),)
         old = self._factors
         for number, (matrix, basis, factor) in enumerate(zip(self._matrices, self._bases(), self._fresh, strict=True)):
-            mine, rest = matrix.of(vector), None if left_out is None else matrix.of(left_out)
+            mine, rest = matrix.of(vector), matrix.of(left_out)
             for rows, product in product_of(basis, factor):
-                if rest is not None:
-                    torch.sub(mine[rows], product, alpha=1.0 / group.world_size, out=rest[rows])
+                torch.sub(mine[rows], product, alpha=1.0 / group.world_size, out=rest[rows])
                 mine[rows].copy_(product)
             self._fresh[number] = torch.where((factor != 0).any(1, keepdim=True), factor, old[number])
         self._copy_whole(vector, back=True)
-        if left_out is not None:
-            for each in self._whole:
-                left_out[each].zero_()
+        for each in self._whole:
+            left_out[each].zero_()
         return ()
 
     def commit(self) -> None:

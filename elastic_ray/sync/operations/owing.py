@@ -194,7 +194,7 @@ class Compression(Protocol):
         """Start the first round, and return its works; ``params`` give the shapes of the parts of ``vector``."""
 
     def next_round(
-        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
+        self, vector: torch.Tensor, left_out: torch.Tensor, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
         """Start the next round after ``finished`` rounds, and return its works; none once ``vector`` holds the sum.
 
@@ -223,14 +223,12 @@ class CompressedOperation(OwingOperation):
 
     Args:
         places: Positions of the bucket's parameters in the model.
-        feeds_back: Whether the residual is kept for the next step (error feedback).
     """
 
-    def __init__(self, compression: Compression, places: Sequence[int], *, feeds_back: bool) -> None:
+    def __init__(self, compression: Compression, places: Sequence[int]) -> None:
         super().__init__()
         self.compression = compression
         self.places = tuple(places)
-        self._feeds_back = feeds_back
         self._vector: torch.Tensor | None = None
         self._left_out: torch.Tensor | None = None
 
@@ -238,23 +236,21 @@ class CompressedOperation(OwingOperation):
         vector = bucket.flat_gradient()
         if vector.dtype not in (torch.float32, torch.float64):
             vector = vector.float()
-        self._vector = vector
+        self._vector, self._left_out = vector, None
         if self._plain:
             return (group.all_reduce(vector),)
-        if self._feeds_back:
-            self.residual.add_to(vector, self._scale)
-            self._left_out = self.residual.room(vector)
+        self.residual.add_to(vector, self._scale)
+        self._left_out = self.residual.room(vector)
         return self.compression.launch(bucket.params, vector, group)
 
     def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         vector = self._vector
         assert vector is not None, "no pass was launched"
-        if not self._plain:
+        if self._left_out is not None:
             works = self.compression.next_round(vector, self._left_out, group, finished)
             if works:
                 return works
-            if self._left_out is not None:
-                self.residual.leave(self._left_out, self._scale)
+            self.residual.leave(self._left_out, self._scale)
         body = bucket.flat_gradient()
         if body is not vector:
             body.copy_(vector)

@@ -12,6 +12,9 @@ from placement.cluster.jobs import JobView, Shape, shape_goodputs
 from placement.cluster.packing import FreeResources, FreeSlots, Occupancy, worst_fit
 from placement.goodput.step_time import Floats
 
+MOST_NODES = 16  # of a job
+_HORIZON_S = 60.0
+
 
 class StablePlacer:
     """Placer that tracks free slots per node; jobs are identified by their index in the arguments of ``place``.
@@ -124,21 +127,17 @@ def use_idle(
     running: Sequence[JobView],
     settler: StablePlacer,
     places: list[dict[int, int]],
-    *,
-    most_nodes: int,
-    horizon_s: float = 60.0,
 ) -> None:
-    """Give idle slots to jobs, one by one, while the speed-up repays the cost of a change within ``horizon_s`` [s].
+    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within a minute.
 
-    Changes ``settler`` and ``places`` (each job's workers by node index). Jobs whose size their user fixed do not grow,
-    and no job grows beyond ``most_nodes`` nodes.
+    Modifies ``places``, each job's workers by node index. Jobs held at a size, or on ``MOST_NODES`` nodes, do not grow.
     """
     for i, view in enumerate(running):
         limit = growth_limit(view)
-        gain = 1.0 + view.resize_cost_s / horizon_s + 1e-9
+        gain = 1.0 + view.resize_cost_s / _HORIZON_S + 1e-9
         while view.held_at is None and places[i] and sum(places[i].values()) < limit:
             more = settler.grown(i, 1)
-            if more is None or len(more) > most_nodes:
+            if more is None or len(more) > MOST_NODES:
                 break
             before, after = speeds_of(view, (shape_of(places[i]), shape_of(more)))
             if not after > gain * before:
