@@ -403,6 +403,7 @@ class StepLedger:
 
         The nested pass continues first, so that user code gets its result; only then does the failure ``cause`` count.
         """
+        self.reduced |= lost.nested and self._place[1] > 0  # or another rank's has, whose update is received
         outer_lost = lost.outer_lost or not self.reduced  # its shares were cut for a group that is gone
         if lost.nested and outer_lost and lost.before == self._place:
             self._around = cause, self.depth
@@ -488,18 +489,19 @@ class StepLedger:
     def may_apply(self) -> bool:
         """True if the optimizer step that user code requests must be applied now.
 
-        False within an accumulation, after a failure, and if a survivor had already applied it before this step was
-        drawn again: a GAN's first optimizer may already have stepped when the gradients of the second were lost.
+        False within an accumulation, after a failure, also of a step around this one, and if a survivor had already
+        applied it before this step was drawn again: a GAN's first optimizer may have stepped when the second one's
+        gradients were lost.
         """
         if self.updating:
             self._check_updated()
         step = self.outermost
         if step is None:
             return not self.replaying  # else the state that the others hold would be stepped once more
-        if self.failed or not step.is_last_micro:
+        if not step.is_last_micro:
             return False
-        self._updates_asked += 1
-        if self._updates_asked <= self.state.progress.optimizers_stepped:
+        self._updates_asked += 1  # also of a lost step: its later updates have these numbers on all ranks
+        if self.failed or self._around[1] or self._updates_asked <= self.state.progress.optimizers_stepped:
             return False
         if self._moment is not None:
             self._moment("optimizer_step")
