@@ -203,20 +203,25 @@ def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: 
     return lateness
 
 
-def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats) -> Floats:
+def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, arrivals_per_s: float = 0.0) -> Floats:
     """Return the part of the coming time in which a job trains if it changes to each option, (J, C).
 
-        part = H' / (H' + d)    with H' = min(horizon, remaining time)
+        part = H' / (H' + n d)    with H' = min(horizon, remaining time T)
+
+    d is the pause of a change of size and n the expected number of pauses. If a job arrives before this one ends, it
+    undoes the change at the cost of a second pause, so n = 2 - exp(-arrivals x T).
 
     Args:
         speed: Speed of each of J jobs in each of C options, relative to its smallest size, (J, C).
         left_s: Remaining time at speed 1 [s], (J,), NaN if unknown.
         cost_s: Time without progress that a change costs, d [s], (J,).
-        horizon_s: Horizon [s], (J,).
+        horizon_s: H [s], (J,).
+        arrivals_per_s: Rate of arriving jobs [1/s].
     """
     lasting = np.where(np.isnan(left_s), np.inf, left_s)[:, np.newaxis] / np.maximum(speed, 1e-9)
     span = np.clip(lasting, 1.0, horizon_s[:, np.newaxis])
-    part: Floats = span / (span + cost_s[:, np.newaxis])
+    undone = -np.expm1(-arrivals_per_s * np.minimum(lasting, 1e12))
+    part: Floats = span / (span + (1.0 + undone) * cost_s[:, np.newaxis])
     return part
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -49,6 +51,17 @@ def test_a_change_costs_more_the_less_is_left() -> None:
         600 / 650
     )
     assert discount(np.array([[1.0]]), np.array([10.0]), np.array([0.0]), np.array([600.0]))[0, 0] == 1.0
+
+
+def test_a_change_that_an_arrival_undoes_costs_two_pauses() -> None:
+    def part(arrivals_per_s: float) -> float:
+        short = np.array([[1.0]]), np.array([100.0]), np.array([50.0]), np.array([600.0])
+        return float(discount(*short, arrivals_per_s)[0, 0])
+
+    assert part(0.0) == pytest.approx(100 / 150)
+    assert part(0.01) == pytest.approx(100 / (100 + 50 * (2 - math.exp(-1.0))))
+    assert part(1e9) == pytest.approx(100 / 200)
+    assert part(0.0) > part(1e-4) > part(1e-2) > part(1.0)
 
 
 def test_happiness_is_continuous_in_its_power() -> None:

@@ -216,7 +216,7 @@ class _Search:
         same[:, -1] = True
         fewer = (here[:, np.newaxis] > 0) & (workers <= here[:, np.newaxis])
         same[here == 0] = True  # a start costs the same now and later
-        values = np.where(allowed, self.utility.of(rows).values(speed, speed[:, -1:], fewer, same), -np.inf)
+        values = np.where(allowed, self.utility.of(rows).values(speed, fewer, same), -np.inf)
         sizes = workers * np.take_along_axis(instance.unit[rows], pool_of, axis=1)
         base = np.full(len(jobs), len(instance.sizes), dtype=np.int64)
         # Shares of different resources may add up to more than 1; the floors do fit, since they were put on nodes.

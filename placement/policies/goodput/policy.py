@@ -35,7 +35,7 @@ _Places = dict[str, int]
 class GoodputPolicy:
     """Policy that maximises the summed, weighted utility of the jobs' speeds, after the cost of every change.
 
-    The sum over jobs is weight x phi(speed) - max(weight, charge) x (pause(speed) + undone x pause(now)), with:
+    The sum over jobs is weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount)), with:
 
     * speed: goodput of an option divided by the goodput at the job's smallest size. Measured step times take precedence
       over the fitted model (``placement.goodput.speeds``).
@@ -45,13 +45,13 @@ class GoodputPolicy:
       is declared epochs x measured progress per epoch; a job that declares nothing counts as the mean. A job that
       would end later than ``late`` times its fair time (``remaining.overdue``) weighs more by that ratio, at most
       ten times, so that no job starves.
-    * pause(s) = phi(s) - phi(s x H' / (H' + d)), 0 for staying unchanged, with d = ``resize_cost_s`` and H' =
-      min(horizon, remaining time). undone is the chance that a job arrives before this one ends, at the rate of the
-      last half hour: an arrival undoes a change, with another pause at the speed that the job has now. If a change
-      removes workers or moves the job, it must gain ``hysteresis`` besides. Pauses are charged at a weight of
+    * discount = H' / (H' + n d) for every option except staying unchanged, with d = ``resize_cost_s``, H' =
+      min(horizon, remaining time) and n = 1 + the chance that a job arrives before this one ends, at the rate of
+      the last half hour: an arrival undoes a change, at the cost of another pause. If a change removes
+      workers or moves the job, the discount is also divided by 1 + hysteresis. The cost is charged at a weight of
       at least ``charge``: GPUs of a paused job serve nobody, and a long job would otherwise pause for every short
       job that comes and goes. With one GPU type, GPUs that stay idle in the outcome are assigned without that
-      charge, and with undone = 0, to jobs that gain more than the pause costs and ``hysteresis``.
+      charge, and with n = 1, to jobs that gain more than the pause costs and ``hysteresis``.
     * phi(s) = (s^p - 1) / p, or log s for p = 0, which makes the sum proportionally fair (Nash's bargaining solution).
       If no length is known, p = ``fair_power``. If all lengths are known, p = ``power``; if some are, p lies
       proportionally in between, and the other jobs count as average length. On a crowded cluster (more than ``crowd``
@@ -62,11 +62,12 @@ class GoodputPolicy:
 
     Minimums come first (``admission``), except on a crowded cluster. There, a job may wait, which is worth weight x
     phi(0). A running job may be stopped if it reports the cost of a stop (``JobView.stop_cost_s``), which is charged as
-    a later pause at its present speed. Then every job picks argmax of value - price x workers, with one dual price per
-    GPU type (``dual_prices``), among sizes that leave no scattered room; remaining room is filled with any size. The
-    outcome replaces the current allocation only if it is worth more after all costs of changing (``local_search``), so
-    equal inputs change nothing. A job's workers are all of one GPU type, unless ``JobView.mixed_gpu_types`` lets it
-    use leftover slots of other types (``MixedTypes``).
+    the pause when it starts again. Then
+    every job picks argmax of value - price x workers, with one dual price per GPU type (``dual_prices``), among
+    sizes that leave no scattered room; remaining room is filled with any size. The outcome replaces the current
+    allocation only if it is worth more after all costs of changing (``local_search``), so equal inputs change
+    nothing. A job's workers are all of one GPU type, unless ``JobView.mixed_gpu_types`` lets it use leftover slots
+    of other types (``MixedTypes``).
 
     The defaults are round numbers; between them and their neighbours (p 0.4 to 0.7, a 0.7 to 1.5, H 200 to 400 s)
     the average completion time of a trace changes by 1 to 4 %, for better or worse depending on the trace.

@@ -319,36 +319,30 @@ class SpeedValue:
         parts = {name: getattr(self, name)[jobs] for name in ("weight", "left_s", "cost_s", "stop_s", "horizon_s")}
         return dataclasses.replace(self, **parts)
 
-    def values(self, speed: Floats, now: Floats, fewer: NDArray[np.bool_], same: NDArray[np.bool_]) -> Floats:
+    def values(self, speed: Floats, fewer: NDArray[np.bool_], same: NDArray[np.bool_]) -> Floats:
         """Return the value of each job's speed in each option, less the cost of changing to that option, (J, C).
 
-            weight x phi(speed) - max(weight, charge) x (pause(speed) + undone x pause(now))
-            pause(s) = phi(s) - phi(s x discount)
+            weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount))
 
-        A change pauses the job at its new speed. If an arrival undoes the change, the job pauses again, at its present
-        speed. A stop costs this second pause alone, but always. phi is ``concave_value``.
+        A stop is worth weight x (phi(0) + phi(discount)), since the job pauses when it starts again at speed 1. phi is
+        ``concave_value``.
 
         Args:
-            now: Present speed of each job, (J, 1).
             fewer: True if the option gives a running job no more workers than it has now.
             same: True if the option changes nothing for the job, so that no discount applies.
         """
-        worth, weight = concave_value(speed, self.power), self.weight[:, np.newaxis]
-        lost = worth - self._paused(speed, self.cost_s, np.where(fewer, self.hysteresis, self.growth_hysteresis))
-        if self.arrivals_per_s > 0:
-            left_s = np.where(np.isnan(self.left_s), np.inf, self.left_s)[:, np.newaxis]
-            undone = -np.expm1(-self.arrivals_per_s * np.minimum(left_s / np.maximum(now, 1e-9), 1e12))
-            lost = lost + undone * (concave_value(now, self.power) - self._paused(now, self.cost_s))
+        part = discount(speed, self.left_s, self.cost_s, self.horizon_s, self.arrivals_per_s)
+        part = part / (1.0 + np.where(fewer, self.hysteresis, self.growth_hysteresis))
+        worth = concave_value(speed, self.power)
+        lost = worth - concave_value(speed * np.where(same, 1.0, part), self.power)
+        weight = self.weight[:, np.newaxis]
+        values: Floats = weight * worth - np.maximum(weight, self.charge) * lost
         if self.crowded:
-            again = concave_value(now, self.power) - self._paused(now, self.stop_s, self.hysteresis)
-            lost = np.where(fewer & (speed <= 0), again, lost)
-        values: Floats = weight * worth - np.where(same, 0.0, np.maximum(weight, self.charge) * lost)
+            stops = fewer & ~same & (speed <= 0)
+            part = discount(np.zeros_like(weight), self.left_s, self.stop_s, self.horizon_s, self.arrivals_per_s)
+            resumed = concave_value(part / (1.0 + self.hysteresis), self.power)
+            values = np.where(stops, weight * (worth + resumed), values)
         return values
-
-    def _paused(self, speed: Floats, cost_s: Floats, gain: Floats | float = 0.0) -> Floats:
-        """Return phi of the speed after a pause; ``gain`` is the further relative gain that a change must bring."""
-        part = discount(speed, self.left_s, cost_s, self.horizon_s) / (1.0 + gain)
-        return concave_value(speed * part, self.power)
 
 
 def worth_of(
@@ -370,6 +364,7 @@ def worth_of(
     stays = [now is then or now == then for now, then in zip(present, placements, strict=True)]
     same = np.array(stays, dtype=np.bool_) | (had == 0)
     fewer = (had > 0) & (has <= had)
-    speed, now = instance.speed_at(placements)[:, np.newaxis], instance.speed_at(present)[:, np.newaxis]
-    values = utility.values(speed, now, fewer[:, np.newaxis], same[:, np.newaxis])[:, 0]
+    values = utility.values(instance.speed_at(placements)[:, np.newaxis], fewer[:, np.newaxis], same[:, np.newaxis])[
+        :, 0
+    ]
     return -round(float(utility.weight[~runs].sum()), 9), float(values[runs].sum())
