@@ -1,52 +1,118 @@
-"""Ways of an all-reduce between two nodes of two ranks each: step time, and what a node receives for it.
+"""Topologies of an all-reduce between two nodes of two ranks each: step times, and what a policy does on a slow link.
 
-Nodes are network namespaces with a link of 1 Gbit/s each; 10.5 M parameters with SGD, gloo. One model is switched from
-topology to topology in alternating blocks, torch DDP beside it. Four ranks share two cores. Bar: ``two_level`` takes at
-most 0.6 x the time of the flat reduction.
+Nodes are network namespaces with a link of 1 Gbit/s and 5 ms one way between them; gloo; four ranks share two cores.
+
+``--part ways``: 10.5 M parameters with SGD. One model is switched from topology to topology in alternating blocks,
+torch DDP and the same steps without any reduction beside it. A reduction's time is what a step takes longer than those.
+Bar: ``two_level`` takes at most 0.6 x the time of the flat reduction.
+
+``--part slow``: 2.6 M parameters under ``Interference``, whose choices are topologies. At a step the link slows to a
+tenth; later every topology runs in turn. Bar: within ten steps the speed is 0.9 x that of the best one, and stays so.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import statistics
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from bench_shard_groups import NODES, RANKS, measure
 from bench_sync import launch
 from common import bar, finish, side_parser
-from network import Nodes, may_make_namespaces, namespaces
+from network import Nodes, change_rate, far_namespaces, may_make_namespaces
 
 WAYS = ("all_reduce", "two_level", "ring", "tree", "star")
-DDP = "torch DDP"
+DDP, ALONE = "torch DDP", "no reduction"
+DELAY_S = 0.005
+FREE_STEPS, SLOW_STEPS, WINDOW = 15, 45, 5
+CHOICES = {"two choices": WAYS[:2], "five choices": WAYS}
 
 
 def main() -> None:
     """All ranks, and what rank 0 has measured."""
     parser = side_parser(__doc__ or "", sides=False)
+    parser.add_argument("--part", choices=("ways", "slow"), help="only this part")
     parser.add_argument("--rank-of", nargs="*", help="of a process that this benchmark starts itself")
     options = parser.parse_args()
     if options.rank_of is not None:
-        _rank(*map(int, options.rank_of))
+        part, *rest = options.rank_of
+        (_rank_of_ways if part == "ways" else _rank_of_slow)(*rest)
         return
     if not may_make_namespaces():
         raise SystemExit("this process may not make network namespaces")
-    with namespaces(NODES) as made:
-        arguments = ["2", "3"] if options.quick else ["6", "4"]
-        found = launch(Nodes(made.prefix), RANKS, arguments, timeout_s=1500, script=__file__)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    bars = []
+    for part, run in (("ways", _ways), ("slow", _slow)):
+        if options.part in (None, part):
+            rows[part], found = run(quick=options.quick)
+            bars += found
+    for part, each in rows.items():
+        finish(f"topology, {part}", rows=each, bars=bars if part == list(rows)[-1] else [])
+
+
+def _launch(*arguments: str) -> dict[str, Any]:
+    with far_namespaces(NODES, delay_s=DELAY_S) as made:
+        return launch(Nodes(made.prefix), RANKS, arguments, timeout_s=1500, script=__file__)
+
+
+def _ways(*, quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows and bars of fixed topologies."""
+    found = _launch("ways", *(["2", "2"] if quick else ["4", "3"]))
+    alone = statistics.median(found[ALONE][0])
     rows = [
         {
             "topology": name,
             "step [s]": statistics.median(times),
+            "reduction [s]": statistics.median(times) - alone,
             "node receives [MB a step]": statistics.median(received),
         }
         for name, (times, received) in found.items()
     ]
-    steps = {row["topology"]: row["step [s]"] for row in rows}
-    bars = [
-        bar(f"step, two_level / {flat}", value=steps["two_level"] / steps[flat], limit=0.6, at_least=False)
+    by_name = {row["topology"]: row for row in rows}
+    return rows, [
+        bar(
+            f"{what}, two_level / {flat}: two nodes of two ranks, 1 Gbit/s and 5 ms",
+            value=by_name["two_level"][column] / by_name[flat][column],
+            limit=0.6,
+            at_least=False,
+        )
+        for what, column in (("reduction", "reduction [s]"), ("step", "step [s]"))
         for flat in ("all_reduce", DDP)
     ]
-    finish("topology", rows=rows, bars=bars)
+
+
+def _slow(*, quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows and bars of a link that slows to a tenth."""
+    rows, bars = [], []
+    for choices in list(CHOICES)[: 1 if quick else None]:
+        found = _launch("slow", choices)
+        times = found["times"]
+        fixed = {name: statistics.median(each) for name, each in found["blocks"].items()}
+        best_s, free_s = min(fixed.values()), statistics.median(times[5:FREE_STEPS])
+        slow = times[FREE_STEPS:]
+        medians = [statistics.median(slow[at : at + WINDOW]) for at in range(len(slow) - WINDOW + 1)]
+        recovered = next((at for at in range(len(medians), 0, -1) if medians[at - 1] > best_s / 0.9), 0)
+        rows += [
+            {
+                "choices": choices,
+                "link": "free",
+                "topology": WAYS[0],
+                "step [s]": free_s,
+            },
+            *({"choices": choices, "link": "a tenth", "topology": name, "step [s]": s} for name, s in fixed.items()),
+            {"choices": choices, "link": "a tenth", "topology": f"{found['kept']}, kept", "step [s]": medians[-1]},
+        ]
+        print(f"{choices}: steps [s] on the slow link {[round(each, 2) for each in slow]}; asked {found['asked']}")
+        among = f"link slows to a tenth, Interference with {choices}"
+        bars += [
+            bar(f"{among}: steps until 0.9 x the best speed", value=recovered, limit=10, at_least=False),
+            bar(f"{among}: speed kept / best topology's", value=best_s / medians[-1], limit=0.9, at_least=True),
+        ]
+    return rows, bars
 
 
 # -- one rank --------------------------------------------------------------------------------------------------------
@@ -75,7 +141,7 @@ def _our_steps(data: Any, chosen: list[str]) -> Iterator[None]:
             yield
 
 
-def _their_steps(data: Any) -> Iterator[None]:
+def _their_steps(data: Any, *, reduces: bool) -> Iterator[None]:
     """The same of torch DDP."""
     import torch
     import torch.distributed as dist
@@ -87,23 +153,93 @@ def _their_steps(data: Any) -> Iterator[None]:
     sampler = torch.utils.data.DistributedSampler(data, dist.get_world_size(), dist.get_rank())
     while True:
         for x, y in torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler, drop_last=True):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            with contextlib.nullcontext() if reduces else model.no_sync():
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
             yield
 
 
-def _rank(rounds: int, steps: int) -> None:
+def _start() -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # all ranks share one dataset
+
+
+def _rank_of_ways(rounds: str, steps: str) -> None:
+    import torch
+
+    _start()
     data = torch.utils.data.TensorDataset(torch.randn(2048, 1024), torch.randint(10, (2048,)))
     chosen = [WAYS[0]]
-    ours, theirs = _our_steps(data, chosen), _their_steps(data)
-    measure({**dict.fromkeys(WAYS, ours), DDP: theirs}, chosen, rounds, steps)
+    ours = _our_steps(data, chosen)
+    theirs = {DDP: _their_steps(data, reduces=True), ALONE: _their_steps(data, reduces=False)}
+    measure({**dict.fromkeys(WAYS, ours), **theirs}, chosen, int(rounds), int(steps))
+
+
+def _rank_of_slow(choices: str) -> None:
+    """Steps on a free link, on a slow one, then under each topology by turns; rank 0 prints what it found."""
+    import torch
+    import torch.distributed as dist
+
+    import elastic_ray as er
+    from elastic_ray.adaptation import Interference, PolicyView, SetStrategy
+    from elastic_ray.adaptation.policy import Answer
+
+    asked: list[tuple[int, Any]] = []
+
+    class Noticing(Interference):
+        """Interference that writes down what it asks for, and is silent while topologies are compared."""
+
+        def after_step(self, view: PolicyView) -> Answer:
+            answer = super().after_step(view) if view.step < FREE_STEPS + SLOW_STEPS else None
+            if isinstance(answer, SetStrategy):
+                asked.append((view.step - FREE_STEPS, answer.strategy))
+            return answer
+
+    _start()
+    module = torch.nn.Sequential(torch.nn.Linear(512, 2560), torch.nn.ReLU(), torch.nn.Linear(2560, 512))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
+    policy = Noticing(CHOICES[choices], window=WINDOW)
+    model = er.AdaptiveDataParallel(module, optimizer, policy=policy, scaling_rule="none")
+    data = torch.utils.data.TensorDataset(torch.randn(64, 512).repeat(50, 1))
+    times: list[float] = []
+
+    def steps() -> Iterator[None]:
+        for _ in er.remaining_epochs_until(1_000_000):
+            for (x,) in er.AdaptiveDataLoader(data, batch_size=16, drop_last=True):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                yield
+
+    def timed() -> float:
+        since_s = time.perf_counter()
+        next(running)
+        return time.perf_counter() - since_s
+
+    running = steps()
+    for step in range(FREE_STEPS + SLOW_STEPS):
+        if step == FREE_STEPS and os.environ["LOCAL_RANK"] == "0":
+            change_rate(os.environ["GLOO_SOCKET_IFNAME"], "100mbit")
+        times.append(timed())
+    kept = model.strategy.name
+    blocks: dict[str, list[float]] = {name: [] for name in WAYS}
+    for order in (WAYS, WAYS[::-1]):
+        for name in order:
+            model.set_strategy(name)
+            for _ in range(3):  # until the switch counts
+                next(running)
+            blocks[name] += [timed() for _ in range(3)]
+    if dist.get_rank() == 0:
+        result = {"times": times, "kept": kept, "asked": asked, "blocks": blocks}
+        print("RESULT " + json.dumps(result), flush=True)
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    os._exit(0)  # in the middle of an epoch: nothing to finish
 
 
 if __name__ == "__main__":

@@ -1,15 +1,26 @@
-"""Where the ranks of a benchmark run: on loopback, or each in a network namespace behind a link of 1 Gbit/s."""
+"""Where the ranks of a benchmark run: on loopback, or each in a network namespace behind a link of 1 Gbit/s.
+
+Links may delay: their packets go through this process, for not every kernel has netem.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import fcntl
 import os
+import select
 import shutil
+import struct
 import subprocess
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 _BRIDGE_ADDRESS = "10.231.7.254"
+_TUNSETIFF, _IFF_TUN_NO_PI = 0x400454CA, 0x1001  # of linux/if_tun.h
+_LARGEST_PACKET = 65000
 
 
 class Network(Protocol):
@@ -120,15 +131,71 @@ def namespaces(world: int, *, rate: str = "1gbit") -> Iterator[Namespaces]:
             _run(f"ip netns exec {name} ip addr add {network.address(rank)}/24 dev {inside}")
             _run(f"ip netns exec {name} ip link set lo up")
             _run(f"ip netns exec {name} ip link set {inside} up")
-            shape = f"root tbf rate {rate} burst 256kb latency 50ms"
-            _run(f"ip netns exec {name} tc qdisc add dev {inside} {shape}")
-            _run(f"tc qdisc add dev {outside} {shape}")
+            _run(f"ip netns exec {name} tc qdisc add dev {inside} {_shape(rate)}")
+            _run(f"tc qdisc add dev {outside} {_shape(rate)}")
         yield network
     finally:
         for rank in range(world):
             subprocess.run(["ip", "netns", "del", f"{prefix}{rank}"], capture_output=True, check=False)
             subprocess.run(["ip", "link", "del", f"{prefix}o{rank}"], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+
+
+@contextlib.contextmanager
+def far_namespaces(world: int, *, delay_s: float, rate: str = "1gbit") -> Iterator[Namespaces]:
+    """Namespaces that send at ``rate``, and whose packets arrive ``delay_s`` later; gone afterwards.
+
+    Each has one end of a tunnel, the other end is a file of this process.
+    """
+    prefix = f"er{os.getpid() % 10000}n"
+    network, files, stopped = Namespaces(prefix), list[int](), threading.Event()
+    thread = threading.Thread(target=_deliver, args=(files, delay_s, stopped), daemon=True)
+    try:
+        for rank in range(world):
+            device, name = network.interface(rank), f"{prefix}{rank}"
+            files.append(os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
+            fcntl.ioctl(files[-1], _TUNSETIFF, struct.pack("16sH22x", device.encode(), _IFF_TUN_NO_PI))
+            _run(f"ip netns add {name}")
+            _run(f"ip link set {device} netns {name}")
+            _run(f"ip netns exec {name} ip addr add {network.address(rank)}/24 dev {device}")
+            _run(f"ip netns exec {name} ip link set lo up")
+            _run(f"ip netns exec {name} ip link set {device} up mtu {_LARGEST_PACKET}")
+            _run(f"ip netns exec {name} tc qdisc add dev {device} {_shape(rate)}")
+        thread.start()
+        yield network
+    finally:
+        stopped.set()
+        if thread.is_alive():
+            thread.join()
+        for file in files:
+            os.close(file)
+        for rank in range(world):
+            subprocess.run(["ip", "netns", "del", f"{prefix}{rank}"], capture_output=True, check=False)
+
+
+def change_rate(interface: str, rate: str) -> None:
+    """Let an interface of this process's namespace send at another rate from now on."""
+    _run(f"tc qdisc change dev {interface} {_shape(rate)}")
+
+
+def _deliver(files: Sequence[int], delay_s: float, stopped: threading.Event) -> None:
+    """Write each packet to its destination's tunnel when it is due."""
+    due = collections.deque[tuple[float, int, bytes]]()
+    while not stopped.is_set():
+        ready, _, _ = select.select(files, [], [], max(0.0, due[0][0] - time.monotonic()) if due else 0.1)
+        for file in ready:
+            with contextlib.suppress(BlockingIOError):
+                packet = os.read(file, 1 << 16)
+                if packet[0] >> 4 == 4 and 0 < packet[19] <= len(files):  # IPv4; the address ends with the rank + 1
+                    due.append((time.monotonic() + delay_s, files[packet[19] - 1], packet))
+        while due and due[0][0] <= time.monotonic():
+            _, file, packet = due.popleft()
+            with contextlib.suppress(OSError):  # the namespace is gone
+                os.write(file, packet)
+
+
+def _shape(rate: str) -> str:
+    return f"root tbf rate {rate} burst 256kb latency 50ms"
 
 
 def _run(command: str) -> None:
