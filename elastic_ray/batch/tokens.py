@@ -60,7 +60,7 @@ class TokenBatch:
     counted: bool = False  # the loop counts them
 
     def samples(self, tokens: int) -> int:
-        """Return the number of samples that hold this many tokens, rounded down; at least 1."""
+        """Return the number of samples that hold ``tokens`` tokens, rounded down; at least 1."""
         return max(1, math.floor(tokens / self.per_sample + 1e-9))
 
     @property

@@ -213,7 +213,7 @@ def _script_row(script: Submission) -> JobRow:
 
 
 def metric_cell(row: JobRow, metric: str = "") -> str:
-    """Return a job's value of ``metric`` as text, by default of its own metric with its name; empty if unknown."""
+    """Return a job's ``metric`` as text; by default, the job's own metric with its name. Empty if not reported."""
     name = metric or row.shown_metric
     value = number_in(row.metrics, name)
     return "" if value is None else f"{value:.4g}" if metric else f"{printable(name)} {value:.4g}"

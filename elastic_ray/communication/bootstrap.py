@@ -78,7 +78,7 @@ class _Table:
 class Bootstrap:
     """Rendezvous server through which the members of a job's generations (groups of workers) find each other.
 
-    The server runs in a single event loop. If its data is lost, the generation is not formed.
+    The server runs in a single event loop. If the server's data is lost, the generation that is forming fails.
 
     Args:
         is_member: Returns True if a worker belongs to the given generation, which is current or announced. Generation
