@@ -453,7 +453,7 @@ class LoaderPasses:
                 self._catch_up()
 
     def settle(self) -> None:
-        """Commit each step whose loop was left by ``break``, and end its pass."""
+        """Commit each step whose loop was left by ``break``, and end the pass to which the step belongs."""
         while (step := self._run.ledger.pop_abandoned()) is not None:
             loader_pass, total, ended = step.loader_pass, step.total, self._run.states.progress.ended_passes
             self.edge(ends_pass=True, abandoned=True)
