@@ -215,8 +215,7 @@ def eta_range(
 
 
 def reports_to_end(reports: int, most: int | None) -> float | None:
-    """Return progress as ``reports / most``, 0 to 1, of a run that ends after ``most`` reports; None without a limit.
-    """
+    """Return ``reports / most`` (0 to 1), the progress of a run that ends after ``most`` reports; None if unlimited."""
     return min(1.0, max(0, reports) / most) if most else None
 
 

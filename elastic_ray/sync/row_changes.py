@@ -121,12 +121,12 @@ class HandChanges:
         self._found = self._suspected = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Treat the optimizer's steps as updates, and later changes by its post-step hooks as changes by hand."""
+        """Treat the optimizer's steps as updates, and changes by its later post-step hooks as changes by hand."""
         handle = optimizer.register_step_post_hook(lambda *_: self.note())
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     def watch(self, rows: Iterable[Tensor]) -> None:
-        """Watch the given rows instead of the previous ones, with their current values as the reference."""
+        """Watch the given rows instead of the previous ones; the current values are the reference for changes."""
         flat = [each.detach().reshape(-1) for each in rows if each.numel()]
         self._looked_at = [each[:: max(1, each.numel() // _LOOKED_AT)] for each in flat]
         self.note()

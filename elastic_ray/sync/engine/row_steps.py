@@ -33,7 +33,7 @@ class RowSteps:
         self._hooks: tuple[Any, Any] | None = None
 
     def follow(self, tables: Sequence[TableGradient]) -> None:
-        """Set the tables of which only rows are stepped."""
+        """Set the tables of which the optimizer steps only the touched rows."""
         self._tables = tables
         self.recheck()
 

@@ -49,7 +49,7 @@ class PartitionedReduceOperation:
         return [group.all_reduce(piece) for piece in pieces if piece.numel()]
 
     def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Copy the sums back into the bucket."""
+        """Copy the sums of all parts back into the bucket, after the only round."""
         if self._axis == 0:
             self._form.unpack(bucket.flat_gradient())
         else:
@@ -113,7 +113,7 @@ class OwnerOperation:
         self._sent: torch.Tensor | None = None
 
     def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
-        """Launch the reduction to the owner."""
+        """Launch the reduction of the bucket to its owner."""
         self._sent = self._form.pack(bucket.flat_gradient())
         return (group.reduce(self._sent, self._owner),)
 
@@ -141,11 +141,11 @@ class CastReduceOperation:
         self._form = form
 
     def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
-        """Launch the reduction of the rounded gradients."""
+        """Launch the all-reduce of the gradients, rounded to the smaller dtype."""
         return (group.all_reduce(self._form.pack(bucket.flat_gradient())),)
 
     def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Copy the sum back into the bucket in the bucket's dtype."""
+        """Copy the sum back into the bucket, converted to the bucket's dtype, after the only round."""
         self._form.unpack(bucket.flat_gradient())
         return ()
 
