@@ -172,7 +172,7 @@ class DiLoCoAverager:
 
 
 def make_averager(average: Average) -> Averager:
-    """Return the averager for a strategy's averaging algorithm."""
+    """Return the averager for the averaging algorithm that a strategy's ``average`` describes."""
     match average.algorithm:
         case "diloco":
             return DiLoCoAverager(average.outer_lr, average.outer_momentum)
