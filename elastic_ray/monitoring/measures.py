@@ -88,7 +88,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(WorkerMeasures))
 
 
 def mib(count: int) -> float:
-    """Convert bytes to MiB."""
+    """Convert a number of bytes to MiB."""
     return count / _MIB
 
 

@@ -135,7 +135,7 @@ class StepMeter:
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
 
     def leave_out(self) -> None:
-        """Exclude the current step from the averages per step, because another worker executes it instead."""
+        """Exclude the current step from averages, because another worker executes it in place of this one."""
         self._of = max(1, self._of - 1)
 
     def waited_for_data(self, seconds: float) -> None:
@@ -169,7 +169,7 @@ class StepMeter:
         self._committed_s = self._ready_s if self._ready_s is not None else self._committed_s
 
     def start(self) -> None:
-        """Enter a new group; the time since the last group does not count as a step."""
+        """Start measuring in a new group; the time since the last step in the old group does not count as a step."""
         self.workers = self._concluded = ()
         self._began_s = self._ended_s = self._ready_s = self._waits_since_s = None
         self._sync_s = self._step_s = self._waited_s = 0.0

@@ -24,7 +24,7 @@ class BufferSync:
 
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of each buffer, in the module's order; must be equal on all ranks."""
+        """Dtype and shape of each buffer, in the module's order, which must be the same on all ranks."""
         return [(str(b.dtype), tuple(b.shape)) for b in self._module.buffers()]
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ class SavedBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the copied buffers, because the update was skipped."""
+        """Restore the saved buffers, because the update was skipped."""
         for buffer, before in self._saved:
             buffer.copy_(before)
 

@@ -26,7 +26,7 @@ class DividedOptimizer(Protocol):
     """Protocol of an optimizer whose state is divided among the ranks."""
 
     def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
-        """Return all states on rank 0, keyed by parameter ({} elsewhere); None if undivided. Call it on every rank."""
+        """Return the complete states, keyed by parameter, on rank 0 ({} elsewhere), None if undivided; a collective."""
 
     def loaded(self) -> None:
         """Keep only this rank's part of the complete states that all ranks have just loaded into the optimizer."""
@@ -230,7 +230,7 @@ class _Parts:
 
 
 def after_step(scaler: Any, optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:
-    """Call ``then`` each time the scaler has stepped this optimizer or skipped its step."""
+    """Call ``then`` whenever the scaler has stepped this optimizer or skipped its step because of an overflow."""
     original = type(scaler).step
 
     @functools.wraps(original)

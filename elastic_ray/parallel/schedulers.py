@@ -296,7 +296,7 @@ def check_readable(scheduler: Any) -> None:
 
 
 def has_second_moments(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer keeps a running mean of squared gradients, with a decay rate beta2."""
+    """True if the optimizer keeps a running mean of squared gradients, decayed by beta2."""
     return not isinstance(optimizer, torch.optim.Adamax) and any(map(is_adam_group, optimizer.param_groups))
 
 

@@ -59,7 +59,7 @@ class Losses:
         return self._max_failures <= 0 or self.failures + self.raised <= self._max_failures
 
     def settled(self) -> None:
-        """Record that a group is training again, so that a later loss counts separately."""
+        """Record that a group is training again, so that a later loss is counted as a new one."""
         self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:
@@ -81,7 +81,7 @@ class Losses:
         return self._restart and self.fruitless <= MOST_FRUITLESS
 
     def mean_time_s(self, observed_s: float) -> float:
-        """Return the mean time between losses of all workers [s]; ``observed_s`` is the time of observation [s]."""
+        """Return the mean time between losses of all workers [s], given the time ``observed_s`` of observation [s]."""
         return mean_time_between_losses_s(self.lost, observed_s)
 
 
@@ -164,5 +164,5 @@ class SizeHistory:
         return self._stuck[1] > STUCK_FAILURES
 
     def saves_soon(self, now_s: float) -> bool:
-        """True if the job has trained too briefly to be expected to have saved its first automatic checkpoint."""
+        """True if the job has trained so briefly that its first automatic checkpoint is not expected yet."""
         return now_s - (self._first_s or 0.0) < 2.0 * FIRST_INTERVAL_S

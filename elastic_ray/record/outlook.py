@@ -24,7 +24,7 @@ _LEAST_EFFICIENCY = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Division of the time since a job's submission by use; the parts sum to the whole [s, each >= 0]."""
+    """Time since a job's submission, by what it was spent on; the parts sum to the whole [s, each >= 0]."""
 
     waiting_s: float = 0.0  # for resources, without processes
     starting_s: float = 0.0  # from the start of its processes until a group trained
@@ -142,7 +142,7 @@ def with_length(progress: Progress | None, dataset_size: int | None, init_batch_
 
 
 def progress_ratio(progress: Progress | None) -> float | None:
-    """Return iterations done / (done + left), 0 to 1; None if the job declares no length."""
+    """Return iterations done / (done + left), 0 to 1; None if the job has not declared its length."""
     left = remaining(progress)
     if progress is None or left is None:
         return None
@@ -215,7 +215,7 @@ def eta_range(
 
 
 def reports_to_end(reports: int, most: int | None) -> float | None:
-    """Return a run's progress, ``reports / most`` (0 to 1), if it ends with report ``most``; None without a limit."""
+    """Return ``reports / most`` (0 to 1), the progress of a run that ends after ``most`` reports; None if unlimited."""
     return min(1.0, max(0, reports) / most) if most else None
 
 

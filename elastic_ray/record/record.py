@@ -84,7 +84,7 @@ class JobRecord:
 
     @property
     def states(self) -> tuple[StateFile, ...]:
-        """Automatic checkpoints that are further than the latest reported checkpoint, newest first."""
+        """Automatic checkpoints with more progress than the latest reported checkpoint, newest first."""
         point = self.restart_point[1]
         steps = point.steps if point is not None else 0
         newer = self._since_checkpoint
@@ -111,14 +111,14 @@ class JobRecord:
 
     @property
     def last_state(self) -> StateFile | None:
-        """Automatic checkpoint that remains when the job finishes; None if none remains."""
+        """Automatic checkpoint that is kept when the job finishes; None if none is kept."""
         return self._states[0] if self._states and self._keeps_last else None
 
     @property
     def workers_at_most(self) -> int:
-        """Largest number of workers that can continue from the resume point, 0 for no limit.
+        """Largest number of workers that can continue from the resume point; 0 for no limit.
 
-        Each worker needs two samples in its first step if possible, because BatchNorm fails with one.
+        Each worker gets two samples in its first step if possible, because BatchNorm fails with one.
         """
         point = self.resume_point
         return max(1, point.samples_left // 2) if point is not None and point.samples_left else 0
@@ -134,7 +134,7 @@ class JobRecord:
         self.message = waits_because or ""
 
     def event(self, event: JobEvent) -> None:
-        """Add an event."""
+        """Add an event for the job to the record."""
         self.events.append(event)
         self.unwritten_events.add(event.to_json())
         if event.kind is EventKind.STARTED:

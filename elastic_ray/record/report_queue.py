@@ -15,7 +15,7 @@ MOST = 1000
 
 
 class BoundedLog(Generic[T]):
-    """Log of numbered items that keeps only the latest.
+    """Log of numbered items that keeps only the latest ones.
 
     Numbers usually grow by one, but items may arrive out of order, and a restart repeats some numbers.
     """
@@ -84,7 +84,7 @@ class Backlog:
             self.dropped += 1
 
     def pop_dropped(self) -> int:
-        """Return the number of lines dropped since the previous call."""
+        """Return the number of lines dropped since the previous call of this method."""
         dropped, self.dropped = self.dropped, 0
         return dropped
 
@@ -141,7 +141,7 @@ class ReportQueue:
         self._taken = max(self._taken, taken)
 
     def wanted(self, after: int | None) -> int:
-        """Return the number of the next report after number ``after``, or after the last delivered report if None."""
+        """Return the number of the report that follows number ``after`` or, if None, the last delivered report."""
         return (self._taken if after is None else after) + 1
 
     def gone(self, number: int) -> bool:

@@ -39,7 +39,7 @@ _NO_GPU = None, None
 
 
 def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
-    """Return the largest number of workers that the job's limits and loader allow, at least its minimum."""
+    """Return the largest number of workers that the job's limits and loader allow, but at least the job's minimum."""
     most = spec.max_workers if planner.loader is None else min(spec.max_workers, planner.loader.max_workers)
     return max(spec.min_workers, spec.scheduling.allowed_sizes.at_most(most))
 
@@ -285,7 +285,7 @@ def _remarks(record: JobRecord, planner: BatchPlanner, report: StepReport | None
 
 
 def wish_note(planner: BatchPlanner) -> str:
-    """Return a note about the numbers of workers that adaptation policies request; empty if they request none."""
+    """Return a note on how many workers adaptation policies request; empty if they request no number."""
     match planner.wish:
         case (None, None):
             return ""

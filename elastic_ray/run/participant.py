@@ -40,10 +40,10 @@ class Participant:
         """Prepare for an optimizer step, when user code has called the optimizer."""
 
     def applied(self) -> None:
-        """Record that the optimizer applies its update in this step."""
+        """Record that the optimizer is about to apply its update in this step."""
 
     def scale_moments(self, optimizer: Any) -> None:
-        """Correct an optimizer's second moments, after a step with this rank's gradient, to the whole batch's."""
+        """Correct an optimizer's second moments to those of the whole batch, after a step with this rank's gradient."""
 
     def prepare_average(self) -> None:
         """Start the work for which :meth:`after_step` waits, before the ranks vote on a round of local steps."""
@@ -68,7 +68,7 @@ class Participant:
         """Join the action ``what`` that other ranks have announced, because this rank has no samples in the step."""
 
     def remember(self) -> Any:
-        """Return the values needed to undo the step that is about to start."""
+        """Return the values needed to undo the step that is about to start, for :meth:`roll_back`."""
         return None
 
     def roll_back(self, remembered: Any) -> None:
@@ -156,7 +156,7 @@ class Participant:
 
     @property
     def strategy_name(self) -> str:
-        """Name of the current strategy."""
+        """Name of the strategy that currently synchronises the model."""
         return ""
 
     @property
@@ -189,7 +189,7 @@ class Participant:
         """Merge diverged replicas into one model.
 
         Args:
-            gather: Also collect the whole optimizer state on rank 0.
+            gather: Whether to also collect the whole optimizer state on rank 0.
         """
 
     def prepare_to_save(self) -> None:

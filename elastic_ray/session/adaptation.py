@@ -49,7 +49,7 @@ class Adaptation:
         return self._run.states.progress
 
     def add(self, policies: Iterable[Policy]) -> None:
-        """Add policies. Raises PolicyError: The state of a policy is not plain."""
+        """Add policies to the run. Raises PolicyError: The state of a policy is not plain."""
         self.runner.add(policies)
         if self.runner and not self.active:
             self.active = True
@@ -57,7 +57,7 @@ class Adaptation:
             self._run.consensus.add(self.runner.watched, self.runner.ballot)
 
     def register(self, states: SharedState) -> None:
-        """Register the policies' state, to be sent to joiners and rolled back with a lost step.
+        """Register the policies' state, to be sent to joining ranks and rolled back with a lost step.
 
         Raises PolicyError: A policy's state cannot be sent to other ranks.
         """

@@ -61,7 +61,7 @@ class GroupChanges:
         self.furthest_passes = 0  # loader passes that the present group's furthest rank had ended when it was formed
 
     def join(self, *, timeout_s: float) -> None:
-        """Join a group for the first time, waiting up to ``timeout_s`` [s] for one.
+        """Join a group for the first time, waiting up to ``timeout_s`` [s] for a group.
 
         Raises WorkerDismissed: The job ended or shrank before this worker joined.
         """
@@ -387,7 +387,7 @@ class CollectiveResults:
             self.first, self.contents, self.place = number, [], place
 
     def keep(self, content: bytes) -> None:
-        """Keep the next result; drop old ones beyond the memory limit."""
+        """Keep the result of the next collective; drop the oldest results beyond the memory limit."""
         self.contents.append(content)
         while len(self.contents) > 1 and sum(map(len, self.contents)) > _MOST_KEPT_BYTES:
             self.contents.pop(0)

@@ -137,7 +137,7 @@ class Session:
 
     @property
     def progress(self) -> RunProgress:
-        """Progress of the run."""
+        """Progress of the run: its epoch, passes and committed steps."""
         return self.states.progress
 
     @property
@@ -156,7 +156,7 @@ class Session:
         return self.run.agreed.preempted and not self.run.agreed.stop
 
     def mark_replaced(self) -> None:
-        """Record that a later run of this process has replaced this one, whose loop cannot continue."""
+        """Record that a later run of this process has replaced this run, whose loop cannot continue."""
         self.replaced = True
 
     def add_policies(self, policies: Sequence[Policy]) -> None:
@@ -304,7 +304,7 @@ class Session:
         return reports
 
     def may_save(self) -> bool:
-        """True if all ranks hold the same model; if False, the models are made equal after the next step."""
+        """True if all ranks hold the same model; otherwise, request that models be made equal after the next step."""
         settled = self.registry.settled
         if not settled:
             self.run.agreed.wants_consensus = True

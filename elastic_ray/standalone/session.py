@@ -130,7 +130,7 @@ class StandaloneController:
         self._session = weakref.ref(session)  # a session that is forgotten ends the thread that looks at it
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
-        """Announce generation 1, the only one of a fixed group."""
+        """Announce generation 1, which is the only generation of a fixed group."""
         members = tuple(Member(worker=str(rank), node=_node_of(rank)) for rank in range(self._replicas))
         spec = GenerationSpec(generation=1, members=members, reason="a group of fixed size")
         if loader is not None and not loader.limits.fixed:
@@ -217,7 +217,7 @@ def _node_of(rank: int) -> str:
 
 
 def session_after(earlier: Session) -> Session:
-    """Release the group of an earlier session, and return a session for another run in the same process or group."""
+    """Release the group of ``earlier``, and return a session for another run in the same process or group."""
     assert isinstance(earlier.controller, StandaloneController), "a trainer's session serves one run"
     earlier.run.leave_group()
     earlier.membership.close(broken=False)

@@ -39,7 +39,7 @@ class Facts:
         """Return an error text on how the ranks' facts differ; empty if they agree. Call this on every rank.
 
         Args:
-            fingerprints: Fingerprint of each rank's facts; 0 for a rank without one.
+            fingerprints: Fingerprint of each rank's facts; 0 for a rank without facts.
 
         Raises CommunicationFailedError: The group broke meanwhile.
         """
@@ -174,7 +174,7 @@ def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
 
 
 class DataPlan(Facts):
-    """Facts about the data of a loader pass."""
+    """Facts about the data of a loader pass, which must be equal on all ranks."""
 
     __slots__ = ()
 

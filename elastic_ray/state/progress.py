@@ -31,7 +31,7 @@ class Link:
 
     @classmethod
     def after(cls, before: int, facts: Mapping[str, Any]) -> Link:
-        """Return the link with these facts that continues the chain after link number `before` (0: none)."""
+        """Return the link with ``facts`` that continues the chain after link number ``before`` (0: starts it)."""
         told = f"{before} {dump(dict(facts), sort_keys=True)}".encode()
         number = int.from_bytes(hashlib.blake2b(told, digest_size=_LINK_BYTES).digest(), "big") or 1
         return cls(before=before, link=number, facts=facts)
@@ -130,7 +130,7 @@ class RunProgress:
 
     @property
     def in_last_epoch(self) -> bool:
-        """True if the loop has declared its number of epochs and this is the last one."""
+        """True if the loop has declared its number of epochs and the current one is the last."""
         return self.epochs is not None and self.epoch + 1 >= self.epochs
 
     def end_epoch(self) -> None:
@@ -144,7 +144,7 @@ class RunProgress:
             self.epoch_ends, self.stride = self.epoch_ends[1::2], 2 * self.stride
 
     def start_pass(self, ordinal: int) -> None:
-        """Start or continue the epoch's pass number `ordinal`."""
+        """Start the epoch's pass number ``ordinal``, or continue it if it was started before."""
         if ordinal == len(self.passes):
             self.passes.append(PassProgress())
             self.collectives_before = self.collectives
@@ -182,17 +182,17 @@ class RunProgress:
         self.collectives_before = self.collectives
 
     def prove(self, facts: Mapping[str, int | None]) -> None:
-        """Append the facts about an ended training pass as the next link of the chain of proofs."""
+        """Append the facts about a finished training pass as the next link of the run's hash chain of proofs."""
         link = Link.after(self.proof, facts)
         self.proof, self.last_pass = link.link, {**facts, "before": link.before, "link": link.link}
 
     def advance_passes(self, furthest: int) -> None:
-        """Set the number of ended passes to ``furthest``, another rank's number, if larger."""
+        """Set the number of ended passes to ``furthest``, another rank's number, if that is larger."""
         self.ended_passes = max(self.ended_passes, furthest)
         self.collectives_before = self.collectives
 
     def count_collective(self) -> None:
-        """Count a collective whose result user code has received."""
+        """Count a collective of user code, which has received the result."""
         self.collectives += 1
         self.meeting = False
 
@@ -250,7 +250,7 @@ class RunProgress:
         return done
 
     def summary(self) -> Progress:
-        """Return the progress for the allocator, in which ``stride`` epochs count as one to limit its size."""
+        """Return the progress as sent to the allocator; to limit its size, ``stride`` epochs count as one."""
         epochs = None if not self.epochs else self.epochs / self.stride
         return Progress(done=self.done, epoch_ends=tuple(self.epoch_ends), epochs=epochs, stride=self.stride)
 

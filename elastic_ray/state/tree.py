@@ -39,12 +39,12 @@ class Stateful(Protocol):
         """Return the state as nested dicts, lists and tuples of tensors and plain values; tensors are not copied."""
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state; from then on, the tree's tensors belong to this object."""
+        """Restore a captured state; the tensors of ``tree`` belong to this object afterwards."""
 
 
 @runtime_checkable
 class SharedOut(Stateful, Protocol):
-    """State that is divided among the ranks; :meth:`capture` returns the whole."""
+    """State that is divided among the ranks; :meth:`capture` returns only the part that all ranks share."""
 
     def capture_to_save(self) -> Any:
         """Return the complete state if this rank holds it, otherwise only the part common to all ranks."""
@@ -377,7 +377,7 @@ class OptimizerState:
 
 
 def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
-    """Return a parameter's optimizer state, with local parts as DTensors that are divided like ``param``."""
+    """Return optimizer state ``values`` of ``param``, with local parts made DTensors that are divided like it."""
     part = getattr(param, "_local_tensor", None)
     if part is None:
         return values

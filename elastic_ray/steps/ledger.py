@@ -45,7 +45,7 @@ class Replay:
         return bool(progress.passes) or progress.joined_at is not None
 
     def reach_pass(self, ordinal: int) -> bool:
-        """Record that the code has reached the epoch's pass `ordinal`; True if this rank has caught up with others."""
+        """Record that the code has reached the epoch's pass ``ordinal``; return True if the replay is complete."""
         if ordinal < self._ordinal:
             return False
         self.before_pass = False
@@ -53,7 +53,7 @@ class Replay:
         return self._collective is None
 
     def reach_collective(self, number: int) -> bool:
-        """Record that the code has reached collective `number`; True if this rank has caught up with the others."""
+        """Record that the code has reached collective ``number``; return True if the replay is complete."""
         if self.before_pass or self._collective is None or number < self._collective:
             return False
         self._take_back()
@@ -151,7 +151,7 @@ class StepLedger:
 
     @contextmanager
     def counting_one(self) -> Iterator[None]:
-        """Make ``initial_steps`` 1 within the block, for schedulers stepped once per epoch in the epoch's last step."""
+        """Set ``initial_steps`` to 1 within the context, for schedulers stepped once per epoch, in its last step."""
         self._counts_one = True
         try:
             yield
@@ -208,7 +208,7 @@ class StepLedger:
         return self._replay is not None and self._replay.before_pass
 
     def reach_collective(self, number: int) -> None:
-        """End the replay if user code has reached collective number `number` and the other ranks are in it."""
+        """End the replay if user code has reached collective ``number``, in which the other ranks wait."""
         if self._replay is not None and self._replay.reach_collective(number):
             self._replay = None
 
@@ -235,7 +235,7 @@ class StepLedger:
             self._samples_left = 0
 
     def abandon(self, left: PassProgress) -> None:
-        """Record that user code left this pass in the middle of a step, by ``break`` or an exception."""
+        """Record that user code left the pass ``left`` in the middle of a step, by ``break`` or an exception."""
         if any(step.loader_pass is left for step in (*self._outer, self._inner) if step is not None):
             self.abandoned += 1
             self._update()
@@ -439,7 +439,7 @@ class StepLedger:
             self._update()
 
     def clear_failure(self) -> None:
-        """Clear the failure when a new group is entered; ranks share steps again only once all have trained in it."""
+        """Clear the failure when a new group is entered; until all its ranks have trained, they share no steps."""
         self.trains_in_rounds = False
         self._failure, self._around = None, (None, 0)
         if self._left is not None:
@@ -463,7 +463,7 @@ class StepLedger:
         return self._left is not None and self.depth > self._left.depth
 
     def leave_steps(self, depth: int) -> None:
-        """Leave the steps nested deeper than ``depth`` in a change of group; their code runs on without effect."""
+        """Leave the steps nested deeper than ``depth`` in a change of group; their code continues without effect."""
         step = (*self._outer, self._inner)[depth]
         assert step is not None, "this rank is in more steps than the others"
         sums = copy.deepcopy(self.state.progress.sums) if self._left is None else self._left.sums
@@ -475,7 +475,7 @@ class StepLedger:
         self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
 
     def end_left(self, step: LoaderStep) -> bool:
-        """End a step that this rank had left, and adopt the group's progress; True if other ranks have committed it."""
+        """End a step that this rank had left, and adopt the group's progress; True if others committed the step."""
         left, self._left = self._left, None
         assert left is not None and left.progress is not None, "a group was entered"
         if not left.depth:
@@ -525,7 +525,7 @@ class StepLedger:
                 self._moment("after_step")
 
     def resume_point(self, gain: Callable[[float], float]) -> ResumePoint:
-        """Return the resume point of a checkpoint saved now; a step counts as done if the model contains its update.
+        """Return the resume point of a checkpoint saved now; a step counts as done if its update was applied.
 
         Args:
             gain: Returns the statistical progress of a step at a given scale (global / initial batch size).
@@ -563,7 +563,7 @@ class StepSums:
         return self._pending.get(depth, {})
 
     def undo_beyond(self, depth: int) -> None:
-        """Drop the contributions of steps nested deeper than ``depth``, which are lost or already counted."""
+        """Drop the contributions of steps nested deeper than ``depth``, which are lost or have been counted."""
         self._pending = {at: sums for at, sums in self._pending.items() if at <= depth}
 
 
@@ -584,11 +584,11 @@ class SampleTally:
         self.ended: LoaderStep | StepRound | None = None  # what the vote is about
 
     def start(self) -> None:
-        """Reset the tally when a group is entered."""
+        """Reset the tally, because a new group has been entered."""
         self._heard = None
 
     def size(self, world_size: int) -> int:
-        """Return the number of values sent with the vote, the same for any number of ranks."""
+        """Return the number of values that each rank adds to the vote, which does not depend on the group's size."""
         return _PARTS
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:

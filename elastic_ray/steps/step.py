@@ -82,7 +82,7 @@ class LoaderStep:
         self.is_last_micro = self.micro == self.micro_steps - 1
 
     def give_away(self) -> None:
-        """Leave this rank's part of the step to be executed by another rank."""
+        """Mark this rank's part of the step as given to another rank, which executes it."""
         self.given, self.hashed = True, None if self.hashed is None else int
 
     def start_micro(self, micro: int) -> None:
@@ -128,7 +128,7 @@ class LoaderStep:
 
     @property
     def equal_bsz(self) -> int:
-        """Size of the largest micro-batch if all ranks had equally many samples."""
+        """Number of samples in the largest micro-batch if all ranks had equally many samples."""
         return -(-self.count // (len(self.sizes) * self.micro_steps))
 
     @property
@@ -178,7 +178,7 @@ _WARM_UP = 2
 
 
 class StepClock:
-    """Clock that measures step and micro-step times [s]; restarts when the batch shape or strategy changes."""
+    """Clock that measures step and micro-step times [s]; it restarts when the batch shape or the strategy changes."""
 
     def __init__(self) -> None:
         self._last_edge_s: float | None = None
@@ -246,7 +246,7 @@ class StepClock:
         self._last_micro_s = now_s
 
     def change_begins(self) -> None:
-        """Record the start of a change of group, which either the ranks agreed on or a failure caused."""
+        """Record the start of a change of group, on which the ranks have agreed or which follows a failure."""
         self._change_s = time.monotonic() if self._change_s is None else self._change_s
 
     def group_stands(self) -> None:
@@ -256,8 +256,7 @@ class StepClock:
     def resume(self, generation: int) -> Pause:
         """Resume in a new generation; return the pause since the last committed step, split by phase.
 
-        All phases are 0 if no step was committed. They are differences between readings of one clock, so that they sum
-        to the whole pause.
+        All phases are 0 if no step was committed before. Otherwise they sum to the whole pause.
         """
         now_s, last_s = time.monotonic(), self._last_edge_s
         self._restart(self._shape)

@@ -116,7 +116,7 @@ class SpeedTrace(Trace):
 
     @property
     def ready(self) -> bool:
-        """True once there are enough steps for a verdict."""
+        """True once enough steps were recorded for a verdict on which ranks are slow."""
         return self.steps >= MIN_STEPS
 
     def ratio(self, rank: int, among: Sequence[int]) -> float:
@@ -136,7 +136,7 @@ class SpeedTrace(Trace):
         return THRESHOLD * self.ratio(rank, among) > 1.0 and excess > _SIGNIFICANT * self.deviation
 
     def waits_for_data(self, rank: int, among: Sequence[int]) -> bool:
-        """True if the rank spends most of its time beyond the median of ``among`` waiting for data."""
+        """True if most of the time that the rank takes beyond the median of ``among`` is spent waiting for data."""
         usual = lower_median([self.data[other] for other in among])
         return 2.0 * (self.data[rank] - usual) > self.busy[rank] - self._usual(among)
 
@@ -265,7 +265,7 @@ class StragglerConfig:
 
     @property
     def watches(self) -> bool:
-        """True if stragglers are detected at all."""
+        """True if stragglers are detected, whatever the response."""
         return self.response != "ignore"
 
     @property

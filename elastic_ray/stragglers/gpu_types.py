@@ -166,7 +166,7 @@ class TypeShares:
         return {gpu: lower_median(found) for gpu, found in sorted(by_type.items())}
 
     def take(self) -> tuple[MeasuredPart, ...]:
-        """Return the mean measures of each GPU type since the last call; empty without steps or with a single type."""
+        """Return and clear the mean measures of each GPU type; empty without steps, or with a single type."""
         seen, self._reported = self._reported, {}
         members = [member.gpu_type for member in self._members()]
         if not self.mixed or any(sums.busy_s <= 0 for sums in seen.values()):

@@ -85,7 +85,7 @@ class StragglerWatch:
         self.ask(config)
 
     def ask(self, config: StragglerConfig) -> None:
-        """Request at least this response; call this before the first epoch, on all ranks."""
+        """Request at least the response in ``config``; call this before the first epoch, on all ranks."""
         if config.goes_beyond(self._config):
             self._config = config
             self._measure()
@@ -341,7 +341,7 @@ def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecentSteps(Trace):
-    """Sums of the ranks' measures over the latest steps, until these have lasted long enough to be evaluated."""
+    """Sums of the ranks' measures over recent steps, until these steps have lasted long enough to be evaluated."""
 
     work: tuple[float, ...] = ()  # samples of each rank
     # time of each rank until its gradients were complete [s]

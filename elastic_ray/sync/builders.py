@@ -65,7 +65,7 @@ class AllReduce:
         return Reduce(bucket_bytes=self.bucket_bytes, wire=self.wire, topology=self.topology)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy that all-reduces all gradients with these settings."""
+        """Return a strategy that all-reduces all gradients, by the builder's settings."""
         way = "all_reduce" if self.topology == "native" else self.topology
         return dense(self._reduce, profile, self.wire.name or way)
 
@@ -89,7 +89,7 @@ class PowerSGD:
         check_whole("rank", self.rank, least=1, error=StrategyError)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy that compresses gradient matrices to this rank."""
+        """Return a strategy that compresses gradient matrices to low rank, by the builder's settings."""
         return dense(Reduce(wire=Wire(rank=self.rank)), profile, "powersgd")
 
 
@@ -177,7 +177,7 @@ class Parallax:
         Reduce(wire=self.wire)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy that exchanges rows for this model's embedding tables, and all-reduces the rest."""
+        """Return a strategy that exchanges only used rows of embedding tables, and all-reduces all other gradients."""
         return Strategy(
             rules=tuple(
                 Rule(pattern=exactly(name), sync=Rows(update=self.update))
@@ -358,12 +358,12 @@ class Auto:
         check_count("steps", self.steps, least=12, most=1000)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the initial strategy: exchange of used rows for embedding tables, all-reduce for the rest."""
+        """Return the strategy before the race: exchange of used rows for embedding tables, all-reduce for the rest."""
         return dataclasses.replace(Parallax().build(profile, topology), name="auto")
 
 
 def exactly(name: str) -> str:
-    """Return a glob pattern that matches only this name, with special characters escaped."""
+    """Return a glob pattern that matches only ``name``, with special characters escaped."""
     return re.sub(r"([*?[])", r"[\1]", name)
 
 

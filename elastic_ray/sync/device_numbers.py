@@ -30,7 +30,7 @@ def added(numbers: Iterable[Number]) -> Number:
 
 
 def read(numbers: Sequence[Number]) -> list[float]:
-    """Return all numbers and scalar tensors as floats, waiting only once per device."""
+    """Return numbers and scalar tensors as floats, with a single wait per device."""
     found = [0.0 if isinstance(each, Tensor) else float(each) for each in numbers]
     places: dict[torch.device, list[int]] = {}
     for place, each in enumerate(numbers):
@@ -45,7 +45,7 @@ def read(numbers: Sequence[Number]) -> list[float]:
 
 
 def read_with(vector: Tensor, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
-    """Return a vector and further numbers as floats, waiting only once for the vector's device."""
+    """Return a vector and further numbers as floats, with a single wait for the vector's device."""
     here = [place for place, each in enumerate(numbers) if isinstance(each, Tensor) and each.device == vector.device]
     rest = read([0.0 if place in here else each for place, each in enumerate(numbers)])
     if not here:
@@ -88,7 +88,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def shaped_like(numbers: Tensor, tensor: Tensor) -> Tensor:
-    """Return a view of a vector of real numbers in another tensor's shape, complex if that tensor is."""
+    """Return a view of a vector of real numbers in the shape of ``tensor``; complex if ``tensor`` is complex."""
     return (
         torch.view_as_complex(numbers.view(real_shape(tensor))) if tensor.is_complex() else numbers.view(tensor.shape)
     )

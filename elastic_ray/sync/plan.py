@@ -42,12 +42,12 @@ class ParamInfo:
 
     @property
     def name(self) -> str:
-        """First name of the parameter."""
+        """First of the parameter's names in the model."""
         return self.names[0]
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the parameter."""
         return math.prod(self.shape)
 
     @property
@@ -108,7 +108,7 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the group."""
         return len(self.nodes)
 
     @property

@@ -195,7 +195,8 @@ class Rows:
     """Exchange of only the embedding table rows that were used in the step.
 
     Attributes:
-        update: Layout of ``.grad`` afterwards: ``"sparse"``, ``"dense"``, or ``"auto"`` for the one autograd produces.
+        update: Layout of ``.grad`` afterwards: ``"sparse"``, ``"dense"``, or ``"auto"`` for the layout that autograd
+            produces.
     """
 
     kind: ClassVar[str] = "rows"
@@ -333,7 +334,7 @@ class Strategy:
         return dataclasses.replace(self, rules=tuple(rules), default=_by(self.default, topology), name=name)
 
     def asks_for(self, topology: str) -> bool:
-        """True if the strategy all-reduces at least some gradients with the given topology."""
+        """True if the strategy all-reduces at least some gradients with the topology called ``topology``."""
         return any(isinstance(sync, Reduce) and sync.topology == topology for sync in self.syncs)
 
     @property
@@ -358,7 +359,7 @@ class Strategy:
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """Synchronisation of each rule, followed by the default."""
+        """Synchronisation method of each rule, followed by the default method."""
         return (*(rule.sync for rule in self.rules), self.default)
 
     @property

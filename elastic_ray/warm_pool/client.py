@@ -29,7 +29,7 @@ _ANSWER_S = 2.0  # a cold process takes not much longer than waiting for a pool 
 
 
 class PoolClient:
-    """Client of the pool, which claims processes and starts new ones when the pool requests them.
+    """Client of the pool of warm processes, which claims processes, and starts new ones when the pool requests it.
 
     Args:
         environment: Ray runtime environment of the processes, added to that of this Ray job.

@@ -128,7 +128,7 @@ class WorkerReregistration:
 
     @property
     def name(self) -> str:
-        """Name of the process as shown to users."""
+        """Name of the worker's process, as shown to users."""
         return process_names(self.worker, self.position + 1)[self.position]
 
 
@@ -155,7 +155,7 @@ class RunEnd:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(RunEnd):
-    """End of a run whose train function returned ``value``, with the worker's last rank and steps over all loaders."""
+    """End of a run whose train function returned ``value``; includes the worker's last rank and its steps."""
 
     value: Sealed | None = None
     rank: int = 0

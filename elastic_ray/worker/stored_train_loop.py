@@ -50,7 +50,7 @@ def stored_train_loop(key: str) -> tuple[bytes, bytes]:
 
 
 def delete_train_loop(key: str) -> None:
-    """Delete a train function from Ray's control store."""
+    """Delete the train function stored under ``key`` from Ray's control store."""
     try:
         internal_kv._internal_kv_del(key.encode(), namespace=NAMESPACE)
     except Exception as error:

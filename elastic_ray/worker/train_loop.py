@@ -148,7 +148,7 @@ class PickledTrainLoop:
 
 
 def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
-    """Return a packed train function with `config` merged into its config, overriding equal keys.
+    """Return a packed train function whose config is updated with ``config``, which overrides equal keys.
 
     Raises TypeError if a value cannot be pickled; the message names the value.
     """

@@ -291,7 +291,7 @@ class WorkerActors:
         return dataclasses.replace(assignment, gpu_ids=tuple(ids))
 
     def release(self, worker: str, *, kill: bool) -> None:
-        """Release a worker's resources; kill its process if ``kill``, else return the process to the warm pool."""
+        """Release a worker's resources; end its process if ``kill`` is True, else return it to the warm pool."""
         homes = nodes_of(self._nodes.pop(worker, ""), self._unit)
         self._tokens.pop(worker, None)
         group = self._groups.pop(worker, None)

@@ -53,7 +53,7 @@ _UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
 class WorkerGroup:
-    """All workers of a job, including members of the current and of the planned generation."""
+    """All workers of a job: members of the current and the planned generation (group), and workers that start."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class WorkerGroup:
 
     @property
     def silence_s(self) -> Mapping[str, float]:
-        """Time since the last sign of life from each member, keyed by worker [s]."""
+        """Time since each member's last sign of life [s], keyed by worker."""
         silence_s = {member.worker: self._detector.silence_s(member.worker) for member in self.machine.members()}
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
 

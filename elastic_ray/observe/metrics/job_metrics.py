@@ -81,7 +81,7 @@ INSTRUMENTS = (
 
 
 class JobMetrics:
-    """Writer of the metrics of one job, or one trial of a sweep, used by the job's controller.
+    """Writer of the metrics of one job (or one trial of a sweep), used by the controller of that job.
 
     Args:
         status: Function that returns the job's status; called once a second.
@@ -180,7 +180,7 @@ def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> 
     """Return the samples that these events add to the job's counters and histograms.
 
     Args:
-        steps: Steps committed before the first restart, used if the restart's event lacks this number.
+        steps: Number of steps committed before the first restart, used if the restart's event lacks this number.
     """
     whose, found = labels.values, list[Sample]()
     for event in events:

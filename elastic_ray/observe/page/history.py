@@ -37,12 +37,12 @@ class History:
 
     @property
     def slots(self) -> int:
-        """Number of slots in use now: those of all open bars."""
+        """Number of slots that jobs have now, which are the slots of all open bars."""
         return sum(bar[5] for own in self._open.values() for bar in own.values())
 
     @property
     def jobs(self) -> frozenset[str]:
-        """Names of the jobs that have slots now (an open bar)."""
+        """Names of the jobs that have slots now, and therefore an open bar."""
         return frozenset(self._open)
 
     def on(self, node: str) -> dict[str, int]:
@@ -83,7 +83,7 @@ class History:
         self._marks.append((self._numbers, time_s, job, kind, text))
 
     def measure(self, time_s: float, used: int, waiting: int | None, usd_per_h: float | None) -> None:
-        """Record slots in use, waiting jobs and price [USD/h] at ``time_s``, replacing an entry for the same time."""
+        """Record slots in use, waiting jobs and price [USD/h] at ``time_s``, replacing any values for the same time."""
         last = self._uses[-1] if self._uses else None
         if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] > time_s):
             return

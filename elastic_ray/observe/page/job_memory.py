@@ -39,7 +39,7 @@ class JobMemory:
         return tuple(self._series)
 
     def decided(self, state: JobState) -> None:
-        """Store the allocator's current state of the job, which shows that the job has not ended."""
+        """Store the allocator's current state of the job, and clear the record that the job has ended."""
         self.state, self.ended_s = state, None
 
     def ended(self, now_s: float) -> None:
@@ -61,7 +61,7 @@ class JobMemory:
         return tuple(event for event in look.events if event.kind in MARKS)
 
     def new_checkpoints(self) -> list[tuple[float, str]]:
-        """Return the checkpoints seen since the previous call, each with its time and path."""
+        """Return (time, path) of each checkpoint that was seen after the previous call of this method."""
         found, self._checkpoints = self._checkpoints, []
         return found
 

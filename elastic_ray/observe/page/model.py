@@ -23,7 +23,7 @@ class PageSource:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCount:
-    """Number of slots of one GPU type (``CPU`` for nodes without GPUs), by state; the counts sum to all slots."""
+    """Number of slots of one GPU type (``CPU`` for nodes without GPUs) in each state; together, these are all slots."""
 
     type: str
     used: int = 0  # a worker trains there

@@ -25,7 +25,7 @@ class JobFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobLook:
-    """Answers of a job's controller in one poll."""
+    """Answers that a job's controller gave in one poll."""
 
     job: str
     status: JobStatus | None = None
@@ -35,7 +35,7 @@ class JobLook:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLook:
-    """Living node, as Ray lists it."""
+    """Description of a living node, as listed by Ray."""
 
     node: str
     address: str
@@ -96,8 +96,8 @@ class Source(Protocol):
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
         """Return the outlook (expected size and end) of each running job, on the existing nodes and on ``nodes``.
 
-        ``nodes`` is text such as ``T4:4x8``; ``policy`` names the policy used on it. Raises InputError: either is
-        invalid, or no job runs.
+        ``nodes`` is text such as ``T4:4x8``; ``policy`` names the allocation policy used there. Raises InputError: one
+        of the two is invalid, or no job runs.
         """
 
     def act(self, job: str, action: str, workers: int | None) -> str:

@@ -32,7 +32,7 @@ class StoredRun:
 def stored_page(
     name: str, runs: Sequence[StoredRun], *, problem: str = ""
 ) -> tuple[PageSnapshot, dict[str, JobDetail]]:
-    """Return the page of all runs, and the details of each run keyed by job name.
+    """Return a page called ``name`` that shows all runs, and the details of each run keyed by job name.
 
     Args:
         problem: Message about runs that are not shown; empty if all are shown.

@@ -112,7 +112,7 @@ _MOST_STATE = 1 << 16  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """Description of a run for trackers that call the user's callbacks."""
+    """Description of a run that trackers need to call the user's callbacks."""
 
     job: str  # its name
     run_id: str  # the same for the whole run, whatever controllers it has
@@ -182,7 +182,7 @@ class CallbackTracker:
         self._numbers = numbers.values
 
     def event(self, event: JobEvent) -> None:
-        """Pass an event for the job to the callback, which is notified of changes of size only."""
+        """Pass an event for the job to the callback, if the event changes the job's size."""
         if self._target is not None:
             self._target.event(event)
 
@@ -338,7 +338,7 @@ class _LoggerCallback:
 
 
 def folder_of(run: TrackedRun) -> str:
-    """Create and return the loggers' directory; unless storage is local, it is temporary and copied at the end."""
+    """Create and return the loggers' directory: in local storage or, if storage is remote, a temporary directory."""
     storage = run.storage
     if storage.local:
         path = os.path.join(storage.path, FOLDER)
@@ -425,7 +425,7 @@ class RunContext:
     scaling_config: Any  # the user's
 
     def get_run_config(self) -> Any:
-        """Return the user's ``RunConfig``."""
+        """Return the ``RunConfig`` that the user passed to the trainer."""
         return self.run_config
 
 

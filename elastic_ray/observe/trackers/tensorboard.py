@@ -131,7 +131,7 @@ class TensorBoardWriter:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Found:
-    """Contents found in earlier event files that no restart has invalidated."""
+    """Contents of earlier event files, without those that a restart has invalidated."""
 
     reports: dict[int, int] = dataclasses.field(default_factory=dict)  # the last reports, with their steps
     # when each mark was made [s since the epoch], with its step
@@ -166,7 +166,7 @@ class EventFiles:
         self._not_before_s = self._again_s = 0.0
 
     def find(self) -> Found:
-        """Return those contents of earlier controllers' event files that no restart has invalidated.
+        """Return the contents of earlier controllers' event files, without those that a restart has invalidated.
 
         Raises OSError: the directory cannot be read.
         """

@@ -80,7 +80,7 @@ class TrackerThread:
         self._put("begin", lambda: self._tracker.start(step, reports, again=again, events=events))
 
     def report(self, report: Report, time_s: float) -> None:
-        """Queue a report of rank 0."""
+        """Queue a report of rank 0, made at ``time_s`` [s since the epoch]."""
         self._put("report", lambda: self._tracker.report(report, time_s), size=len(report.to_json()))
 
     def numbers(self, numbers: JobNumbers) -> None:
@@ -119,7 +119,7 @@ class TrackerThread:
         return f"{self.name} was given up at the job's end: {waiting} calls waited{inside}"
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        """Return the tracker's problems since the previous call of this method (``now_s`` in [s, monotonic])."""
+        """Return the tracker's problems since the previous call of this method, given the time [s, monotonic]."""
         running = self._running
         if running is not None and now_s - running[1] > self._hangs_s:
             self._warn(f"hangs {running[0]}", f"does not return from {running[0]} for {self._hangs_s:g} s")

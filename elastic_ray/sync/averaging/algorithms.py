@@ -54,7 +54,7 @@ class Stateless:
         """Do nothing, because the algorithm has no state."""
 
     def capture(self) -> Any:
-        """Return an empty state."""
+        """Return the empty state of an algorithm that keeps no state."""
         return {}
 
     def restore(self, tree: Any) -> None:
@@ -136,7 +136,7 @@ class DiLoCoAverager:
 
     @torch.no_grad()
     def start(self, model: Replica) -> None:
-        """Set the anchor of new parameters to their current values, and their momentum to zero."""
+        """Set the anchor (outer model) of new parameters to their current values, and their outer momentum to zero."""
         for name, p in model.named.items():
             anchor = self._anchor.get(name)
             if anchor is not None and anchor.shape == p.shape:  # those of a checkpoint are on the CPU
@@ -151,7 +151,7 @@ class DiLoCoAverager:
 
     @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:
-        """Make the outer step, and set this rank's model to the new anchor."""
+        """Make the outer step, and set this rank's parameters to the new anchor (the model after that step)."""
         mean = model.mean()
         names = list(model.named)
         anchor, momentum = [self._anchor[name] for name in names], [self._momentum[name] for name in names]
@@ -163,16 +163,16 @@ class DiLoCoAverager:
         _move_towards(model, anchor, 1.0)
 
     def capture(self) -> Any:
-        """Return the anchor and the momentum."""
+        """Return the anchor (the model after the last outer step) and the outer momentum."""
         return {"anchor": dict(self._anchor), "momentum": dict(self._momentum)}
 
     def restore(self, tree: Any) -> None:
-        """Restore the anchor and the momentum."""
+        """Restore the anchor and the outer momentum that :meth:`capture` returned."""
         self._anchor, self._momentum = dict(tree["anchor"]), dict(tree["momentum"])
 
 
 def make_averager(average: Average) -> Averager:
-    """Return the averager for a strategy's averaging algorithm."""
+    """Return the averager for the averaging algorithm that a strategy's ``average`` describes."""
     match average.algorithm:
         case "diloco":
             return DiLoCoAverager(average.outer_lr, average.outer_momentum)

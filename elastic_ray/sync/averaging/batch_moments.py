@@ -21,9 +21,9 @@ def weight(shares: float, beta1: float, step: float) -> float:
     """Return the weight w with which (1 - w) g^2 + w m^2 has the expected value of the whole batch's G^2.
 
     g is the gradient of one rank's share, and G the mean of K such gradients. m is Adam's bias-corrected first moment
-    after t steps, an average of past gradients g: E[g^2] = s + n, E[G^2] = s + n / K, and E[m^2] = s + a n with a = (1
-    - beta1) / (1 + beta1) (1 + beta1^t) / (1 - beta1^t), if s, the square of the expected gradient, changes slowly. So
-    w = (1 - 1 / K) / (1 - a), at most 63/64.
+    after t steps, an average of past gradients g: E[g^2] = s + n, E[G^2] = s + n / K, and E[m^2] = s + a n with
+    a = (1 - beta1) / (1 + beta1) (1 + beta1^t) / (1 - beta1^t), if s, the square of the expected gradient, changes
+    slowly. So w = (1 - 1 / K) / (1 - a), at most 63/64.
 
     Args:
         shares: K, the size of the whole batch divided by the size of one rank's share.

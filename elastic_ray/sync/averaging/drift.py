@@ -81,7 +81,7 @@ class Drift:
 
     @property
     def steps_to_average(self) -> int:
-        """Number of steps until the next average; 1 if gradients are reduced."""
+        """Number of steps until the next average of the model; 1 if gradients are reduced in every step."""
         average, steps = self.average, self._context.states.progress.steps
         if average is None or not self.on:
             return 1
@@ -222,7 +222,7 @@ class Drift:
         return found
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Restore a captured state; if it belongs to a different algorithm, the averager is initialised instead."""
+        """Restore a captured state; if another algorithm captured it, initialise the averager instead."""
         self._begun, self._marker = False, tree.get("marker", 0)
         if self.average is not None and self._averager is not None:
             if tree.get("algorithm") == self.average.algorithm:
@@ -316,7 +316,7 @@ class Replica:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks whose models are averaged."""
         return self._communicator.world_size
 
     @property
@@ -329,7 +329,7 @@ class Replica:
         return self._context.group.communicator
 
     def start_mean(self) -> None:
-        """Start to sum all ranks' current parameters; :meth:`mean` waits for the sum."""
+        """Start the sum of all ranks' current parameters, for which :meth:`mean` waits."""
         self._fill()
         group = self._communicator
         try:
@@ -387,7 +387,7 @@ class Replica:
         return _in_order(self._incoming)
 
     def drop_pull(self) -> None:
-        """Ignore the model that is being pulled, because this rank's own model was replaced after the request."""
+        """Ignore the model that is being pulled, because this rank's own model has been replaced since the request."""
         self._asked = []
 
     def _outdated(self, params: Sequence[torch.Tensor]) -> bool:

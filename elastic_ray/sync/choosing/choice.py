@@ -33,7 +33,7 @@ class Standing:
 
 
 def most_candidates(steps: int) -> int:
-    """Return the largest number of candidates that can race within `steps` steps, at least 2."""
+    """Return how many candidates can race within ``steps`` steps at most; the result is at least 2."""
     count = 2
     while _in_round(count + 1, steps) >= _FEWEST_IN_ROUND and _in_last(count + 1, steps) >= _FEWEST_IN_LAST:
         count += 1
@@ -163,7 +163,7 @@ Consider = Callable[[Mapping[str, int], Strategy], Sequence[Strategy]]
 
 
 def leave(choice: Choice) -> Strategy:
-    """Return the strategy with which to continue in a new group: the chosen one, not one that is only being tried."""
+    """Return the strategy with which to continue in a new group: the chosen one, not one that is still on trial."""
     return choice.strategy if choice.settled or not choice.options else choice.options[0]
 
 

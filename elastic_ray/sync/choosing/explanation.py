@@ -27,7 +27,7 @@ class StrategyRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateRow:
-    """Table row for a strategy that was considered in the choice."""
+    """Table row for a strategy that was considered as a candidate in the choice."""
 
     name: str
     measured_s: float | None = None  # of a step [s]; None before

@@ -59,7 +59,7 @@ class CarriedGradients:
         return self._steps > 0
 
     def add(self, step: LoaderStep | None, *, local: bool = False) -> None:
-        """Record a backward pass that adds to ``.grad``; ``local`` if its gradients will not be reduced."""
+        """Record a backward pass that adds to ``.grad``; ``local`` if the pass's gradients will not be reduced."""
         if step is None or (self._asked and self._throws_away):
             return
         if step is not self._step or not self._steps:

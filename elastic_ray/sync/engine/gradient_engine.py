@@ -111,7 +111,7 @@ class GradientEngine(Participant):
 
     @property
     def plan(self) -> SyncPlan:
-        """Current synchronisation plan: buckets, the operation of each, and owners."""
+        """Current synchronisation plan: buckets, the operation that reduces each bucket, and owners."""
         return self._in_force.plan
 
     @property
@@ -163,7 +163,7 @@ class GradientEngine(Participant):
 
     @property
     def is_open(self) -> bool:
-        """True if gradients of earlier steps are accumulated in ``.grad`` and have not been applied yet."""
+        """True if ``.grad`` holds gradients of earlier steps that no optimizer step has applied yet."""
         return self._carried.is_open
 
     @property
@@ -368,7 +368,7 @@ class GradientEngine(Participant):
 
     @property
     def gives_back(self) -> bool:
-        """True if ranks that fall behind between two averages hand steps to other ranks."""
+        """True if ranks that fall behind between two averages hand steps over to other ranks."""
         return self._drift.average is not None and self._drift.average.give_back
 
     @property
@@ -377,7 +377,7 @@ class GradientEngine(Participant):
         return self._drift.pulls
 
     def enter_exchange(self, communicator: Communicator) -> None:
-        """Start to exchange models in a new group (pair averaging); raises CommunicationFailedError if it breaks."""
+        """Start pair averaging in a new group; raises CommunicationFailedError if the group breaks."""
         self._drift.enter_exchange(communicator)
 
     @property

@@ -44,7 +44,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 class JointStates(MutableMapping[Any, Any]):
-    """Mapping of the states of several optimizers; the state of a parameter is held by its own optimizer."""
+    """Mapping from parameter to optimizer state, over several optimizers, each of which holds its own states."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
@@ -104,7 +104,7 @@ class JointDenominators:
 
     @property
     def idle(self) -> bool:
-        """True if the optimizers themselves hold all denominators."""
+        """True if the optimizers hold all denominators themselves, so that none must be gathered."""
         return all(each.idle for each in self._parts)
 
     @property

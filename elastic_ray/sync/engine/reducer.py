@@ -137,7 +137,7 @@ class GradientReducer:
         self._hooks = []
 
     def enter_group(self) -> None:
-        """Mark the buckets' layout as not yet compared, so that the ranks of a new group announce it again."""
+        """Mark the buckets' layout as not compared, so that the ranks of the new group announce it again."""
         self._announcements = Announcements(self._number, self._layout)
         if self._group.group.world_size == 1:
             self._layout.release()
@@ -162,7 +162,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients only locally in backward passes within the context, as DDP's ``no_sync`` does."""
+        """Accumulate gradients only locally in backward passes within the context, like DDP's ``no_sync``."""
         self._sync = False
         try:
             yield

@@ -69,7 +69,7 @@ def make_bucket(
 
 
 def make_operation(plan: BucketPlan) -> BucketOperation:
-    """Return the operation that reduces a bucket as planned. Raises StrategyError if there is none."""
+    """Return the operation that reduces a bucket as planned. Raises StrategyError: no such operation exists."""
     sync = plan.sync
     if isinstance(sync, Reduce):
         if sync.topology != "native" and len(plan.nodes) > 1:
@@ -415,7 +415,7 @@ class Reduction:
                     operation.complete(bucket, scale)
 
     def applied(self) -> None:
-        """Commit the operations' state after the last pass, so that losing the step later does not change it."""
+        """Commit the operations' state after the last pass, so that a later loss of the step does not change it."""
         self.asked = False
         for operation in self._layout.operations:
             if type(operation) is not AllReduceOperation:  # which keeps nothing
@@ -540,7 +540,7 @@ def refuse_weights(step: LoaderStep | None) -> None:
 class SummingGroup:
     """Group of ranks whose gradients are summed, which is this rank alone while replicas diverge.
 
-    If this rank is alone, nothing is reduced, and ``.grad`` is the mean over its own samples.
+    A rank alone reduces nothing, and its ``.grad`` is the mean over its own samples.
     """
 
     def __init__(self, context: Run, model: Drift) -> None:

@@ -74,7 +74,7 @@ class Trainable:
         self._lay_out(wrapped=True)
 
     def drop_strangers(self) -> None:
-        """Drop gradients of parameters that are not synchronised yet, because they would differ between ranks."""
+        """Drop gradients of parameters that are not synchronised yet, because ranks would have different gradients."""
         for p in self.left_out:
             if p.requires_grad:
                 p.grad = None

@@ -50,7 +50,7 @@ class UnitStatistics:
                 bucket.count_elsewhere(left_out)
 
     def before_forward(self) -> None:
-        """Update the exclusion of parameters that other workers count, if their list has changed."""
+        """Update the exclusion of parameters that other workers of the unit count, if their list has changed."""
         if self._left_out is not self._statistics.noise.counted_elsewhere:
             self.adapt(self._buckets)
 

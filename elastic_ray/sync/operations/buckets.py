@@ -171,7 +171,7 @@ class Bucket:
         self.complete = False
 
     def carry(self) -> None:
-        """Copy the buffer's gradients to ``carried``, so that another micro-step can use the buffer."""
+        """Copy the gradients from the buffer to ``carried``, so that another micro-step can use the buffer."""
         if self.carried is None:
             self.carried = torch.empty_like(self.body)
         self.carried.copy_(self.body)
@@ -185,7 +185,7 @@ class Bucket:
         return self.carried if self.carried is None or factor == 1.0 else self.carried * factor
 
     def flat_gradient(self) -> torch.Tensor:
-        """Return the buffer as one vector."""
+        """Return the gradients in the buffer as one vector."""
         return self.body
 
     def add(self, share: torch.Tensor) -> None:
@@ -193,7 +193,7 @@ class Bucket:
         self.body.add_(share)
 
     def add_vector(self, vector: torch.Tensor) -> None:
-        """Add a flat vector to the buffer."""
+        """Add a flat vector, in the layout of the buffer, to the buffer."""
         self.body.add_(vector)
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> FlatPreconditioner | None:
@@ -345,7 +345,7 @@ class BucketMemory:
     """Flat buffer of a bucket, with one view of the buffer per parameter.
 
     Attributes:
-        views: View for each parameter, each with its own version counter.
+        views: One view per parameter, each with its own version counter.
         storage, users: Storage of the buffer, and its reference count while user code does not reference it.
     """
 

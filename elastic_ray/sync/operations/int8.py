@@ -38,7 +38,7 @@ class Int8Compression:
         self._rank = 0
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
-        """Launch the exchange of all ranks' shares."""
+        """Launch the all-to-all in which each rank sends every other rank its share of the vector."""
         world, self._rank = group.world_size, group.rank
         blocks = -(-vector.numel() // (BLOCK * world))
         if self._work.shape != (world, blocks, BLOCK):
@@ -74,7 +74,7 @@ class Int8Compression:
         """Do nothing: the compression keeps no state."""
 
     def void(self) -> None:
-        """Drop the buffers, because abandoned collectives may still write to them."""
+        """Drop the buffers of the current pass, to which abandoned collectives may still write."""
         self._work = torch.empty(0)
 
     def drop(self) -> None:

@@ -55,7 +55,7 @@ class LowRankCompression:
         self._first = self._second = torch.empty(0, dtype=torch.float32)
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
-        """Launch the all-reduce of P for all matrices, and of the uncompressed tensors."""
+        """Launch the all-reduce of the factor P of all matrices, and of the tensors that are not compressed."""
         if self._laid_out != vector.numel():
             self._lay_out(params, vector)
         factors = self._fresh or self._factors
@@ -105,7 +105,7 @@ class LowRankCompression:
         self._fresh = []
 
     def factors(self) -> dict[int, torch.Tensor]:
-        """Return Q^T of each matrix, keyed by its parameter's position in the bucket."""
+        """Return the factor Q^T of each matrix, keyed by the position of its parameter in the bucket."""
         if not self._laid_out:
             return dict(self._given)
         return {matrix.place: factor for matrix, factor in zip(self._matrices, self._factors, strict=True)}

@@ -84,7 +84,7 @@ class Residual:
         self._latest = self._fresh = None
 
     def void(self) -> None:
-        """Discard the step's passes, and restore the residual from before them."""
+        """Discard the step's passes, and restore the residual (unsent gradients) from before the step."""
         self._latest = self._fresh = None
 
     def fold(self, total: torch.Tensor) -> None:
@@ -122,7 +122,7 @@ class OwingOperation(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
-        """Launch the operation; see ``BucketOperation``."""
+        """Start the operation's first round; see :meth:`BucketOperation.launch`."""
 
     @abc.abstractmethod
     def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
@@ -152,7 +152,7 @@ class OwingOperation(abc.ABC):
         self.residual.commit()
 
     def void(self) -> None:
-        """Discard the step's passes, and restore the residual from before them."""
+        """Discard the step's passes, and restore the residual (unsent gradients) from before the step."""
         self.residual.void()
 
     def drop(self) -> None:
@@ -215,7 +215,7 @@ class Compression(Protocol):
         """Return the low-rank factors, equal on all ranks, keyed by the parameter's position in the bucket."""
 
     def set_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Continue from the given low-rank factors."""
+        """Use the given low-rank factors as the starting point of the next step."""
 
 
 class CompressedOperation(OwingOperation):

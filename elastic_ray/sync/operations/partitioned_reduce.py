@@ -113,7 +113,7 @@ class OwnerOperation:
         self._sent: torch.Tensor | None = None
 
     def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
-        """Launch the reduction to the owner."""
+        """Launch the reduction of the bucket to its owner."""
         self._sent = self._form.pack(bucket.flat_gradient())
         return (group.reduce(self._sent, self._owner),)
 
@@ -141,7 +141,7 @@ class CastReduceOperation:
         self._form = form
 
     def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
-        """Launch the reduction of the rounded gradients."""
+        """Launch the all-reduce of the gradients, rounded to the smaller dtype."""
         return (group.all_reduce(self._form.pack(bucket.flat_gradient())),)
 
     def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:

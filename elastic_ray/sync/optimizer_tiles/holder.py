@@ -84,7 +84,7 @@ class Everyone:
 
     @property
     def senders(self) -> list[int]:
-        """Rank that sends each tile: the lowest rank that holds it."""
+        """Rank that sends each tile to others: the lowest rank that holds the tile."""
         count = len(frozenset().union(*self.tiles))
         return [next(rank for rank, tiles in enumerate(self.tiles) if tile in tiles) for tile in range(count)]
 
@@ -115,7 +115,7 @@ class TileHolder:
         self._copies = 1
 
     def adopt(self, tiling: Tiling | None) -> None:
-        """Adopt another tiling (None: no tiles), while this rank holds the complete state or nothing."""
+        """Adopt another tiling (None: no tiles), while this rank holds either the complete state or nothing."""
         known = dict(self._module.named_parameters(remove_duplicate=False))
         self.tiling = tiling
         self.params = {name: known[name] for name in tiling.names} if tiling is not None else {}
@@ -287,7 +287,7 @@ class TileHolder:
             self._optimizer.state.pop(param, None)
 
     def discard_stored(self) -> None:
-        """Discard the stored state, which the next update will make outdated."""
+        """Discard the state stored from a checkpoint, which the next update will make outdated."""
         if self.held is not None:
             self.stored.discard()
 
@@ -303,14 +303,14 @@ class TileHolder:
         self._clear()
 
     def to_keep(self) -> dict[str, Any]:
-        """Return this rank's tiles for a later run in the same process; empty if it does not hold tiles."""
+        """Return this rank's tiles (parts of the state) for a later run in this process; empty if it holds no tiles."""
         held = self.held
         if held is None:
             return {}
         return {"tiling": held.tiling.to_json(), "tiles": {str(tile): held.states_of(tile) for tile in held.tiles}}
 
     def hold_kept(self, kept: Mapping[str, Any]) -> None:
-        """Hold the tiles that :meth:`to_keep` returned in a previous run."""
+        """Hold the tiles (parts of the state) that :meth:`to_keep` returned in a previous run."""
         self.adopt(Tiling.from_json(kept["tiling"]))
         self.drop()
         self.held = HeldTiles(self._tiling, self.params)

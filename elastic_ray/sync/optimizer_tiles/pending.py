@@ -162,7 +162,7 @@ _SCALED = ("lr", "betas", "eps", "weight_decay")
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """Return all groups' learning rates and other numeric options that depend on the batch size."""
+    """Return the learning rates of all groups, and their other numeric options that depend on the batch size."""
     return tuple(float(number) for group in optimizer.param_groups for name in _SCALED for number in _in(group, name))
 
 

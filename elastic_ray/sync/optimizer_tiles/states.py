@@ -117,7 +117,7 @@ class HeldTiles:
             del self.states[view]
 
     def own_memory(self, count: int) -> None:
-        """Copy the states of up to ``count`` spans that are views of larger tensors, so that these can be freed."""
+        """Copy the states of up to ``count`` spans that are views of larger tensors, which can then be freed."""
         while self._borrowed and count:
             view = self._borrowed.pop()
             if view in self.states:
@@ -134,7 +134,7 @@ class HeldTiles:
             yield from zip(self.tiling.tiles[tile], self._views[tile], strict=True)
 
     def update_views(self) -> None:
-        """Update the views of parameters whose memory has changed."""
+        """Update the views of parameters that have moved to other memory."""
         for span, view in self.spans():
             param = self._params[span.name]
             if not span.whole and view.data_ptr() != param.data_ptr() + span.start * param.element_size():
@@ -247,7 +247,7 @@ class StoredStates:
         self.adapt(())
 
     def discard(self) -> None:
-        """Drop the stored states."""
+        """Drop the stored states, because they are outdated."""
         self._states = {}
 
     def states(self) -> dict[Any, State]:

@@ -174,7 +174,7 @@ class TiledOptimizer:
         self._pending = PendingUpdate(self._optimizer, held, self._holder.params, self._last.number + 1, generation)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make an update for which all ranks voted, with the optimizer's step ``apply``; publish the parameters."""
+        """Make an update for which all ranks voted, by the optimizer's step ``apply``, and publish the parameters."""
         held = self._holder.held
         if held is None or not self._begun:
             result = apply(**kwargs)
@@ -312,7 +312,7 @@ class TiledOptimizer:
         self.idle, self._open = False, True
 
     def whole_states(self) -> dict[Tensor, State] | None:
-        """Return the complete states keyed by parameter; an empty dict on ranks other than 0.
+        """Return the complete states, keyed by parameter, on rank 0, and an empty dict on other ranks.
 
         Returns None if the state is not divided. Between an update and the end of a pass over the data, all ranks must
         call this method.

@@ -53,7 +53,7 @@ class Tiling:
         return frozenset(span.name for tile in self.tiles for span in tile)
 
     def elements(self, tile: int) -> int:
-        """Return the number of elements of one tile."""
+        """Return the number of parameter elements in one tile."""
         return sum(span.length for span in self.tiles[tile])
 
     def to_json(self) -> str:

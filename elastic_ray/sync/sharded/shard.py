@@ -110,7 +110,7 @@ class TableShard:
         return self._like["weight"].device
 
     def start(self, source: InitialRows) -> None:
-        """Replace all rows by initial rows from `source`."""
+        """Replace all rows held by this rank by initial rows from ``source``."""
         self._stores, self._source = [], source
 
     def drop(self) -> None:
@@ -118,7 +118,7 @@ class TableShard:
         self._stores, self._source = [], None
 
     def take(self, store: TileStore) -> None:
-        """Restore the rows that this rank held in an earlier run in this process."""
+        """Hold the rows in ``store``, which this rank held in an earlier run in this process."""
         self._stores, self._source = [store], None
 
     def make_whole(self) -> None:
@@ -190,7 +190,7 @@ class TableShard:
 
     @property
     def everywhere(self) -> bool:
-        """True if all ranks hold all rows."""
+        """True if all ranks hold all rows of the table."""
         return self._by_tile.shape[-1] == self._world
 
     def read(self, ids: Tensor) -> Tensor:

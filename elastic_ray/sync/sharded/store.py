@@ -33,7 +33,7 @@ class TileStore:
         return cls(tiling, tiles, {name: each.new_empty(places, each.shape[1]) for name, each in like.items()})
 
     def holds(self, ids: Tensor) -> Tensor:
-        """Return a mask that is True for each of the `ids` whose row is in this store."""
+        """Return a mask that is True for each id in ``ids`` whose row is in this store."""
         return self._slots[ids % self.tiling.tiles] >= 0
 
     def places(self, ids: Tensor) -> Tensor:

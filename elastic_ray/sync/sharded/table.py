@@ -98,7 +98,7 @@ class ShardedTable:
 
     @property
     def updates(self) -> int:
-        """Number of updates that have been made."""
+        """Number of updates of the table made so far."""
         return self._last.number
 
     def load(self, whole: Mapping[str, Tensor], updates: int = 0) -> None:
@@ -206,7 +206,7 @@ class ShardedTable:
             )
 
     def push(self) -> None:
-        """Send row gradients to the row owners, and receive those for this rank's rows; called on every rank."""
+        """Send row gradients to the row owners, and receive the gradients of this rank's rows; called on every rank."""
         ids, gradient = self._shard.push(self._run.group.communicator, *self._local.take())
         update = _Update(self._last.number + 1, self._run.group.generation)
         before = self._pending
@@ -240,7 +240,7 @@ class ShardedTable:
         self._apply(_Update(self._last.number + 1, self._run.group.generation, lr * self.rule.lr_factor))
 
     def leave_out(self) -> None:
-        """Skip the current update and discard the gradients received for it; called on every rank."""
+        """Skip the current update and discard its gradients; called on every rank."""
         self._pending = None
 
     def _apply(self, update: _Update) -> None:

@@ -174,7 +174,7 @@ def units_of(module: nn.Module) -> list[FSDPModule]:
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """Return torch's parameter groups of all sharded modules; the parameters of each are gathered together."""
+    """Return torch's parameter groups of all sharded modules; the parameters of one group are gathered together."""
     return [group for state in states_of(module) for group in _param_groups(state)]
 
 
@@ -306,7 +306,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def to_sharded(module: nn.Module) -> None:
-    """Free a model's gathered parameters, even from within a lost step or a pass without gradients."""
+    """Free a model's gathered parameters, even during a lost step or after a pass without gradients."""
     for state in states_of(module):
         if state._is_root:
             _reset(state)
@@ -430,7 +430,7 @@ def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
 
 
 def shard_like(param: Tensor, rows: Tensor) -> Tensor:
-    """Return this rank's rows as a tensor that can replace the parameter."""
+    """Return ``rows``, this rank's rows of a parameter, as a tensor that can replace the parameter."""
     shard: Any = DTensor
     return shard(rows, param._spec, requires_grad=False)  # type: ignore[attr-defined,no-any-return]
 

@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the layout."""
         return len(self.groups) * self.parts
 
     @property
@@ -114,7 +114,7 @@ class Layout:
         return len(self.groups) > 1
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of a rank's shard group."""
+        """Return the ranks of the shard group to which a rank belongs."""
         return next(group for group in self.groups if rank in group)
 
     def owned_by(self, rank: int) -> ShardId:
@@ -216,7 +216,7 @@ def check_shard_sizes(sizes: Sequence[int]) -> None:
 
 
 def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[int, int]]]:
-    """Return for each parameter the ranges of rows that the shards cover together, ordered and disjoint."""
+    """Return, for each parameter, the ranges of rows that the shards together contain, ordered and disjoint."""
     found: list[list[tuple[int, int]]] = []
     shards = sorted(shards)
     for count in rows:

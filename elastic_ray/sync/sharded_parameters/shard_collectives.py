@@ -87,12 +87,12 @@ class ShardCollectives:
     def watch(self, scattered: Callable[[int, Tensor], None] | None) -> None:
         """Set a function that receives each rank's weighted gradients of this rank's rows, before they are summed.
 
-        It is called with the number of a sharded module and a tensor [ranks, elements]. None removes the function.
+        The function is called with the number of a sharded module and a tensor [ranks, elements]; None removes it.
         """
         self._scattered = scattered
 
     def enter_group(self) -> None:
-        """Enter a group, and discard the order of collectives in the previous one."""
+        """Enter a group, and discard the recorded order of collectives of the previous group."""
         self._sequence = _Sequence()
         group = self._run.group
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
@@ -131,7 +131,7 @@ class ShardCollectives:
             unit.reshard()
 
     def comes_next(self, what: str) -> None:
-        """Agree with all ranks that `what` is the next collective, until ``Announcer.done`` is called.
+        """Agree with all ranks that the next collective is ``what``, which lasts until ``Announcer.done`` is called.
 
         Raises CommunicationFailedError: The group broke. RanksDisagreeError: Other ranks do something else.
         """
@@ -276,7 +276,7 @@ class ShardCollectives:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Ranks of this rank's shard group."""
+        """Ranks of the shard group to which this rank belongs."""
         return self.layout.group_of(self._run.group.rank)
 
     def _gathered(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> bool:

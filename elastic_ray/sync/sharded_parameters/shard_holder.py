@@ -326,7 +326,7 @@ class ShardHolder:
 
     @torch.no_grad()
     def copy_param(self, place: int, value: Tensor) -> None:
-        """Copy this rank's rows from ``value``, the whole parameter at position ``place``, which was loaded."""
+        """Copy this rank's rows from ``value``, a loaded whole parameter, whose position in the model is ``place``."""
         self.check_memory()
         for shard, held in self._held.shards.items():
             if place in held.views:
@@ -334,7 +334,7 @@ class ShardHolder:
                 held.views[place].copy_(value[start:stop])
 
     def copy_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy this rank's rows from whole states that were loaded into an optimizer, single or joint."""
+        """Copy this rank's rows from the whole states that were loaded into an optimizer (single or joint)."""
         self.check_memory()
         options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for place, each in enumerate(self.params):

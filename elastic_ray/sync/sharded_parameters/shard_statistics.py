@@ -159,7 +159,7 @@ class MovedRows:
         return rows
 
     def values(self, groups: int) -> list[float]:
-        """Return 1 and the squared update norm of each parameter group; zeros if no update was measured."""
+        """Return 1 and the squared update norm of each parameter group, or only zeros if no update was measured."""
         if self._waiting is not None and len(self._waiting[1]) != groups:
             self._waiting = None  # the optimizer was given another group since
         if not self.size(groups) or self._waiting is None:
@@ -211,7 +211,7 @@ class ShardStatistics:
         self._statistics.rebuilt(len(self._trainable.groups))
 
     def enter_group(self) -> None:
-        """Enter a group, discarding measurements of the previous one."""
+        """Enter a group, and discard the measurements made in the previous group."""
         if self._statistics.meter.outdated:
             self.rebuilt()
         self._statistics.enter_group()
@@ -390,7 +390,7 @@ class _Rows:
 
 
 class MeanRows(_Rows):
-    """Rows of a step's mean gradient."""
+    """Some rows of a parameter's mean gradient in a step."""
 
     def __init__(self, place: int, group: int, grad: Tensor) -> None:
         super().__init__(place, group)

@@ -343,7 +343,7 @@ class ShardedGradients(Participant):
 
     @property
     def strategy_name(self) -> str:
-        """Name of the strategy that is shown to users."""
+        """Name of the strategy, as shown to users."""
         return checks.SHARDED.name
 
     @property
@@ -370,7 +370,7 @@ class ShardedGradients(Participant):
 
     @property
     def divided(self) -> bool:
-        """True if other ranks hold some of the rows."""
+        """True if other ranks hold some of the model's rows."""
         return self._optimizer.divided
 
     def collapse(self, *, gather: bool = True) -> None:
@@ -390,7 +390,7 @@ class ShardedGradients(Participant):
         self._optimizer.hand_over(stays)
 
     def enter_group(self) -> None:
-        """Enter a group, and adapt shards and mesh to it."""
+        """Enter a group, and adapt the model's shards and mesh to the group."""
         self._waits, self._task = False, -1
         self._collectives.enter_group()
         self._micro_steps.discard()

@@ -287,8 +287,8 @@ class ShardedOptimizer:
     def whole_states(self) -> dict[Tensor, State]:
         """Return the optimizer's whole states, keyed by parameter, on rank 0, and an empty dict on other ranks.
 
-        Raises RanksDisagreeError: Another rank does not make this call. All ranks must make it between an update and
-        the end of a pass and, for a model that was built on the meta device, at any time.
+        All ranks must make this call between an update and the end of a pass and, for a model that was built on the
+        meta device, at any time. Raises RanksDisagreeError: Another rank does not make it.
         """
         return {self.params[place].param: state for place, (_, state) in (self._whole() or {}).items() if state}
 

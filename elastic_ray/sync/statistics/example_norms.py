@@ -335,7 +335,7 @@ _KINDS: tuple[type[_Layer], ...] = (_LinearLayer, _AttentionLayer, _NormLayer, _
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
-    """Squared gradient norms of some parameters of one parameter group, in the optimizer's units."""
+    """Squared norms of single samples' gradients, for some parameters of one group, in the optimizer's units."""
 
     group: int
     whole: float  # of the gradient

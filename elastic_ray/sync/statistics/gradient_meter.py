@@ -67,7 +67,7 @@ class GradientMeter:
         self.invalidate()
 
     def enter_group(self) -> None:
-        """Enter a group, in which rank 0 sends its results to all ranks with the first step."""
+        """Enter a group, to all ranks of which rank 0 sends its results with the first step."""
         self.known, self._received = Known(), []
         self.invalidate()
 
@@ -136,7 +136,7 @@ class GradientMeter:
         return [float(self._variance is not None), float(self._gradients is not None), *variance, *norms]
 
     def combine_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Combine ``parts``, the results of :meth:`part` on each worker; drop all if a part is missing."""
+        """Combine ``parts``, the results of :meth:`part` on all workers of the unit; drop all if one is missing."""
         groups = self._groups
         if self._variance is not None:
             sums = tuple(math.fsum(part[2 + group] for part in parts) for group in range(groups))

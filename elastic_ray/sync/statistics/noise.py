@@ -34,7 +34,7 @@ class _Pending:
 
 
 class StatesSource(Protocol):
-    """Protocol of a view on an optimizer for statistics, with its ``param_groups`` and ``state``."""
+    """Protocol of a view of an optimizer's ``param_groups`` and ``state``, from which statistics are computed."""
 
     @property
     def idle(self) -> bool:
@@ -177,7 +177,7 @@ class NoiseTracker:
             self._pending = _Pending(estimates, step, replicas, preconditioned)
 
     def part(self) -> list[float]:
-        """Return the latest estimates for this worker's part of the model, for :meth:`combine_parts`."""
+        """Return the latest estimates for this worker's part of a divided model, for :meth:`combine_parts`."""
         pending = self._pending
         if pending is None:
             return [0.0] * self.shared_size
@@ -185,7 +185,7 @@ class NoiseTracker:
         return [1.0, float(pending.preconditioned), *values]
 
     def combine_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Sum ``parts``, the results of :meth:`part` on each worker; drop the estimates if a part is missing."""
+        """Sum ``parts``, the results of :meth:`part` on the unit's workers; drop the estimates if a part is missing."""
         if self._pending is None or any(part[:2] != parts[0][:2] or not part[0] for part in parts):
             self._pending = None
             return
@@ -291,7 +291,7 @@ class NoiseTracker:
         }
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state, and recompute preconditioners."""
+        """Restore a state returned by :meth:`capture`; preconditioners are recomputed."""
         self._smoothed, self._scale = SmoothedNoise.from_dict(tree["smoothed"]), tree["scale"]
         *groups, self.value = (None if v is None else NoiseScale(sqr=v[0], var=v[1]) for v in tree["shared"])
         self.by_group = tuple(groups)

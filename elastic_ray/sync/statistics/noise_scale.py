@@ -191,7 +191,7 @@ class SmoothedNoise:
         )
 
     def add(self, estimates: Sequence[NoiseScale] | None, scale: float, *, steps: float = 1.0) -> SmoothedNoise:
-        """Return the averages with one more estimate per parameter group, as :meth:`update` does; self for None."""
+        """Return the averages with an estimate per parameter group added, as by :meth:`update`; self if it is None."""
         if estimates is None:
             return self
         return self.update([group.sqr for group in estimates], [group.var for group in estimates], scale, steps=steps)

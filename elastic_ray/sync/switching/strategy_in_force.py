@@ -42,7 +42,7 @@ _HEARING_S = 10.0  # a race waits for so long for what earlier jobs have found
 class StrategyTuner:
     """Tuner that chooses a strategy for ``Auto`` during training, by a race between candidates.
 
-    Its state is equal on all ranks, and is sent to joiners.
+    The tuner's state is equal on all ranks, and is sent to joining ranks.
 
     Args:
         auto: Settings of the choice.
@@ -102,7 +102,7 @@ class StrategyTuner:
         self._context.notify("strategy", f"strategy for {workers} workers: {choice.reason}", detail)
 
     def reduced(self) -> None:
-        """Record that a backward pass has been reduced; the first one of a step is measured."""
+        """Record that a backward pass has been reduced; only the first pass of a step is measured."""
         step, ledger = self._context.ledger.step, self._context.ledger
         if step is None or step is self._step:
             return
@@ -186,7 +186,7 @@ class StrategyTuner:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Restore a captured state."""
+        """Restore a state returned by :meth:`capture`."""
         self._auto, self._form = Auto(**tree["auto"]), tree["form"]
         self.choice = self._before = Choice.from_state(tree["choice"])
         self._known = {key: Choice.from_state(choice) for key, choice in tree["known"].items()}

@@ -91,7 +91,7 @@ class RowBucket:
         return self.held.scaled(factor)
 
     def carried_share(self, factor: float = 1.0) -> Any:
-        """Return the rows kept by :meth:`carry`, multiplied by ``factor``; None if there are none."""
+        """Return the rows kept by :meth:`carry`, multiplied by ``factor``; None if no rows were kept."""
         return self._carried if self._carried is None or factor == 1.0 else self._carried.scaled(factor)
 
     def flat_gradient(self) -> torch.Tensor:
@@ -116,7 +116,7 @@ class RowBucket:
         return self.held.squared_norm(preconditioner)
 
     def total(self) -> torch.Tensor:
-        """Return the sum of all elements, in float32."""
+        """Return the sum of all elements of the held rows, in float32."""
         return self.held.values.sum().to(torch.float32)
 
     def is_finite(self) -> bool:

@@ -31,8 +31,8 @@ _HEAD_BYTES = 16  # the number of rows, and their layout
 class RowsOperation:
     """Exchange of one table's touched rows; implements ``BucketOperation``.
 
-    Its only state is the buffer size for the next step, which depends on the row counts of all ranks in this group's
-    steps. It is reset in a new group.
+    The operation's only state is the buffer size for the next step, which depends on the row counts of all ranks in
+    this group's steps, and is reset in a new group.
     """
 
     def __init__(self) -> None:
