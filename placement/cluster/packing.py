@@ -186,7 +186,7 @@ class Free(Protocol[_JobContra, _KeyCo]):
 
 
 class FreeSlots:
-    """Free slots (room for one worker each) of each node, for jobs whose workers are alike, identified by number."""
+    """Free slots (room for one worker each) of each node, for jobs (identified by number) whose workers are alike."""
 
     def __init__(self, slots: Sequence[int] | Ints) -> None:
         self._free = np.array(slots, dtype=np.int64)

@@ -187,7 +187,7 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
 def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
     """Return the shapes (nodes, workers) to consider: all sizes up to one full node, then multiples of a full node.
 
-    Each size, from the job's minimum to ``most``, is on the fewest nodes; ``slots`` is how many workers fit on each.
+    Each size, from the job's minimum to ``most``, is on the fewest nodes; ``slots`` is the workers that fit on each.
     """
     roomy = np.cumsum(sorted(slots, reverse=True))
     if not len(roomy) or roomy[-1] < view.min_workers:
