@@ -271,7 +271,7 @@ class TrialJob:
             told = (printable(self.job), report.index, printable(missing))  # in a process whose log is not ours
             logger.warning("trial %s counts as the worst after report %d: %s", *told)
         before = report.index - len(self._values)  # those before the checkpoint that this run started from
-        self._send("tell", self.job, before, self._values)
+        self._send("notify", self.job, before, self._values)
 
     def _start(self, config: Mapping[str, Any]) -> JobHandle:
         """Start a new job of the trial in a new run directory.
