@@ -133,7 +133,7 @@ class ElasticContext:
         return self._session.job
 
     def get_global_step(self) -> int:
-        """Return the number of committed training steps: loader steps with a backward pass, even without an update."""
+        """Return the number of committed training steps: steps of a loader with a backward pass."""
         return self._session.progress.steps
 
 

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.loop.accumulator import _Sum
 from elastic_ray.state.codec import NotPlainError, SparseIndex, TensorIndex, decode, encode
 from tests.loop.plain_values import Thing, alike
 
@@ -53,11 +52,6 @@ def test_values_arrive_as_they_were(value: Any) -> None:
 )  # fmt: skip
 def test_the_odd_ones_too(value: Any) -> None:
     assert alike(decode(encode(value)), value)
-
-
-def test_a_sum_that_was_read_arrives_as_a_float() -> None:
-    found = decode(encode({"best": _Sum(2.5)}))
-    assert found == {"best": 2.5} and type(found["best"]) is float
 
 
 class Mode(int):
