@@ -133,7 +133,7 @@ class ElasticContext:
         return self._session.job
 
     def get_global_step(self) -> int:
-        """Return the number of optimizer steps committed so far."""
+        """Return the number of committed training steps: steps of a loader with a backward pass."""
         return self._session.progress.steps
 
 

@@ -136,6 +136,11 @@ _SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t", torch.Size: b"z", set:
 _MAPPINGS: dict[type, bytes] = {dict: b"m", collections.OrderedDict: b"o", collections.Counter: b"n"}
 
 
+def as_float(kind: type[float]) -> None:
+    """Encode values of this class as plain floats from now on."""
+    _CONTENT[kind] = _CONTENT[float]
+
+
 def _device(content: bytes) -> torch.device:
     try:
         return torch.device(content.decode())
