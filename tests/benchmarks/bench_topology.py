@@ -6,7 +6,7 @@ Nodes are network namespaces with a link of 1 Gbit/s and 5 ms one way between th
 torch DDP and the same steps without any reduction beside it. A reduction's time is what a step takes longer than those.
 Bar: ``two_level`` takes at most 0.6 x the time of the flat reduction.
 
-``--part slow``: 2.6 M parameters under ``Interference``, whose choices are topologies. At a step the link slows to a
+``--part slow``: 1.3 M parameters under ``Interference``, whose choices are topologies. At a step the link slows to a
 tenth; later every topology runs in turn. Bar: within ten steps the speed is 0.9 x that of the best one, and stays so.
 """
 
@@ -28,8 +28,8 @@ from network import Nodes, change_rate, far_namespaces, may_make_namespaces
 WAYS = ("all_reduce", "two_level", "ring", "tree", "star")
 DDP, ALONE = "torch DDP", "no reduction"
 DELAY_S = 0.005
-FREE_STEPS, SLOW_STEPS, WINDOW = 15, 45, 5
-CHOICES = {"two choices": WAYS[:2], "five choices": WAYS}
+FREE_STEPS, WINDOW = 15, 5
+CHOICES = {"two choices": (WAYS[:2], 25), "five choices": (WAYS, 50)}  # and steps on the slow link
 
 
 def main() -> None:
@@ -106,7 +106,12 @@ def _slow(*, quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             *({"choices": choices, "link": "a tenth", "topology": name, "step [s]": s} for name, s in fixed.items()),
             {"choices": choices, "link": "a tenth", "topology": f"{found['kept']}, kept", "step [s]": medians[-1]},
         ]
-        print(f"{choices}: steps [s] on the slow link {[round(each, 2) for each in slow]}; asked {found['asked']}")
+        shown = {
+            "steps on the slow link [s]": [round(each, 2) for each in slow],
+            "asked": found["asked"],
+            "fixed": fixed,
+        }
+        print(f"{choices}: {shown}", flush=True)
         among = f"link slows to a tenth, Interference with {choices}"
         bars += [
             bar(f"{among}: steps until 0.9 x the best speed", value=recovered, limit=10, at_least=False),
@@ -190,20 +195,22 @@ def _rank_of_slow(choices: str) -> None:
     from elastic_ray.adaptation.policy import Answer
 
     asked: list[tuple[int, Any]] = []
+    names, slow_steps = CHOICES[choices]
 
     class Noticing(Interference):
-        """Interference that writes down what it asks for, and is silent while topologies are compared."""
+        """Interference that writes down what it asks for, and asks for nothing before the link slows."""
 
         def after_step(self, view: PolicyView) -> Answer:
-            answer = super().after_step(view) if view.step < FREE_STEPS + SLOW_STEPS else None
+            self.threshold = 0.8 if view.step >= FREE_STEPS else 0.01
+            answer = super().after_step(view) if view.step < FREE_STEPS + slow_steps else None
             if isinstance(answer, SetStrategy):
                 asked.append((view.step - FREE_STEPS, answer.strategy))
             return answer
 
     _start()
-    module = torch.nn.Sequential(torch.nn.Linear(512, 2560), torch.nn.ReLU(), torch.nn.Linear(2560, 512))
+    module = torch.nn.Sequential(torch.nn.Linear(512, 1280), torch.nn.ReLU(), torch.nn.Linear(1280, 512))
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
-    policy = Noticing(CHOICES[choices], window=WINDOW)
+    policy = Noticing(names, window=WINDOW)
     model = er.AdaptiveDataParallel(module, optimizer, policy=policy, scaling_rule="none")
     data = torch.utils.data.TensorDataset(torch.randn(64, 512).repeat(50, 1))
     times: list[float] = []
@@ -222,18 +229,17 @@ def _rank_of_slow(choices: str) -> None:
         return time.perf_counter() - since_s
 
     running = steps()
-    for step in range(FREE_STEPS + SLOW_STEPS):
+    for step in range(FREE_STEPS + slow_steps):
         if step == FREE_STEPS and os.environ["LOCAL_RANK"] == "0":
             change_rate(os.environ["GLOO_SOCKET_IFNAME"], "100mbit")
         times.append(timed())
     kept = model.strategy.name
-    blocks: dict[str, list[float]] = {name: [] for name in WAYS}
-    for order in (WAYS, WAYS[::-1]):
-        for name in order:
-            model.set_strategy(name)
-            for _ in range(3):  # until the switch counts
-                next(running)
-            blocks[name] += [timed() for _ in range(3)]
+    blocks: dict[str, list[float]] = {}
+    for name in WAYS:
+        model.set_strategy(name)
+        for _ in range(3):  # until the switch counts
+            next(running)
+        blocks[name] = [timed() for _ in range(4)]
     if dist.get_rank() == 0:
         result = {"times": times, "kept": kept, "asked": asked, "blocks": blocks}
         print("RESULT " + json.dumps(result), flush=True)

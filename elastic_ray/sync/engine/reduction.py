@@ -258,6 +258,7 @@ class Reduction:
     ) -> None:
         self._group, self._consensus, self._layout, self._grad_scale = group, consensus, layout, grad_scale
         self._works: list[list[Any]] = [[] for _ in layout.buckets]
+        self._rounds = [0] * len(layout.buckets)  # that ended before backward did
         # operations that compress, or have something to send from a strategy before
         self.owing: Sequence[OwingOperation] = ()
         self._compresses = any(isinstance(each, CompressedOperation) for each in layout.operations)
@@ -307,6 +308,13 @@ class Reduction:
             self._works[index] += operation.launch(bucket, gradients)
         if index == len(layout.buckets) - 1 and not layout.tail_rides:
             self._works[index].append(gradients.all_reduce(layout.tail))
+        before = layout.operations[index - 1] if index else None
+        if type(before) is RoutedReduceOperation and before.starts_near:
+            # Links between nodes carry the bucket before while backward goes on.
+            for work in self._works[index - 1]:
+                self._consensus.announcer.wait(work)
+            self._works[index - 1] = list(before.next_round(layout.buckets[index - 1], gradients, 1))
+            self._rounds[index - 1] = 1
 
     def finish(self, *, checks: bool) -> None:
         """Wait for the collectives, and run further rounds until every bucket holds its sum.
@@ -321,9 +329,10 @@ class Reduction:
         communicator, operations = self._group.group.communicator, self._layout.operations
         looks, self.totals = checks or bool(self.owing), []
         self._took_s = [0.0] * len(self._began_s)
-        told, finished, going, last = False, 0, self._layout.buckets, len(operations) - 1
+        told, going, last = False, self._layout.buckets, len(operations) - 1
+        rounds, self._rounds = self._rounds, [0] * len(operations)
         while going:
-            finished, left = finished + 1, list[GradientBucket]()
+            left = list[GradientBucket]()
             for bucket in going:
                 index = bucket.index
                 told = told or (bucket.is_summed_up and not self.owing)
@@ -332,7 +341,9 @@ class Reduction:
                     if not communicator.waited_briefly(work):
                         self._consensus.announcer.wait(work)
                 if type(operations[index]) is not AllReduceOperation:  # whose first round is its last
-                    self._works[index] = list(operations[index].next_round(bucket, communicator.gradients, finished))
+                    rounds[index] += 1
+                    more = operations[index].next_round(bucket, communicator.gradients, rounds[index])
+                    self._works[index] = list(more)
                     if self._works[index]:
                         left.append(bucket)
                         continue
@@ -434,6 +445,7 @@ class Reduction:
         """Discard the changes that the current step's passes made to the operations' state (such as residuals)."""
         self.asked = False
         self._works = [[] for _ in self._layout.buckets]
+        self._rounds = [0] * len(self._works)
         for operation in self._layout.operations:
             operation.void()
 
