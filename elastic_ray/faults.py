@@ -61,9 +61,12 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Faults:
-    """Script of faults to inject into workers, for testing.
+    """Script of faults to inject, each once, at a ``moment`` of a given rank, step and worker id; None matches any.
 
-    Each fault is injected once, at a ``moment`` of a given rank, step and worker id; None matches any.
+    Examples:
+        >>> from elastic_ray.faults import Faults
+        >>> Faults().kill(rank=1, step=7, moment="backward").script[0].step
+        7
     """
 
     script: tuple[Fault, ...] = ()
