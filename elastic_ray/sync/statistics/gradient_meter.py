@@ -151,8 +151,7 @@ class GradientMeter:
         return self._gradients is not None
 
     def applied(self, replicas: int) -> None:
-        """Accept the variance of the latest pass over ``replicas`` replicas, whose gradients are about to be applied.
-        """
+        """Accept the variance of the latest pass over ``replicas`` replicas, whose gradients will now be applied."""
         self._alone = replicas == 1
         variance, self._variance = self._variance, None
         if variance is not None:
