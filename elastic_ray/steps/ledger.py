@@ -395,7 +395,8 @@ class StepLedger:
     def resume(self, lost: LostStep, cause: str) -> None:
         """Resume in the group found after :meth:`undo`; a surrounding step that no rank finished is also drawn again.
 
-        The nested pass continues first, so that user code gets its result; only then does the failure ``cause`` count.
+        The nested pass continues first, so that user code gets its result. The surrounding step fails with ``cause``
+        only after that.
         """
         outer_lost = lost.outer_lost or not self.reduced  # its shares were cut for a group that is gone
         if lost.nested and outer_lost and lost.before == self._place:
