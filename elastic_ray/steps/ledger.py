@@ -401,7 +401,8 @@ class StepLedger:
     def resume(self, lost: LostStep, cause: str) -> None:
         """Resume in the group found after :meth:`undo`; a surrounding step that no rank finished is also drawn again.
 
-        The nested pass continues first, so that user code gets its result; only then does the failure ``cause`` count.
+        The nested pass continues first, so that user code gets its result. The surrounding step fails with ``cause``
+        only after that.
         """
         self.reduced |= lost.nested and self._place[1] > 0  # or another rank's has, whose update is received
         outer_lost = lost.outer_lost or not self.reduced  # its shares were cut for a group that is gone

@@ -304,7 +304,7 @@ class GradientEngine(Participant):
         self._reducer.end_lost_pass(give_zeros)
 
     def before_update(self) -> None:
-        """Close the accumulation of gradients before an update; gradients computed later count as another loss's.
+        """Close the accumulation of gradients before an update; gradients computed later belong to another loss.
 
         Raises RuntimeError: gradients of parameters whose optimizer state is divided were not averaged over the ranks.
         """

@@ -75,11 +75,11 @@ class Move:
 
 
 def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: int) -> tuple[tuple[int, ...], ...]:
-    """Return the owners of each tile, preferring ranks that already hold it as far as balance allows.
+    """Return the owners of each tile, balanced over the ranks, and preferably ranks that already hold the tile.
 
-    Every tile has ``min(copies, ranks)`` owners, and the numbers of tiles per rank differ by at most one. As far as
-    this balance allows, owners of a tile are on different nodes; if one node holds a tile twice, one copy moves to
-    another node. As many copies as possible stay in place (a maximum matching), and other copies fill the remaining
+    Every tile has ``min(copies, ranks)`` owners, and the numbers of tiles per rank differ by at most one. If this
+    balance permits, the owners of a tile are on different nodes; if one node holds a tile twice, one copy moves to
+    another node. As many copies as possible stay in place (a maximum matching); the other copies fill the remaining
     space. A held copy is moved only if no other copy can move.
 
     Args:

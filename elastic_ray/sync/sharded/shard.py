@@ -63,7 +63,8 @@ def summed(pieces: list[tuple[Tensor, Tensor]], width: int) -> tuple[Tensor, Ten
     """Return the sum of several row gradients, with each id once and in ascending order.
 
     Args:
-        pieces: Ids [n] and gradients [n, width] to add, in this order; at least one. Ids must be unique within each.
+        pieces: Ids [n] and gradients [n, width] to add, in this order; at least one. Ids must be unique within each
+            pair.
     """
     if len(pieces) == 1:
         return pieces[0]
