@@ -69,8 +69,8 @@ def session_warning() -> str:
 def find_address(address: str) -> str:
     """Return the HOST:PORT of the local cluster for ``auto`` or an empty address; return any other unchanged.
 
-    An empty address resolves as in ``ray.init()``: to the cluster that ``ray start`` recorded on this machine, which
-    may no longer run. Return "" if there is no record; Ray then starts a cluster.
+    An empty address resolves as in ``ray.init()``: to the cluster that ``ray start`` recorded on this machine, even if
+    that cluster no longer runs. If nothing is recorded, return "", for which Ray starts a new cluster.
     """
     if address not in ("", "auto"):
         return address

@@ -130,7 +130,7 @@ class ElasticConfig(NamesArguments):
 
     @property
     def straggler_config(self) -> StragglerConfig:
-        """Configuration by which the workers handle stragglers (slow workers)."""
+        """Configuration of the workers' response to stragglers (slow workers)."""
         return StragglerConfig(response=self.stragglers, patience_s=self.straggler_patience_s)
 
     def _check(self, name: str, value: object) -> None:

@@ -156,7 +156,7 @@ class TrainFunctionError(WorkerGroupError):
 
     @classmethod
     def of(cls, raised: Raised) -> TrainFunctionError:
-        """Return the error for a worker's report, unpickling its cause if possible; only for the user's processes."""
+        """Return the error for a worker's exception, unpickled if possible; for the user's own processes only."""
         return _train_function_error(raised.pickled, raised.traceback_text, raised.rank, raised.node)
 
     def __str__(self) -> str:

@@ -62,7 +62,7 @@ class TrialFacts:
 
     @classmethod
     def read(cls, told: Any) -> TrialFacts | None:
-        """Return a trial's facts from ``told``, a value loaded from a JSON file; None if the value is malformed."""
+        """Return a trial's facts from ``told``, a value parsed from JSON; None if the value is malformed."""
         try:
             found = cls(**{**told, "rungs": tuple(int(rung) for rung in told["rungs"])})
         except (TypeError, ValueError, KeyError):
@@ -72,7 +72,7 @@ class TrialFacts:
 
 
 def number_in(metrics: Any, name: str) -> float | None:
-    """Return a reported metric, nested as in ``"eval/loss"``; None if it is missing or not a finite number."""
+    """Return the metric called ``name`` (``"eval/loss"`` if nested); None if missing or not a finite number."""
     with contextlib.suppress(TypeError, ValueError, KeyError, RuntimeError, OverflowError):
         if name in metrics:
             found = float(metrics[name])
@@ -89,7 +89,7 @@ TIME_PARTS = ("training_s", "catching_up_s", "pausing_s", "starting_s", "waiting
 
 
 def named_parts(spent: Any) -> dict[str, float]:
-    """Return a job's seconds of training, catching up, pausing, starting and waiting, keyed by these words."""
+    """Return the parts of a job's time [s]: training, catching up, pausing, starting and waiting, keyed by name."""
     return {part.removesuffix("_s").replace("_", " "): getattr(spent, part) for part in TIME_PARTS}
 
 
@@ -189,7 +189,7 @@ class JobEvent:
 
     @classmethod
     def from_json(cls, line: str) -> JobEvent:
-        """Return the event on a line of JSON that :meth:`to_json` wrote.
+        """Return the event stored in ``line``, a line of JSON written by :meth:`to_json`.
 
         Raises:
             ValueError: The line is not a JSON object with an event's fields.
@@ -379,7 +379,7 @@ class JobStatus:
 
     @property
     def score(self) -> float | None:
-        """Value of the metric by which the sweep compares its trials; None if unknown."""
+        """Value of the metric that ranks the trials of the job's sweep; None if unknown."""
         return number_in(self.metrics, self.trial.metric) if self.trial is not None and self.trial.metric else None
 
 
@@ -426,7 +426,7 @@ class Report:
 
     @classmethod
     def from_json(cls, line: str) -> Report:
-        """Return the report on a line of JSON that :meth:`to_json` wrote.
+        """Return the report stored in ``line``, a line of JSON written by :meth:`to_json`.
 
         Raises:
             ValueError: The line is not a JSON object with a report's fields.

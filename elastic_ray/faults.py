@@ -61,7 +61,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Faults:
-    """Script of faults, each injected once at a ``moment`` of a given rank, step and worker id; None matches any.
+    """Script of faults to inject, each once, at a ``moment`` of a given rank, step and worker id; None matches any.
 
     Examples:
         >>> from elastic_ray.faults import Faults
@@ -102,7 +102,7 @@ class FaultInjector:
         self._claim = claim
 
     def at(self, moment: str, *, worker: str, rank: int, step: int) -> None:
-        """Inject the faults that are due at this moment of the step, which may kill or stop this process or raise."""
+        """Inject the faults due at this moment of the step; they may kill or stop this process, or raise an error."""
         for index, fault in list(self._open.items()):
             if fault.due(worker=worker, rank=rank, step=step, moment=moment):
                 del self._open[index]

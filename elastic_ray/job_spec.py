@@ -101,7 +101,7 @@ class JobSpec(RunSettings):
 
     @property
     def metric(self) -> str:
-        """Metric by which the job is judged: its sweep's, or the one that scores its checkpoints; empty if none."""
+        """Name of the metric that ranks the sweep's trials, or else the job's checkpoints; empty if there is none."""
         return (self.trial.metric if self.trial is not None else self.checkpoint_score_attribute) or ""
 
     @property

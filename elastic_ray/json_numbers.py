@@ -43,7 +43,7 @@ def load(text: str | bytes) -> Any:
 
 
 def dumpable(metrics: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return reported metrics unchanged if :func:`dump` can write them; otherwise as their ``repr``, keyed by name."""
+    """Return the metrics unchanged if :func:`dump` can write them; otherwise with keys as text, values as ``repr``."""
     try:
         dump(dict(metrics))
     except (TypeError, ValueError, RecursionError):  # keys that are no text, or a value that holds itself
@@ -52,7 +52,7 @@ def dumpable(metrics: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def known_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are fields of the dataclass ``kind``; those that only another release has are dropped."""
+    """Return those entries of ``values`` whose keys are fields of the dataclass ``kind`` in this release."""
     return {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
 
 

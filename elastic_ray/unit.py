@@ -55,7 +55,7 @@ class Unit:
 
     @property
     def shards(self) -> int:
-        """Number of parts into which the unit's samples are divided."""
+        """Number of equal parts (shards) into which the unit's samples are divided."""
         return math.prod(size for name, size in zip(self.names, self.sizes, strict=True) if name in _OWN_SAMPLES)
 
     def shard_of(self, position: int) -> int:
@@ -99,15 +99,15 @@ class UnitPlace:
         return math.prod(self.sizes)
 
     def fitting(self, batch_size: int) -> int:
-        """Return the largest batch, at most ``batch_size``, that the unit's parts divide equally; at least one each."""
+        """Return the largest multiple of ``shards`` up to ``batch_size``; at least ``shards``, one sample each."""
         return max(batch_size - batch_size % self.shards, self.shards)
 
     def share(self, batch_size: int, samples: int | None, *, drop_last: bool) -> tuple[int, int]:
         """Return the index of the part of the unit's samples that the worker reads, and the number of parts.
 
         Args:
-            samples: Number of samples in the dataset; None if it has no length, or comes in whole batches.
-            drop_last: True if a short last step is left out.
+            samples: Number of samples in the dataset; None if it has no length, or yields whole batches.
+            drop_last: True if a short last step is left out. The dataset then need not divide equally.
 
         Raises:
             ValueError: The dataset or ``batch_size`` cannot be divided equally among the unit's workers.
@@ -128,7 +128,7 @@ class UnitPlace:
 
 
 def place_in(unit: Unit | int, position: int, store: str) -> UnitPlace:
-    """Return the place of the worker at `position` in the unit, whose workers meet through the file ``store``."""
+    """Return the place of the worker at `position` in the unit, whose workers find each other through ``store``."""
     if isinstance(unit, int):
         return UnitPlace(position=position, names=(UNNAMED,), sizes=(unit,), shard=0, shards=1, store=store)
     return UnitPlace(

@@ -24,7 +24,7 @@ class NamesArguments:
 
 
 def check_argument_names(what: str, given: Collection[str], known: Collection[str]) -> None:
-    """Raise TypeError for an unknown argument; the message suggests the most similar known name."""
+    """Raise TypeError for an unknown argument of ``what``; the message suggests the most similar known name."""
     for name in given:
         if name not in known:
             raise TypeError(f"{what} got an unexpected keyword argument {name!r}{meant(name, known)}")

@@ -24,7 +24,7 @@ def reading(what: str, *others: type[Exception]) -> Iterator[None]:
 
 
 def check_once(what: str, names: Collection[str], error: type[ValueError] = InputError) -> None:
-    """Raise an error if a name occurs twice; ``what`` says in the message what is named."""
+    """Raise an error if a name occurs twice; ``what`` is the kind of name for the message, such as "node type"."""
     counted = list(names)
     doubles = sorted({name for name in counted if counted.count(name) > 1}) if len(set(counted)) < len(counted) else []
     if doubles:

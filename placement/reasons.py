@@ -92,7 +92,7 @@ class Reason:
 
     @property
     def words(self) -> str:
-        """Text of the cause with its facts, without figures."""
+        """Text of the cause with its facts, without figures (what was weighed in the decision)."""
         if self.unit == 1 or self.cause is Cause.POLICY:
             return self.cause.words.format(*self.facts)
         facts = (each.replace("worker", "unit") if isinstance(each, str) else each for each in self.facts)
@@ -113,11 +113,11 @@ class Reason:
         return self if unit == self.unit else dataclasses.replace(self, unit=unit)
 
     def with_figures(self, figures: str) -> Reason:
-        """Return the reason with more figures appended."""
+        """Return the reason with ``figures`` (what was weighed in the decision, as text) appended to its own."""
         return dataclasses.replace(self, figures="; ".join(filter(None, (self.figures, figures))))
 
     def because(self, cause: Reason | None) -> Reason:
-        """Return ``cause`` with this reason's full text as a figure, or this reason unchanged if ``cause`` is None."""
+        """Return ``cause`` with this reason's full text added to its figures; this reason if ``cause`` is None."""
         if cause is None:
             return self
         return cause.with_figures(self.explained)

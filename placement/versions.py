@@ -31,7 +31,7 @@ def spoken() -> Spoken:
 
 
 def check_spoken(theirs: Spoken, they: str, we: str) -> None:
-    """Raise VersionError if another process has another protocol; ``they`` and ``we`` name the two in the message."""
+    """Raise VersionError if another process uses another protocol; ``they`` and ``we`` name the two in the message."""
     ours = spoken()
     if theirs.protocol != ours.protocol:
         raise VersionError(

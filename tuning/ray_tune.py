@@ -54,7 +54,7 @@ _HOME = "ray.train._internal.session"
 
 
 def in_tune(packed: bytes) -> bytes:
-    """Return a pickled train loop in which ``ray.tune.report`` and ``get_checkpoint`` call those of ``elastic_ray``."""
+    """Return the pickled train loop ``packed``, changed so that Ray Tune's ``report`` and ``get_checkpoint`` work."""
     return pack(_InTune(packed), {})
 
 
@@ -155,9 +155,9 @@ def elastic(
         promise: Rule that compares running trials, so that the best get more workers (see ``Promise``). None derives
             the rule from Tune's scheduler (ASHA, HyperBand, and median stopping by reports). Without such a scheduler,
             trials get workers by speed alone.
-        sweep: Name of the sweep and of its tenant; by default the name of the Tune experiment. ``fit()`` raises
-            ``SweepRunsError`` while another sweep of this name runs. A sweep that starts within seconds of the end of
-            another of the same name reuses that sweep's processes. A ``tuning.Sweep`` also sets a deadline or a budget.
+        sweep: Name of the sweep; by default the name of the Tune experiment. ``fit()`` raises ``SweepRunsError`` while
+            another sweep of this name runs. If a sweep of this name ended only seconds ago, its processes are reused.
+            Pass a ``tuning.Sweep`` to set a deadline or a budget as well.
 
     Returns:
         A class trainable with ``reset_config`` (``TuneConfig(reuse_actors=True)``).
@@ -200,7 +200,7 @@ class ElasticTrainable(Trainable):
     _template: Template
 
     def __init_subclass__(cls) -> None:
-        """Raise an error for a subclass made by ``tune.with_resources``, which is not supported."""
+        """Raise ValueError for a subclass made by ``tune.with_resources``, which is not supported."""
         if "default_resource_request" in vars(cls):
             raise ValueError(
                 "an elastic trainable asks for no resources of its own: leave tune.with_resources out, say what a "
@@ -223,7 +223,7 @@ class ElasticTrainable(Trainable):
         return PlacementGroupFactory([on.get("resources", _WITHOUT_HEAD)])
 
     def setup(self, config: dict[str, Any], **constants: Any) -> None:
-        """Set up the trial for Tune.
+        """Set up the trial for Tune, with the parameters ``config``.
 
         The job starts only at the first step, when the checkpoint to start from is known.
 
@@ -243,7 +243,8 @@ class ElasticTrainable(Trainable):
     def step(self) -> dict[str, Any]:
         """Return the train loop's next report, with the number of ``workers`` added; the first call starts the job.
 
-        The last result of a trial only tells Tune that the trial is done. Raises the error with which the job failed.
+        After the last report, returns a result that only marks the trial as done. Raises the error with which the job
+        failed.
         """
         if self._job is None:
             try:
@@ -266,8 +267,8 @@ class ElasticTrainable(Trainable):
     def save(self, checkpoint_dir: str | None = None) -> Any:
         """Return Ray Tune's training result (metrics and checkpoint) for the latest checkpoint of the train loop.
 
-        The checkpoint stays at the path where the job stored it. The result's checkpoint is None if the train loop has
-        reported none.
+        The checkpoint stays where the job stored it; ``checkpoint_dir`` is not used. The result's checkpoint is None if
+        the train loop has reported none.
         """
         if self._reported is not None:
             checkpoint = Checkpoint(self._reported, self._place().storage_filesystem)
@@ -458,7 +459,7 @@ def _was_submitted(storage: StorageContext | None) -> bool:
 
 
 def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
-    """Return the promise (comparison rule) of a Tune scheduler; None if it does not stop trials by report count.
+    """Return the promise (rule for comparing trials) of a Tune scheduler; None if the scheduler has no such rule.
 
     Supported are ASHA, HyperBand and median stopping with ``time_attr="training_iteration"``.
 

@@ -72,7 +72,7 @@ class Sweep(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """Reports still to be made between the previous rung (point where trials are cut) and this one, over all trials."""
+    """Training that remains between the previous rung (point where trials are cut) and this one, over all trials."""
 
     trials: int  # that come into it, at least 1
     reports: float  # still to be made by all of them
@@ -90,7 +90,10 @@ class RungSizes:
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
-    """Return the training left before each cut (rung) of a sweep of ``trials``, given the records of started trials."""
+    """Return how much training remains before each rung (cut) of a sweep of ``trials`` trials.
+
+    ``records`` holds the history of the trials started so far.
+    """
     found, low, expected = [], 0, float(trials)
     for high in promise.rungs:
         made = [min(max(len(each.values) - low, 0), high - low) for each in records]
@@ -125,10 +128,10 @@ def size_rungs(
     ``feasible`` is False and the sizes are those that come closest.
 
     Args:
-        rates: Reports per second of a trial on 1, 2, ... workers; 0 for an invalid size. At least one is above 0.
+        rates: Element w - 1 is the reports per second of a trial on w workers, 0 if w is invalid; one is above 0.
         slots: Number of workers that fit on the cluster.
         at_once: Maximum number of trials that run at the same time.
-        seconds, worker_s: Time and worker-seconds left.
+        seconds, worker_s: Time [s] and worker-seconds that the sweep may still use.
     """
     points: list[_Point] = [(0.0, 0.0, ())]
     able = [w for w, rate in enumerate(rates.tolist(), start=1) if rate > 0]
@@ -179,7 +182,7 @@ class SweepPlanner:
         slots: Mapping[str, Sequence[int]],
         now_s: float,
     ) -> dict[str, int]:
-        """Return the number of workers for each running trial, keyed by trial; empty until the speed of one is known.
+        """Return the number of workers for each running trial, keyed by trial; empty until any trial's speed is known.
 
         Args:
             records: Records of all trials so far, keyed by trial; ``views`` are those of the running trials.

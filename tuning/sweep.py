@@ -91,7 +91,7 @@ class SweepDriver:
 def this_driver(
     folder: str, promise: Promise | None, limits: Sweep | None = None, trials: int | None = None
 ) -> SweepDriver:
-    """Return a new driver, identifying this process, for the sweep whose results are in ``folder``.
+    """Return a new driver: a record that this process runs the sweep whose results are in ``folder``.
 
     Without a promise (comparison rule), all trials weigh the same. Raises ValueError: the limits have a deadline or
     budget, but the total number of ``trials`` or of reports per trial is unknown.
@@ -178,10 +178,10 @@ class StopWatch:
         self._asked: dict[str, Any] = {}
 
     def poll(self, name: str, driver: SweepDriver | None = None) -> str:
-        """Return why this sweep was stopped, once all its trials have ended; empty before that.
+        """Return why the sweep ``name`` was stopped, once all its trials have ended; empty until then.
 
-        Each call also signals to the sweep's actor that ``driver`` (None if it has not claimed the sweep) is alive. The
-        call does not block: it returns the answer to the previous call's request.
+        ``driver`` is the calling driver, None if it has not claimed the sweep. The call also signals to the sweep's
+        actor that the driver is alive. It does not block: it returns the answer to the previous call's request.
         """
         asked = self._asked.pop(name, None)
         if asked is not None and not ray.wait([asked], timeout=0)[0]:
@@ -236,7 +236,7 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
 
 
 def promised(spec: JobSpec, promise: Promise | None) -> JobSpec:
-    """Return a trial's job spec with the promise's metric, mode, rungs and report limit; unchanged without one."""
+    """Return a trial's job spec with the promise's metric, mode, rungs (cuts) and report limit; unchanged for None."""
     if promise is None or spec.trial is None:
         return spec
     most, rungs = promise.max_t, promise.rungs
@@ -352,7 +352,7 @@ class SweepActor:
             begun.controller.stop.remote(reason=f"the sweep was stopped: {self._stop_reason}")
 
     async def notify(self, trial: str, before: int, values: tuple[float, ...]) -> None:
-        """Record a trial's metric at each report after the first ``before``, and update the weights of all trials."""
+        """Record a trial's metric at each report after its first ``before`` reports, and update all trials' weights."""
         record = self._records.get(trial, TrialRecord(trial=trial)).told(before, values)
         self._records[trial] = dataclasses.replace(record, running=self._runs(trial))
         self._weigh()
@@ -382,7 +382,7 @@ class SweepActor:
         """Return why the sweep was stopped, once all its trials have ended; empty before that or if not stopped.
 
         Args:
-            driver: The calling driver, which thereby signals that it is alive; None if it has not claimed the sweep.
+            driver: The calling driver, None if it has not claimed the sweep; the call also signals that it is alive.
         """
         if driver is not None and self._driver in (None, driver):
             if self._driver is None:  # this actor was made again
@@ -404,7 +404,7 @@ class SweepActor:
         return True
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """Return a process on the node, and whether it has ever answered; None if the run was not admitted."""
+        """Return a process on the node, and whether it has already started up; None if the run was not admitted."""
         return await self._processes.lend(run, node)
 
     async def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
@@ -414,14 +414,14 @@ class SweepActor:
     async def complete(self, run: str, fit: dict[Any, bool]) -> None:
         """Close a run, and kill the processes it still borrows, except those in ``fit``.
 
-        ``fit`` maps each process that another trial may use to whether it has ever answered.
+        ``fit`` maps each process that another trial may use to whether that process has already started up.
         """
         self._processes.complete(run, fit)
 
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:
         """Keep a run's checkpoint in the cluster's memory, so that a trial can start from it without reading storage.
 
-        ``held`` contains its Ray reference; Ray would replace a bare reference with the object that it refers to.
+        ``held`` is a tuple with the checkpoint's Ray reference; Ray would replace a bare reference with its object.
         """
         if run in self._busy:
             self._cached.hold(run, path, held[0])

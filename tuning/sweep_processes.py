@@ -30,7 +30,7 @@ class SweepProcesses:
     """Pool of a sweep's worker processes, lent to one run (one start of a trial) at a time and returned afterwards.
 
     When a trial stops, its processes are available to other trials at once, without the seconds that starting one
-    takes. The pool never holds more processes of a kind on a node than trials of that kind have used there at one time.
+    takes. The pool creates no more processes of a kind on a node than trials of that kind have used there at one time.
     A trial that is paused and resumed gets a second run, which has no claim to the processes of its first run.
 
     Args:
@@ -44,12 +44,12 @@ class SweepProcesses:
         self._lent: dict[str, list[_Process]] = {}
 
     def admit(self, run: str, kind: JobSpec) -> None:
-        """Allow a run to borrow processes until :meth:`settle`; runs of equal ``kind`` reuse the same processes."""
+        """Allow a run to borrow processes until :meth:`complete`; runs of equal ``kind`` reuse the same processes."""
         self._kinds[run] = kind
         self._lent.setdefault(run, [])
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """Return a process on the node, and whether it has ever answered; None if the run is not admitted.
+        """Return a process on the node, and whether it has already started up; None if the run is not admitted.
 
         Prefers the idle process of the run's kind that was returned last, then one from the warm pool, then a new one.
         """
@@ -87,7 +87,7 @@ class SweepProcesses:
         """Close a finished run, and kill the processes it still borrows, except those in ``fit``.
 
         Args:
-            fit: Processes that another run may use, each mapped to whether it has ever answered; None for none.
+            fit: Processes that another run may use, each mapped to whether it has already started up; None for none.
         """
         self._kinds.pop(run, None)
         fit = fit or {}
@@ -102,7 +102,7 @@ class SweepProcesses:
             ray.kill(process.actor)
 
     def expire(self, now_s: float) -> None:
-        """Kill processes that have been idle for longer than their trial's ``keep_s`` at ``now_s`` [s, monotonic]."""
+        """Kill the processes idle for longer than their trial's ``keep_s`` at ``now_s`` [s, monotonic]."""
         for process in list(self._idle):
             trial = process.kind.trial
             if trial is None or now_s > process.since_s + trial.keep_s:

@@ -165,8 +165,9 @@ class TrialJob:
     """Elastic job that runs one trial. The constructor starts the job, or reconnects to it if it is still running.
 
     Args:
-        sweep: Name of the sweep, unless the template sets one. The trial's tenant (the owner to which the allocator
-            assigns a share) is ``"sweep <name>"``, unless ``SchedulingConfig`` names a tenant.
+        sweep: Name of the sweep, used unless the template sets one. The trial's tenant (the owner to which the
+            allocator assigns a share) is ``"sweep <name>"``, unless ``SchedulingConfig`` names a tenant.
+        trial: Id of the trial within the sweep; the job is named ``"<sweep>-<trial>"``.
         config: The trial's parameters; they override ``train_loop_config``.
         directory: The trial's own directory on ``filesystem``; each start of the trial creates a run directory in it.
         knowledge_path: Directory for the speed measurements that all trials share.
@@ -211,10 +212,10 @@ class TrialJob:
     def next_report(self, timeout: float) -> Report | None:
         """Return the trial's next report; None if none came within ``timeout`` [s] or the job has ended (:attr:`done`).
 
-        Each call acknowledges the reports returned before. Training blocks in ``report`` when it is more than
-        ``reports_ahead`` reports ahead of the last acknowledged one.
+        Each call acknowledges the reports that earlier calls returned. Training blocks in ``report`` when it is
+        more than ``reports_ahead`` reports ahead of the last acknowledged one.
 
-        Raises ValueError: the trial has made ``Promise.patience`` reports, none of which contains the compared metric.
+        Raises ValueError: the trial has made ``Promise.patience`` reports, none with the metric that is compared.
         """
         try:
             report = self._handle.next_report(self._taken, timeout)
@@ -241,8 +242,8 @@ class TrialJob:
         """Stop the job at once and release its workers. Checkpoints of reports that were never read are deleted.
 
         Args:
-            paused: True if the sweep may resume the trial, although it has no checkpoint to continue from. Resuming
-                then raises NoCheckpointError instead of starting from scratch.
+            paused: True to record that the trial was paused without a checkpoint. If the sweep resumes the trial,
+                NoCheckpointError is then raised, so that the trial does not silently start from scratch.
         """
         if paused:
             self._write_note({**(self._read_note() or {}), _PAUSED: "without a checkpoint"})
@@ -270,7 +271,7 @@ class TrialJob:
             told = (printable(self.job), report.index, printable(missing))  # in a process whose log is not ours
             logger.warning("trial %s counts as the worst after report %d: %s", *told)
         before = report.index - len(self._values)  # those before the checkpoint that this run started from
-        self._send("tell", self.job, before, self._values)
+        self._send("notify", self.job, before, self._values)
 
     def _start(self, config: Mapping[str, Any]) -> JobHandle:
         """Start a new job of the trial in a new run directory.

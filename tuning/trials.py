@@ -68,7 +68,7 @@ class Promise(NamesArguments):
 
     @property
     def patience(self) -> int:
-        """Number of reports after which a trial that has never reported the metric fails; equal to the second rung."""
+        """Number of reports, all without the metric, after which a trial fails; equal to the second rung (cut)."""
         return self.next_rung(self.grace_period)
 
     @property
@@ -82,7 +82,7 @@ class Promise(NamesArguments):
         return tuple(sorted({*found, self.max_t}))
 
     def next_rung(self, reports: int) -> int:
-        """Return the first rung above the number of ``reports`` that a trial has made, at most ``max_t``."""
+        """Return the number of reports at the next rung (cut) after the given number of reports, at most ``max_t``."""
         if self.max_t is not None and reports >= self.max_t:
             return self.max_t
         passed = math.log(max(reports / self.grace_period, 1.0)) / math.log(self.reduction_factor)
@@ -103,7 +103,7 @@ class TrialRecord:
     def told(self, before: int, values: tuple[float, ...]) -> TrialRecord:
         """Return a record that keeps the first ``before`` metric values and replaces all later ones with ``values``.
 
-        ``before`` counts the reports made before the trial's current run; those missing from this record become NaN.
+        ``before`` counts the reports made before the trial's current run. Values that this record lacks become NaN.
         """
         kept = self.values[:before]
         return dataclasses.replace(self, values=(*kept, *(math.nan,) * (before - len(kept)), *values))
@@ -144,7 +144,7 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
 
 
 def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise) -> float:
-    """Return the trial's chance (0 to 1) of passing its next rung (cut), by its rank among trials that got as far."""
+    """Return the chance (0 to 1) that a trial passes its next rung (cut), ranked among trials with as many reports."""
     eta = promise.reduction_factor
     prior = 1.0 / eta
     at = len(trial.values)
@@ -172,7 +172,7 @@ def _expected(trial: TrialRecord, s: float, promise: Promise, longest: int) -> f
 
 
 def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
-    """Return a report's metric by which trials are compared: NaN if it is not a number, None if it is missing.
+    """Return the metric value by which a report is compared; NaN if it is not a number, None if it is missing.
 
     Args:
         names: Possible names of the metric; the first one in the report is used.
@@ -186,7 +186,7 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
 
 
 def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
-    """Return an error message for a report that lacks the compared metric or holds a non-number for it."""
+    """Return an error message for a report that lacks the metric of ``promise``, or holds a non-number for it."""
     flat = dict(_flat(metrics))
     if flat.get(promise.metric) is not None:
         return f"trials are compared by {promise.metric!r}, but {flat[promise.metric]!r} is no number: report one"
@@ -243,7 +243,7 @@ class CheckpointCache:
             self._until_s[run] = until_s
 
     def expire(self, now_s: float) -> None:
-        """Discard the checkpoints of finished runs whose ``until_s`` is before ``now_s`` [s, monotonic]."""
+        """Discard finished runs' checkpoints whose ``until_s`` (see ``over``) is before ``now_s`` [s, monotonic]."""
         for run in [run for run, until_s in self._until_s.items() if now_s > until_s]:
             del self._until_s[run]
             self._of_run.pop(run, None)

@@ -131,13 +131,13 @@ class HookTimeoutError(TimeoutError):
 
 
 class HookCaller:
-    """Thread that calls policies' hooks one at a time, with a deadline; it ends with :meth:`close`."""
+    """Background thread that calls policies' hooks one at a time, each with a deadline; :meth:`close` ends it."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     def call(self, hook: Callable[[], Any], timeout_s: float) -> Any:
-        """Call ``hook`` in the caller's thread, and return its result or raise its error.
+        """Call ``hook`` in this object's background thread, and return its result or raise its error.
 
         If the hook does not return in time, its thread is left running and the next call uses a new thread.
 

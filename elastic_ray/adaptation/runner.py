@@ -60,22 +60,22 @@ class SharedValues:
         self.samples += samples
 
     def start_train(self) -> bool:
-        """Start a step; True if it is the run's first."""
+        """Record that the run has started; True on the first call of the run, even across restarts."""
         begun, self.trains = self.trains, True
         return not begun
 
     def start_epoch(self, epoch: int) -> bool:
-        """Start a step of this epoch; True if it is the first step of the epoch."""
+        """Record the epoch of the next step; True on the run's first call for this epoch or a later one."""
         before, self.epoch = self.epoch, max(self.epoch, epoch)
         return before < epoch
 
     def end_epoch(self, epoch: int) -> bool:
-        """Record that an epoch has ended; return True if that was not recorded before."""
+        """Record that an epoch has ended; True on the run's first call for this epoch or a later one."""
         before, self.ended_epoch = self.ended_epoch, max(self.ended_epoch, epoch)
         return before < epoch
 
     def scale_rate(self, factor: float) -> None:
-        """Multiply the factor on the run's learning rates by another factor."""
+        """Multiply the run's learning-rate factor, the product of all policies' requests, by ``factor``."""
         self.rate_factor *= factor
 
     def hold_batch(self, batch_size: int | None) -> None:
@@ -87,7 +87,7 @@ class SharedValues:
         self.wish, self.wished_by = None if bounds == (None, None) else bounds, -1
 
     def asked_by(self, policy: int) -> None:
-        """Record that the worker request just applied, if any, belongs to the policy with this number."""
+        """Record that the most recently applied worker request, if any, came from the policy with this number."""
         if self.wish is not None and self.wished_by < 0:
             self.wished_by = policy
         if policy in self.off and self.wished_by == policy:
@@ -101,7 +101,7 @@ class SharedValues:
         return numbered
 
     def switch_off(self, policy: int, why: str) -> None:
-        """Switch off a policy and cancel its worker request, which it can no longer withdraw."""
+        """Record ``why`` a policy is no longer called, and cancel its request for workers."""
         self.off[policy] = why
         if self.wished_by == policy:
             self.wish_for((None, None))
@@ -187,7 +187,7 @@ class PolicyRunner:
         return any(overrides(policy, hook) for number, policy in enumerate(self._policies) if self._is_asked(number))
 
     def call(self, hook: str, view: PolicyView) -> None:
-        """Call this hook of every active policy that overrides it, in order."""
+        """Call the hook of this name on every active policy that overrides it, in the order of the policies."""
         for number, policy in enumerate(self._policies):
             if self._is_asked(number) and overrides(policy, hook):
                 self._ask(number, policy, hook, view)
@@ -350,7 +350,7 @@ class PolicyRunner:
         self._caller.close()
 
     def capture(self) -> dict[str, Any]:
-        """Return the policies' states, pending requests, and effects as plain values, for joiners and checkpoints."""
+        """Return the policies' states, pending requests and effects on the run, as plain values for :meth:`restore`."""
         return {
             "values": self.values.to_state(),
             "states": copy.deepcopy(self._states),
@@ -363,7 +363,7 @@ class PolicyRunner:
         return [[dataclasses.asdict(pending) for pending in self._pending], self._states]
 
     def adopt(self, answers: Sequence[Any]) -> None:
-        """Adopt the :meth:`answers` of the worker that calls the policies for its whole unit (group of workers)."""
+        """Adopt the :meth:`answers` of the worker that calls the policies on behalf of this worker's unit."""
         pending, self._states = answers
         self._pending = [Pending(**each) for each in pending]
 
@@ -373,7 +373,7 @@ class PolicyRunner:
         return [[name_of(policy), initial] for policy, initial in zip(self._policies, self._initial, strict=True)]
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`capture`, except all policies' states if the run now has other policies."""
+        """Restore the result of :meth:`capture`; policies' states and requests are left out if the policies differ."""
         self.values = SharedValues.from_state(tree["values"])
         same = list(tree["names"]) == [name_of(policy) for policy in self._policies]
         if not same:
@@ -513,7 +513,7 @@ class PolicyBallot:
         self._policies = policies
 
     def start(self) -> None:
-        """Enter a new group and discard the results of the previous group."""
+        """Start comparing in a new group of ranks, and discard the results of the previous group."""
         self._verdicts, self._entered = (), True
 
     def pop_entered(self) -> bool:
@@ -526,21 +526,21 @@ class PolicyBallot:
         return _SIZE * self._policies
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return, for each policy, this rank's flag and digest, to be summed over all ranks."""
+        """Return this rank's flags and digests of all policies, concatenated, to be summed over all ranks."""
         return [value for said in self._said() for value in flag_and_digest(said)] if self._policies else ()
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Compute each policy's result (agreed or not) from the sums of all ranks' values."""
+        """Compute, for each policy, whether the ranks' requests agree, from the sums of all ranks' :meth:`values`."""
         self._verdicts = tuple(verdict(sums[first : first + _SIZE], world_size) for first in range(0, len(sums), _SIZE))
 
     def take(self) -> tuple[Verdict, ...]:
-        """Return the latest result for each policy, in order, and clear the results."""
+        """Return each policy's latest verdict (none, agreed or different), in order, and clear the verdicts."""
         verdicts, self._verdicts = self._verdicts, ()
         return verdicts
 
 
 def flag_and_digest(said: Any) -> list[float]:
-    """Return a rank's values for a policy: 1, then each digit of a digest and its square; zeros if it said None."""
+    """Return 1, and each digit of a digest of ``said`` with its square; only zeros if ``said`` is None."""
     if said is None:
         return [0.0] * _SIZE
     number = int.from_bytes(
@@ -561,7 +561,7 @@ def _canonical(value: Any) -> str:
 
 
 def verdict(sums: Sequence[float], world_size: int) -> Verdict:
-    """Return whether all ranks made the same requests for one policy, from the sums of their values."""
+    """Return the verdict on one policy's requests, from the sums of all ranks' :func:`flag_and_digest`."""
     saying = round(sums[0])
     if saying == 0:
         return Verdict.NOTHING

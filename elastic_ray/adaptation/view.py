@@ -147,11 +147,11 @@ class WatchedMetrics:
         self._names = tuple(sorted({*self._names, *names}))
 
     def restore(self, latest: Mapping[str, float], reports: int) -> None:
-        """Restore the watched metrics, and the number of their report, from another rank or a checkpoint."""
+        """Set the watched metrics, and the number of their report, to values from another rank or a checkpoint."""
         self.latest, self.reports = dict(latest), reports
 
     def reported(self, metrics: Mapping[str, Any], number: int) -> None:
-        """Record the metrics that this rank has reported; ``number`` counts the run's reports."""
+        """Record the watched metrics among ``metrics``, which this rank reports as the run's report ``number``."""
         numbers = {name: metrics.get(name) for name in self._names}
         self._own = {
             name: float(value)
@@ -161,14 +161,14 @@ class WatchedMetrics:
         self._own_reports = number
 
     def start(self) -> None:
-        """Enter a group; the metrics stay valid."""
+        """Enter a new group of ranks; metrics received in the previous group stay valid."""
 
     def size(self, world_size: int) -> int:
         """Return the number of values that this object adds to the control sums (numbers all-reduced in each step)."""
         return 1 + 2 * len(self._names) if self._names else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return rank 0's new watched metrics, to be summed over ranks; zeros on other ranks or without a report."""
+        """Return rank 0's newly reported watched metrics, to be summed over ranks; zeros on other ranks, or if none."""
         if not self._names:
             return ()
         if rank != 0 or self._own_reports <= self.reports:
@@ -177,7 +177,7 @@ class WatchedMetrics:
         return [float(self._own_reports), *(value for pair in pairs for value in pair)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Read rank 0's watched metrics from the sums of all ranks' values."""
+        """Update the watched metrics on this rank from the sums of all ranks' :meth:`values`."""
         if self._names and sums[0] > 0:
             self.reports = round(sums[0])
             pairs = zip(self._names, sums[1::2], sums[2::2], strict=True)

@@ -47,10 +47,10 @@ class BranchPlan:
             raise ValueError(f"tolerance must be above 0 and below 1, such as 0.01, but got {self.tolerance!r}")
 
     def sizes(self, batch_size: int, largest: int) -> tuple[int, ...]:
-        """Return the global batches to compare: the current one, then its multiples by ``factors`` up to ``largest``.
+        """Return the global batches to compare: ``batch_size``, then its multiples by ``factors`` up to ``largest``.
 
         Args:
-            batch_size: Current batch [samples].
+            batch_size: Current batch [samples], reduced to ``largest`` if it is above.
             largest: Largest batch that the loader allows [samples].
 
         Raises BranchError: All multiples exceed ``largest``, so that there is nothing to compare.
@@ -67,7 +67,7 @@ class BranchPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BranchLoss:
-    """Mean loss of one branch (short run at one batch size), and by how much it exceeds that at the current batch."""
+    """Mean loss of one branch (short run at one batch size), and its excess over the loss at the current batch."""
 
     batch_size: int
     steps: int  # optimizer steps that it has made
@@ -88,7 +88,7 @@ class BranchResult:
 
     @property
     def critical_batch(self) -> int | None:
-        """Largest batch whose loss is at most ``tolerance`` (a fraction) worse; None if noise hides the difference."""
+        """Largest batch whose loss exceeds the current batch's by at most ``tolerance``; None if noise hides this."""
         found = self.losses[0].batch_size
         for each in self.losses[1:]:
             if each.worse > self.tolerance and each.worse - each.error > 0:
@@ -123,7 +123,7 @@ class BranchResult:
 
 
 def compare(plan: BranchPlan, step: int, samples: int, curves: Mapping[int, Curve]) -> BranchResult:
-    """Return how the branches' losses compare over the second half of their samples.
+    """Compare the losses of a job's branches (short runs at several batches) over the second half of their samples.
 
     All branches train on the same samples in the same order. Let d_i be the difference between a branch's mean loss and
     the current batch's in the i-th of n parts of that half, and L the mean loss at the current batch. Then worse =

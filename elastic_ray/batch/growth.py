@@ -86,7 +86,7 @@ class GrowthWatch:
             batch_size: Global batch of the latest steps [samples].
             steps: Steps of the whole run so far.
             signal: Strength of the mean gradient relative to its noise. If None (unknown), only ``steps`` is recorded.
-            loss: Number of the latest report that had a loss, and the loss; None before the first.
+            loss: Number of the latest report that had a loss, and that loss; None before the first such report.
         """
         self._steps = steps
         if signal is None:
@@ -112,12 +112,12 @@ class GrowthWatch:
 
     @property
     def growth(self) -> float:
-        """Largest factor by which the batch may grow in one decision; 1 if it may not grow."""
+        """Largest factor by which the next decision may grow the batch; 1 if the batch may not grow."""
         return 1.0 if self.hindrance else self._growth
 
     @property
     def hindrance(self) -> str:
-        """Reason why the batch may not grow now; empty if it may."""
+        """Reason why the batch may not grow at present; empty if it may."""
         if self._signal is not None and not self._signal.present:
             return (
                 f"no signal: after {self._signal.updates} estimates the squared norm of the mean gradient does not "
@@ -129,7 +129,7 @@ class GrowthWatch:
 
     @property
     def is_settled(self) -> bool:
-        """True once there are enough gradient estimates for a missing signal to be worth reporting."""
+        """True once there are enough gradient estimates to report that a signal is missing."""
         return self._signal is not None and self._signal.updates >= _SIZES
 
     def step_back(self) -> StepBack | None:
@@ -179,7 +179,7 @@ Ramp: TypeAlias = "tuple[tuple[float, int], ...]"
 
 
 def read_ramp(batch_size: Any) -> tuple[Any, Ramp]:
-    """Return a loader's initial batch size, and its schedule of (progress 0 to 1, global batch); empty for a number.
+    """Return the initial batch and the schedule [(progress 0 to 1, batch), ...], which is empty for a number.
 
     Raises:
         TypeError: An entry is not a pair of numbers.

@@ -82,7 +82,7 @@ class BatchLimits:
         """Return the global batch [samples] of a step divided by ``cut`` among R = ``replicas`` workers.
 
         It is R m (s + 1), for m samples per micro-step and s accumulating micro-steps, or the largest allowed batch if
-        that is less. Then some micro-steps have fewer samples than m, but no worker has fewer than its minimum.
+        that is less. In that case some micro-steps have fewer samples than m, but no worker has fewer than its minimum.
         """
         size = cut.batch_size(replicas)
         if self.max_batch_size is None:
@@ -126,7 +126,7 @@ def split(
     accumulation: bool = False,
     limit: int | None = None,
 ) -> BatchChoice:
-    """Return the division over R = ``replicas`` workers nearest to a global batch M, rounding up if it is not even.
+    """Return the division of a global batch M = ``batch_size`` over R = ``replicas`` workers; M is rounded up.
 
     share = ceil(M / R) samples per worker, in k = ceil(share / upper) micro-steps of m = ceil(share / k).
 
@@ -148,7 +148,7 @@ def split(
 
 
 def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoice:
-    """Return the division over R = ``replicas`` workers, within ``limits``, that is nearest to a global batch.
+    """Return the division over ``replicas`` workers, within ``limits``, that is nearest to a global batch.
 
     If only one batch size is allowed, the division covers it, and :meth:`BatchLimits.size_of` returns that size for any
     number of workers.
@@ -166,8 +166,8 @@ def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoi
 def bounded(limits: BatchLimits, cut: BatchChoice, bound: int | None) -> BatchChoice:
     """Return the division ``cut``, changed so that a worker processes at most ``bound`` samples at once.
 
-    ``bound`` is what fits into memory; None means no bound. If the batch is fixed or accumulation is allowed, more and
-    smaller micro-steps keep the batch size. Otherwise, the batch shrinks.
+    ``bound`` is the number of samples that fits into memory; None means no bound. If the batch is fixed or accumulation
+    is allowed, more and smaller micro-steps keep the batch size. Otherwise, the batch shrinks.
     """
     if bound is None or cut.atomic_bsz <= bound:
         return cut

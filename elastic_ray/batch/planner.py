@@ -75,7 +75,7 @@ class BatchPlanner:
 
     @property
     def model(self) -> GoodputModel | None:
-        """Goodput model for the current GPU type: the job's own, else another job's; None if there is neither."""
+        """Goodput model for the current GPU type, measured by this job or else by other jobs; None without one."""
         return self.tuner.model if self.tuner is not None else None
 
     @property
@@ -104,7 +104,7 @@ class BatchPlanner:
 
     @property
     def own_model(self) -> GoodputModel | None:
-        """Goodput model measured by this job on the current GPU type (the fastest of several); None without one."""
+        """Goodput model that this job measured on the current GPU type, or on the fastest of several; None if none."""
         own = self.tuner.own_model if self.tuner is not None else None
         if own is not None or self._gpu is not None or not self._shares_by_type:
             return own
@@ -120,7 +120,7 @@ class BatchPlanner:
 
     @property
     def observations(self) -> dict[str, tuple[Observation, ...]]:
-        """Step times to share with other jobs, keyed by GPU type; a time is updated only if it changes by 10 %."""
+        """Step times to share with other jobs, keyed by GPU type; updated only when a time changes by 10 % or more."""
         return dict(self._told)
 
     @property
@@ -147,13 +147,13 @@ class BatchPlanner:
 
     @property
     def efficiency(self) -> float | None:
-        """Statistical efficiency of the current batch for display, at most 1; None before there is a model."""
+        """Progress per sample at the current batch / at the initial batch, capped at 1; None without a model."""
         progress = self.progress_per_sample
         return None if progress is None else min(progress, 1.0)
 
     @property
     def progress_per_sample(self) -> float | None:
-        """Progress per sample at the current batch / that at M0, above 1 for a smaller batch; None without a model."""
+        """Progress per sample at the current batch / at the initial batch; above 1 if smaller; None without a model."""
         model, report = self.model, self.latest
         if model is None or report is None or report.batch_size < 1:
             return None
@@ -198,7 +198,7 @@ class BatchPlanner:
         return choice
 
     def recover(self, group: GenerationSpec, gpu: str | None) -> None:
-        """Adopt the current generation, on GPUs of type ``gpu``, whose batch an earlier controller chose."""
+        """Adopt ``group``, the current generation, on GPUs of type ``gpu``; an earlier controller chose its batch."""
         if self.loader is not None:
             self._tuner_on(gpu, self.loader.limits)
         self._choice, self._replicas, self._chosen_for = group.batch, group.world_size, group.generation
@@ -212,7 +212,7 @@ class BatchPlanner:
         self._choice, self._replicas, self._gpu = self._before
 
     def advise(self, priors: Mapping[str, Prior]) -> tuple[BatchChoice, str] | None:
-        """Record other jobs' models, keyed by GPU type; return the batch to change to and why, None for no change."""
+        """Record other jobs' models, keyed by GPU type; return a better batch and why, or None for no change."""
         self._priors.update(priors)
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None
@@ -224,7 +224,7 @@ class BatchPlanner:
         return news
 
     def observe(self, report: StepReport) -> int | None:
-        """Record rank 0's report; return the previous global batch if the same workers just changed it, else None."""
+        """Record rank 0's report; return the last global batch if the same workers have changed it since, else None."""
         if self.latest is not None and _moment(report) < _moment(self.latest):
             return None  # Ray may deliver calls to an async actor out of order
         self.latest, self.held_batch = report, report.held_batch
@@ -253,7 +253,7 @@ class BatchPlanner:
 
     @property
     def unbound_limits(self) -> BatchLimits | None:
-        """Training loader's limits on the batch, not reduced by the critical batch; None before a worker is ready."""
+        """Batch limits set by the training loader alone, without the critical batch; None before a worker is ready."""
         return None if self._unbound is None else self._unbound.limits
 
     def set_critical_batch(self, batch_size: int) -> None:
@@ -332,7 +332,7 @@ class BatchPlanner:
         self._fresh = True
 
     def due(self, now_s: float) -> TunerSnapshot | None:
-        """Return the observations to fit now; None without new ones, or within ``fit_every_s`` of the last fit."""
+        """Return the observations to fit now; None if none are new, or the last fit is younger than ``fit_every_s``."""
         if self.tuner is None or not self._fresh or now_s - self._fitted_s < self._fit_every_s:
             return None
         self._fresh, self._fitted_s = False, now_s
@@ -344,7 +344,7 @@ class BatchPlanner:
         return snapshot
 
     def fitted(self, model: GoodputModel | None) -> tuple[BatchChoice, str] | None:
-        """Use a model fitted to :meth:`due`'s snapshot; return the batch to change to and why, None for no change."""
+        """Use a model fitted to :meth:`due`'s snapshot; return a better batch and the reason, or None for no change."""
         if self._fitting is None:
             return None
         gpu, snapshot = self._fitting
@@ -381,7 +381,7 @@ class BatchPlanner:
         return decision.choice, f"batch {decision.batch_size}: {decision.reason}"
 
     def pop_notice(self) -> str:
-        """Return why the batch stays unchanged, once for each cause and batch; empty if there is nothing new."""
+        """Return the latest notice of why the batch stays unchanged, and clear it; empty if there is no new notice."""
         notice, self._notice = self._notice, ""
         return notice
 
@@ -405,7 +405,7 @@ class BatchPlanner:
 
 
 def told(before: tuple[Observation, ...], now: Iterable[Observation]) -> tuple[Observation, ...]:
-    """Return the measurements ``now``, keeping the one from ``before`` for each that changed by less than a tenth.
+    """Return the measurements ``now``; one that differs from ``before`` by less than a tenth keeps its old value.
 
     Medians move a little with every report, but measurements that are sent every second should rarely change. Counts
     are reported as 1, 10 or 100.

@@ -33,8 +33,8 @@ def outdated(before: str, now: str, *, same_workers: bool) -> bool:
     """True if times measured under the synchronisation strategy `before` are obsolete under the strategy `now`.
 
     Args:
-        same_workers: True if both strategies were measured with the same numbers of workers and nodes. If False, two
-            strategies that were chosen automatically do not make times obsolete.
+        same_workers: True if both strategies were measured with the same numbers of workers and nodes. If False, times
+            stay valid when both strategies were chosen automatically.
     """
     both_chosen = before.startswith(CHOSEN) and now.startswith(CHOSEN)
     return before != now and (same_workers or not both_chosen)

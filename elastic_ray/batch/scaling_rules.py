@@ -78,7 +78,7 @@ class Adam:
             raise ValueError(f"least_beta2 must be 0 or more and below 1, but got {self.least_beta2}")
 
     def memory_scale(self, beta2: float, scale: float) -> float:
-        """Return e of beta2' = beta2^e: the scale, but at most so much that beta2' >= min(beta2, least_beta2)."""
+        """Return the exponent e of beta2' = beta2^e: ``scale``, lowered so that beta2' >= min(beta2, least_beta2)."""
         if scale <= 1 or not self.least_beta2:
             return scale
         return min(scale, max(1.0, math.log(self.least_beta2) / math.log(beta2)))
@@ -218,10 +218,11 @@ GROWTH_A_STEP = 2.0 ** (1 / 8)
 
 
 def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, ...]:
-    """Return the factors, each at most 2^(1/8) times its previous value (or 1, if larger); they may fall freely.
+    """Return the factors with their growth limited to 2^(1/8) per step; they may fall freely.
 
-    A larger batch, or a jump of the noise in one estimate, changes the factor at once. Its effect on the gradients
-    shows only after some steps, and by then a rate that is too large has destroyed the run.
+    Each is at most 2^(1/8) times its previous value, or times 1 if that is larger. A larger batch, or a jump of the
+    noise in one estimate, changes the factor at once. Its effect on the gradients shows only after some steps, and by
+    then a rate that is too large has destroyed the run.
 
     Args:
         factors: Factors that the rule computes, one per parameter group.

@@ -30,7 +30,7 @@ _COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBT]?)\s*", re.IGNORECASE)
 
 
 def token_count(name: str, value: Any, *, least: int = 1) -> int:
-    """Return a number of tokens, given as a number or as text with a unit (K, M, B or T).
+    """Return the number of tokens in ``value``, a number or a text with a unit (K, M, B, T); errors quote ``name``.
 
     >>> token_count("batch_tokens", "0.25B")
     250000000
@@ -60,7 +60,7 @@ class TokenBatch:
     counted: bool = False  # the loop counts them
 
     def samples(self, tokens: int) -> int:
-        """Return the number of samples that hold this many tokens, rounded down; at least 1."""
+        """Return the number of samples that hold ``tokens`` tokens, rounded down; at least 1."""
         return max(1, math.floor(tokens / self.per_sample + 1e-9))
 
     @property
@@ -75,11 +75,11 @@ class TokenBatch:
         return None if self.most is None and len(self.ramp) == 1 else self.samples(largest)
 
     def limits(self, limits: BatchLimits, per_sample: float, most: int | None) -> tuple[TokenBatch, BatchLimits]:
-        """Return this batch and its limits [samples], both converted again at ``per_sample`` tokens per sample.
+        """Return this batch and its limits [samples], both recomputed for ``per_sample`` tokens per sample.
 
         Args:
-            limits: Limits whose sizes are replaced.
-            most: Samples per epoch, which no batch exceeds; None if unknown.
+            limits: Current limits, whose initial and largest batch are replaced.
+            most: Samples per epoch, which the largest batch may not exceed; None if unknown.
         """
         batch = dataclasses.replace(self, per_sample=per_sample)
         first = max(batch.batch_size, limits.lower)

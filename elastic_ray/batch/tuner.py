@@ -120,12 +120,12 @@ class BatchTuner:
         self._watch = GrowthWatch(limits.init_batch_size)
 
     def set_limits(self, limits: BatchLimits) -> None:
-        """Replace the limits within which the batch is chosen, because what is known about the samples has changed."""
+        """Replace the limits within which the batch is chosen, for example by a newly measured critical batch."""
         self.limits = limits
 
     @property
     def atomic_bsz_range(self) -> tuple[int | None, int | None] | None:
-        """Fewest and most samples of a worker per micro-step, as ``GoodputModel.best`` expects; None for no bounds."""
+        """Fewest and most samples per worker and micro-step, for ``GoodputModel.best``; None if neither is bounded."""
         lower = None if self.limits.fixed else self.limits.lower
         return None if lower is None and self.upper is None else (lower, self.upper)
 
@@ -207,7 +207,7 @@ class BatchTuner:
     ) -> None:
         """Record the strength of the gradient's signal after ``steps`` steps of the run, the latest at ``batch_size``.
 
-        ``loss`` is the number of the latest report that had a loss, and the loss; None if there was none.
+        ``loss`` is the number of the latest report that had a loss, and that loss; None if no report had one.
         """
         self._watch.observe(batch_size=batch_size, steps=steps, signal=signal, loss=loss)
 
@@ -258,7 +258,10 @@ class BatchTuner:
         return f"{failed}; the local bound is now {bound}"
 
     def limit_local(self, bound: int | None) -> bool:
-        """Lower the bound on samples per worker and micro-step to ``bound``; True if the bound has changed."""
+        """Lower the bound on samples per worker and micro-step to ``bound``; True if this lowered it.
+
+        A ``bound`` of None, or one that is not below the existing bound, has no effect.
+        """
         if bound is None or (self.upper is not None and self.upper <= bound):
             return False
         self.upper = bound

@@ -77,7 +77,7 @@ def state_files(
     Args:
         directory: directory that holds the checkpoints; empty for the run's own.
         pass_over: called for each invalid checkpoint, with a sentence that says why it is not used.
-        heard: called for every checkpoint found, so that a waiting caller sees progress; its result is ignored.
+        heard: called for every checkpoint found, so that a waiting caller sees progress; the returned value is ignored.
 
     Raises OSError: storage cannot be read; checkpoints may exist all the same.
     """
@@ -118,7 +118,7 @@ def _read_note(storage: RunStorage, path: str) -> StateFile:
 
 
 def copy_state(storage: RunStorage, state: StateFile, target: RunStorage) -> None:
-    """Copy an automatic checkpoint into the run ``target`` on the same file system, and finally its note."""
+    """Copy an automatic checkpoint into the run ``target``; its note is copied last, which makes the copy complete."""
     path = posixpath.join(target.path, DIRECTORY, posixpath.basename(state.path))
     make_directory(target.filesystem, path, private=target.private)
     for source, place in ((state.path, path), (_note_of(state.path), _note_of(path))):
@@ -150,7 +150,7 @@ def keep_last(storage: RunStorage, state: StateFile) -> None:
 
 
 def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[StateFile, ...]:
-    """Return the ``states`` that do not belong to a finished job, in order; raises OSError if storage fails."""
+    """Return, in order, those of ``states`` that do not belong to a finished job; raises OSError if storage fails."""
     path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
     if not states:
         return ()
@@ -163,7 +163,7 @@ def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[Sta
 
 
 def delete_state(storage: RunStorage, path: str) -> None:
-    """Delete an automatic checkpoint, its note first: an interruption must leave nothing that looks complete."""
+    """Delete an automatic checkpoint, its note first, so that an interrupted deletion leaves no complete checkpoint."""
     for delete, each in ((storage.filesystem.delete_file, _note_of(path)), (storage.filesystem.delete_dir, path)):
         with contextlib.suppress(FileNotFoundError):
             delete(each)

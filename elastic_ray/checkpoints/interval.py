@@ -21,7 +21,7 @@ _MOST_OVERHEAD = 0.005
 
 
 def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
-    """Return the mean time between failures that cost a job all its workers [s]; the prior is one a day.
+    """Return the mean time between failures that cost a job all its workers [s], given a prior of one a day.
 
     Args:
         losses: number of such failures so far. The loss of some workers counts as their fraction of the job, because
@@ -78,9 +78,9 @@ class CheckpointRetention:
         self._kept: list[Kept] = []
 
     def add(self, path: str, metrics: Mapping[str, Any]) -> tuple[str, ...]:
-        """Add a new checkpoint, and return the paths of checkpoints that are no longer kept, oldest first.
+        """Add the checkpoint at ``path``; return the paths of the checkpoints that are no longer kept, oldest first.
 
-        The caller deletes these checkpoints. ``metrics`` are those reported with the new one; they may hold its score.
+        The caller deletes these checkpoints. ``metrics`` were reported with the added one and may hold its score.
         """
         self._kept = [entry for entry in self._kept if entry[0] != path]
         self._kept.append((path, metrics))
@@ -93,7 +93,7 @@ class CheckpointRetention:
         return dropped
 
     def clear(self) -> None:
-        """Remove all entries, before the checkpoints found in storage are added again."""
+        """Remove all entries, so that the checkpoints found in storage can be added anew."""
         self._kept = []
 
     @property

@@ -47,9 +47,9 @@ def put_checkpoint(checkpoint: Any) -> Any | None:
 
 @contextlib.contextmanager
 def fetched_checkpoint(reference: Any | None) -> Iterator[Checkpoint | None]:
-    """Provide a checkpoint stored by :func:`put_checkpoint`, for the duration of the context.
+    """Provide, within the context, the checkpoint whose files :func:`put_checkpoint` stored under ``reference``.
 
-    The value is None if ``reference`` is None, or if the files no longer exist or cannot be fetched in time.
+    The context yields None if ``reference`` is None, or if the files no longer exist or cannot be fetched in time.
     """
     from ray.train import Checkpoint
 

@@ -33,7 +33,7 @@ class CheckpointNote:
 
 
 class ReportedCheckpoints:
-    """Storage of the checkpoints that ranks report, in the background.
+    """Storage, in the background, of the checkpoints that ranks pass to ``report``.
 
     Args:
         timeout_s: a checkpoint is abandoned after storage has not answered, or only failed, for this long [s].
@@ -85,7 +85,7 @@ class ReportedCheckpoints:
     def store(
         self, checkpoint: Any, index: int, note: CheckpointNote, is_stopping: Callable[[], bool]
     ) -> tuple[str | None, str]:
-        """Store the checkpoint and ``note`` of report ``index``; return when they are stored or abandoned.
+        """Store the checkpoint and ``note`` of report ``index``, and wait until both are stored or abandoned.
 
         Returns the path of the stored checkpoint and an empty text; or None and the reason why it was abandoned.
 

@@ -196,7 +196,7 @@ class RunStorage:
         self._reports.append(lines)
 
     def read_reports(self, first: int, last: int) -> dict[int, Report]:
-        """Return the reports numbered ``first`` to ``last`` (included), keyed by number, in order.
+        """Return the reports numbered ``first`` to ``last`` inclusive, keyed by number, in ascending order.
 
         A job that restarts repeats the reports after its checkpoint; the repeated ones replace the earlier ones.
         """
@@ -204,7 +204,7 @@ class RunStorage:
         return dict(sorted(found.items()))
 
     def last_reports(self, first: int, most: int) -> tuple[Report, ...]:
-        """Return the last ``most`` of the reports numbered ``first`` or higher, in order."""
+        """Return the last ``most`` reports, in ascending order, leaving out those numbered below ``first``."""
         found: dict[int, Report] = {}
         for report in self._each_report(first, None):
             found.pop(report.index, None)
@@ -279,7 +279,7 @@ class RunStorage:
     def add_to_checkpoint(
         self, source: str | os.PathLike[str] | Checkpoint, index: int, *, go_on: Callable[[], bool] = lambda: True
     ) -> list[str] | None:
-        """Add another rank's files to the checkpoint that rank 0 reported, without changing rank 0's files.
+        """Add this rank's files to checkpoint number ``index``, which rank 0 reported, without changing rank 0's files.
 
         Args:
             go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
@@ -446,7 +446,7 @@ class BadNoteError(ValueError):
 
 
 def read_json(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
-    """Return the content of a note; raises BadNoteError if it is not JSON, and OSError if it cannot be read."""
+    """Return the parsed content of a JSON file; raises BadNoteError if it is not JSON, OSError if it is unreadable."""
     with filesystem.open_input_stream(path) as stream:
         text = stream.read(_LONGEST_NOTE + 1)
     if len(text) > _LONGEST_NOTE:

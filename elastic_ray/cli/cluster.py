@@ -23,7 +23,6 @@ from elastic_ray.access import HOW_TO_START, AccessRefusedError, check_access, c
 from elastic_ray.cli.listings import JobAnswers
 from elastic_ray.events import JobEvent, JobPhase, JobStatus, WorkerInfo
 from elastic_ray.record.ended import EndedJobNote
-from placement.allocator.actor import NAME as ALLOCATOR
 from placement.allocator.actor import PolicyConflictError, find_allocator, get_or_create_allocator
 from placement.allocator.explaining import Explanation
 from placement.allocator.settings import OperatorSettings
@@ -33,7 +32,7 @@ from placement.cluster.jobs import JobView
 from placement.errors import InputError
 from placement.policies import make_policy
 from placement.ray_cluster import notes
-from placement.ray_cluster.named_actors import NAMESPACE, actors_named, find_actor
+from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE, actors_named, find_actor
 
 _CALL_TIMEOUT_S = 10.0
 _ANSWER_S = 5.0  # of many controllers together: a list need not wait long for one that hangs
@@ -176,7 +175,7 @@ class JobGoneError(click.ClickException):
 
 
 def find_jobs(name: str) -> tuple[JobClient, ...]:
-    """Return clients for the job with this name, else for all jobs of the submission with this name; may be empty."""
+    """Return clients for the job called ``name``, or else for all jobs of the submission ``name``; empty if none."""
     answers = known_jobs()
     chosen = [each for each in answers if each.job == name]
     chosen = chosen or [each for each in answers if each.comes_from(name)]
@@ -185,7 +184,7 @@ def find_jobs(name: str) -> tuple[JobClient, ...]:
 
 
 def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
-    """Return the actor of the sweep called ``name``, else those of all sweeps that have trials among ``jobs``.
+    """Return the actor of the sweep called ``name``, or else of every sweep that has trials among ``jobs``.
 
     Args:
         name: Name of a sweep or a submission. If it is the name of a job, the result is empty.
@@ -199,7 +198,9 @@ def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
 
 
 def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
-    """Stop a sweep's running trials, start no more, and return the number of stopped trials.
+    """Stop a sweep's running trials and start no further ones; return the number of trials that were stopped.
+
+    ``now`` stops in the middle of a step. ``reason`` is shown for each trial.
 
     Raises:
         ClickException: The sweep's actor does not answer.
@@ -316,7 +317,7 @@ def operator_settings(file: str) -> OperatorSettings:
 
 
 def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-    """Return the operator's settings: those in force or, with ``wanted``, those that applying it would give.
+    """Return the operator's settings in force or, with ``wanted``, those in force after applying ``wanted``.
 
     Raises ClickException: a quota is for a resource that no node has.
     """
@@ -383,7 +384,7 @@ def forgive(name: str) -> str:
 
 
 def living_node(name: str, option: str) -> str:
-    """Return the id of the living node whose address is ``name`` or whose id starts with it.
+    """Return the id of the living node with the address ``name``, or whose id starts with ``name``.
 
     Raises ClickException: the name matches no living node, or several; the message contains ``option``.
     """
@@ -404,7 +405,7 @@ def ray_nodes() -> list[dict[str, Any]]:
 
 
 def on_every_node(look: Callable[[], Any], node_ids: Sequence[str]) -> Mapping[str, Any]:
-    """Call a function on each of these nodes; return each result, or a text about the failure, keyed by node id."""
+    """Call ``look`` on each of the nodes; return the results, or a text in place of a failed one, keyed by node id."""
     task: Any = ray.remote(look)
     calls = {
         node_id: task.options(

@@ -49,7 +49,7 @@ def comes_from(own: str, submission: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswers:
-    """Status and spec of one job, as its controller answered; None for each that it did not answer in time."""
+    """Status and specification of one job, as answered by its controller; None for an answer that came too late."""
 
     actor: str  # the controller's name, ``job:`` included
     status: JobStatus | None = None  # None if it did not answer in time
@@ -213,19 +213,19 @@ def _script_row(script: Submission) -> JobRow:
 
 
 def metric_cell(row: JobRow, metric: str = "") -> str:
-    """Return a job's value of ``metric`` as text, by default its own metric with its name; empty if not reported."""
+    """Return a job's ``metric`` as text; by default, the job's own metric with its name. Empty if not reported."""
     name = metric or row.shown_metric
     value = number_in(row.metrics, name)
     return "" if value is None else f"{value:.4g}" if metric else f"{printable(name)} {value:.4g}"
 
 
 def with_metric(columns: Sequence[str], metric: str) -> tuple[str, ...]:
-    """Return the column names, with METRIC replaced by ``metric`` if that is not empty."""
+    """Return the column names, with METRIC replaced by the name ``metric`` unless that is empty."""
     return tuple(metric if each == "METRIC" and metric else each for each in columns)
 
 
 def no_metric(rows: Sequence[JobRow], metric: str) -> str:
-    """Return a message if rows report metrics but none has a number called ``metric``; empty otherwise."""
+    """Return a message if some rows have metrics, but in none is ``metric`` a number; otherwise an empty text."""
     told = [row for row in rows if row.metrics]
     if not metric or not told or any(number_in(row.metrics, metric) is not None for row in told):
         return ""

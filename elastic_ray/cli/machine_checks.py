@@ -209,7 +209,7 @@ def check_traps() -> Check:
 
 
 def is_there(wanted: str, names: list[str]) -> bool:
-    """True if NCCL's setting ``wanted`` fits any interface (prefixes; exact names after ``=``; always for ``^``)."""
+    """True if ``wanted`` fits an interface: prefixes, exact names after ``=``, or any value with ``^`` (exclusions)."""
     if wanted.startswith("^"):
         return True
     exact, given = wanted.startswith("="), wanted.lstrip("=").split(",")

@@ -58,12 +58,12 @@ class TakenError(Exception):
 
 
 def free_id(name: str, refused: Sequence[str] = ()) -> str:
-    """Return an id for a submission of this name that Ray does not have yet, and that is not in ``refused``."""
+    """Return an id for a submission called ``name`` that is neither in use in Ray nor in ``refused``."""
     return next_id(name, [*(str(each.submission_id or "") for each in _listed()), *refused])
 
 
 def next_id(name: str, taken: Sequence[str]) -> str:
-    """Return ``name`` if it is unused, else ``name`` with a number above all numbers in ``taken``; gaps stay.
+    """Return ``name`` if it is unused, else ``name`` with a number above all in ``taken``; gaps are not filled.
 
     >>> next_id("bert", ["bert", "bert.4", "bert.x", "albert.9"])
     'bert.5'

@@ -95,7 +95,7 @@ def best_first(trials: Sequence[JobRow]) -> list[JobRow]:
 
 
 def called(trials: Sequence[JobRow]) -> dict[str, str]:
-    """Return a display name for each trial, keyed by job, made of the parameters that differ between trials."""
+    """Return a display name for each trial, keyed by job, that lists the parameters in which the trials differ."""
     said = {row.job: row.trial.parameters for row in trials if row.trial is not None}
     names = dict.fromkeys(name for each in said.values() for name in each)
     differ = [name for name in names if len({repr(each.get(name)) for each in said.values()}) > 1]
@@ -103,7 +103,7 @@ def called(trials: Sequence[JobRow]) -> dict[str, str]:
 
 
 def parameters_text(parameters: Mapping[str, Any]) -> str:
-    """Return parameters as text such as ``lr=0.0003 width=128``; a nested one is named by the last part of its path."""
+    """Return parameters as text such as ``lr=0.0003 width=128``; only the last part of a nested name is shown."""
     return " ".join(
         f"{name.rpartition('/')[2]}={f'{value:.3g}' if isinstance(value, float) else value}"
         for name, value in parameters.items()

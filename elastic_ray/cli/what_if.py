@@ -85,7 +85,7 @@ def row(here: Outlook) -> tuple[str, ...]:
 
 
 def rows(now: Sequence[Outlook], then: Sequence[Outlook]) -> list[tuple[str, ...]]:
-    """Return one table row per job that compares its outlook on the current and the other nodes, such as ``4 -> 8``."""
+    """Return one table row per job that compares its outlooks ``now`` and on other nodes ``then``, as in ``4 -> 8``."""
     return [
         (
             there.job,

@@ -78,7 +78,7 @@ class _Table:
 class Bootstrap:
     """Rendezvous server through which the members of a job's generations (groups of workers) find each other.
 
-    The server runs in a single event loop. If its data is lost, the generation is not formed.
+    The server runs in a single event loop. If the server's data is lost, the generation that is forming fails.
 
     Args:
         is_member: Returns True if a worker belongs to the given generation, which is current or announced. Generation
@@ -91,7 +91,7 @@ class Bootstrap:
         self._units: dict[str, _Table] = {}
 
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
-        """Store a member's values; return all members' values once the requested keys exist or the call's wait is over.
+        """Store a member's values, wait for the keys it requests (for a limited time), and return all members' values.
 
         Raises BootstrapRefusedError: the caller is not a member, or the generation was abandoned in the meantime.
         """

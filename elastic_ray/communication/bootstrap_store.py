@@ -47,11 +47,11 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._untold: dict[str, bytes] = {}
 
     def publish_at_once(self) -> None:
-        """Publish each later value immediately, instead of together with the next wait."""
+        """Publish each value set from now on immediately, instead of together with the next wait."""
         self._waits = False
 
     def stay_open(self) -> None:
-        """Give each later wait its own timeout, because NCCL connects two ranks only when they first send."""
+        """Give each wait from now on its own timeout, because NCCL connects two ranks only when they first send."""
         self._stays_open = True
 
     def set(self, key: str, value: Any) -> None:

@@ -225,14 +225,14 @@ class Communicator:
         return self._guard(lambda: self._backend(tensor).allreduce([tensor], options))
 
     def ends_within(self, work: Any, wait_s: float) -> bool:
-        """True if `work` ends within `wait_s` [s]; False also as soon as the generation is cancelled."""
+        """True if ``work`` ends within ``wait_s`` [s]; returns False at once if the generation is cancelled."""
         deadline = time.monotonic() + wait_s
         while not (work.is_completed() or self._voided.is_set()) and time.monotonic() < deadline:
             time.sleep(_PARTING_POLL_S)
         return bool(work.is_completed())
 
     def keep_for(self, work: Any) -> None:
-        """Keep the group's connections open until ``work``, a started operation, has ended, even if otherwise unused.
+        """Keep the group's connections open until the operation ``work`` has ended, even if the group is dropped.
 
         Dropping a gloo group waits for its operations, but the result of this operation may no longer matter. It ends
         when a peer drops its side.
@@ -269,21 +269,21 @@ class Communicator:
         return self._guard(lambda: self._backend(tensor).alltoall_base(output, tensor, *splits, options))
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose operations all succeed, or all fail, on all workers of a unit.
+        """Return a context within which operations succeed on all workers of a unit or fail on all of them.
 
         The unit agrees only once for the whole context. Code within the context must not use collectives of the unit.
         """
         return contextlib.nullcontext()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
-        """Start sending ``tensor`` to rank ``destination``; returns the work for :meth:`wait_all`."""
+        """Start sending ``tensor`` to rank ``destination`` under ``tag``; returns the work for :meth:`wait_all`."""
         self.traffic["send"] += tensor.nbytes
         if self._is_staged(tensor):
             return self._guard(lambda: send_staged(self._gloo, tensor, destination, tag))
         return self._guard(lambda: self._backend(tensor).send([tensor], destination, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
-        """Start receiving into ``tensor`` from rank ``source``; returns the work for :meth:`wait_all`."""
+        """Start receiving into ``tensor`` from rank ``source`` under ``tag``; returns the work for :meth:`wait_all`."""
         if self._is_staged(tensor):
             return self._guard(lambda: receive_staged(self._gloo, tensor, source, tag))
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
@@ -308,7 +308,11 @@ class Communicator:
             batched += [work] if work is not None else []
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
-        """Return all ranks' ``values`` (equally many), in rank order; ``with_gradients`` uses the gradient group."""
+        """Return the ``values`` of all ranks, in rank order; each rank must pass equally many.
+
+        Args:
+            with_gradients: True to use the gradient group's connections.
+        """
         mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
         mine[self.rank] = torch.tensor(list(values), dtype=torch.int64)
         if self.world_size > 1:

@@ -27,7 +27,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") el
 
 
 class Connections:
-    """TCP connections of this process, given by descriptor. Gloo owns them and may close them at any time."""
+    """TCP connections of this process, identified by file descriptor. Gloo owns them and may close them at any time."""
 
     def __init__(self, connections: Collection[Connection] = ()) -> None:
         self._connections = tuple(sorted(connections))

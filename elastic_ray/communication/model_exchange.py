@@ -151,7 +151,7 @@ class _Pulls:
 
 
 class ModelExchange:
-    """Published model of this rank, with a background thread that pulls models from random other ranks."""
+    """Published model of this rank, with a background thread that pulls models of random other ranks."""
 
     def __init__(self) -> None:
         self._server: _Published | None = None
@@ -208,7 +208,7 @@ class ModelExchange:
         return self._into is into and pulled.result()
 
     def ask(self, layout: int, into: Sequence[torch.Tensor]) -> bool:
-        """Start pulling another rank's newest model into these CPU tensors; False if busy, or no rank is left."""
+        """Start pulling a random other rank's model into ``into``; False if a pull is running or no rank is left."""
         if self._pulled is not None or self._pulls is None:
             return False
         self._into, self._pulled = into, self._pulls.start(layout, into)

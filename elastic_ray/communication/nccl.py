@@ -32,7 +32,7 @@ def identity_of(gpu: int) -> str:
 
 
 def start_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Return an NCCL backend that connects in the background and whose calls block only for a limited time."""
+    """Return an NCCL backend that connects in the background, and none of whose calls blocks indefinitely."""
     # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to continue.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")

@@ -148,9 +148,9 @@ class _SharedRound:
 
 
 class RoundShares:
-    """Assignment of a round's steps to this rank: its own steps, and steps of ranks that are late.
+    """Assignment of a round's steps to this rank: its own steps, and steps of other ranks that are late.
 
-    A round is a number of local steps that all ranks make before their models are averaged.
+    A round is the local steps that all ranks make between two averages of their models.
     """
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ class RoundShares:
                 wait(asking, self._member.timeout_s)
 
     def is_own(self, step: int) -> bool:
-        """True if this rank makes its own step number ``step``; False if another rank has started it or will.
+        """True if this rank should make its own step number ``step``; False if another rank makes it instead.
 
         Raises CommunicationFailedError: rank 0 is gone.
         """
@@ -239,7 +239,7 @@ class RoundShares:
         return step == self._own
 
     def of_another(self) -> tuple[int, int] | None:
-        """Return a late rank's step that this rank must make next, as (rank, step number); None if no step remains.
+        """Return a step of a late rank for this rank to make next, as (late rank, step number); None if none remains.
 
         Raises CommunicationFailedError: rank 0 is gone.
         """

@@ -118,9 +118,9 @@ class UnitGroup:
         return found
 
     def over_shards(self, sums: list[tuple[tuple[int, int], str, float]]) -> list[tuple[tuple[int, int], str, float]]:
-        """Return the totals over the unit of ``sums``, which are (accumulator, name, value); called on every worker.
+        """Return ``sums``, tuples (accumulator, name, value), with each value summed over the unit's workers.
 
-        Workers that process the same samples count once.
+        Workers that process the same samples count once. Every worker of the unit must call this.
 
         Raises:
             UnitLostError: a worker of the unit is gone.
@@ -172,7 +172,7 @@ def _interface(host: str) -> str:
 
 
 class UnitCommunicator(Communicator):
-    """Collectives among equal positions of all units, which succeed on all workers of this unit or on none.
+    """Collectives among equal positions of all units; they succeed on all workers of this unit or on none.
 
     During a backward pass, the workers of a unit may be at different places, for example in pipeline stages. Each
     worker then continues by itself, and the unit agrees on the result before the optimizer steps.

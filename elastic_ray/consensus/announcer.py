@@ -40,10 +40,10 @@ _NAME_BYTES, _NAMES_S = 64, 5.0
 
 
 class Announcer:
-    """Announcements of one rank in one group.
+    """Announcements of one rank in one group, by which ranks check that their next collectives match.
 
     Each rank contributes four numbers at its own position: its intent, the number of loader steps that it has
-    committed, a fingerprint of its parameters (0 if not requested; the number of the message if it waits for one), and
+    committed, a fingerprint of its parameters (0 if not requested; the message's number if it waits for a message), and
     the number of its phase. A phase consists of an announcement (sent or only recorded) and the collectives that it
     announces; it must end before the next one starts. An announcement that a rank makes while it waits may be outdated
     when the other ranks make theirs. In that case the phase numbers differ, and all ranks announce again.
@@ -155,7 +155,10 @@ class Announcer:
             raise
 
     def start_transfer(self, peer: int, tag: int, *, received: bool) -> tuple[Announced, int]:
-        """Count a message to or from one rank; return the announcement of a long wait for it, and its number."""
+        """Count a message to ``peer``, or from it if ``received``; return its announcement and its number.
+
+        The announcement is for a long wait. Numbers count separately for each peer, tag and direction.
+        """
         self._transfers[received, peer, tag] += 1
         return transfer(peer, tag, received=received), self._transfers[received, peer, tag]
 
@@ -234,7 +237,7 @@ class Announcer:
 
     @property
     def fingerprints(self) -> list[int]:
-        """Latest announced fingerprint of each rank, or the message's number if the rank waits for a message."""
+        """Latest parameter fingerprint announced by each rank, or the message's number if it waits for a message."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
     def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:
@@ -300,7 +303,7 @@ class Announcer:
 
     @staticmethod
     def step_tag(loader_steps: int, sample_tag: int = 0) -> tuple[float, float]:
-        """Return a number that identifies a step, and its square; each rank adds both to a reduction. Exact in float32.
+        """Return a number that identifies a step, and its square, to be added to a reduction; both exact in float32.
 
         Args:
             sample_tag: Tag of a sample that all ranks have read for this step; 0 if each rank reads its own samples.

@@ -92,7 +92,10 @@ class AgreedChanges:
         return asked
 
     def pop_generation(self) -> int:
-        """Return the generation to enter (0 for none) and clear it; if not entered, ranks must agree on it again."""
+        """Return the number of the generation to enter, and clear it; 0 for none.
+
+        If the caller does not enter the generation, the ranks must agree on it again.
+        """
         generation, self.generation = self.generation, 0
         return generation
 
@@ -102,7 +105,7 @@ class AgreedChanges:
         return batch
 
     def is_unrecorded(self) -> bool:
-        """Count a report by a rank other than 0; return True for the third one if rank 0 has never reported."""
+        """Count a report by a rank other than 0; True on the third such report if rank 0 has never reported."""
         self._others += 1
         return self._others == _UNRECORDED and not self._heard
 
@@ -146,7 +149,7 @@ class AgreedChanges:
     def vote(
         self, communicator: Communicator, added: Sums, agree: Callable[[Sequence[float]], Sequence[float]]
     ) -> list[tuple[tuple[int, int], str, float]]:
-        """Vote in a separate collective, and sum the values that ranks have added to their accumulators.
+        """Vote (sum the ranks' control values) in a separate collective, and sum all values added to accumulators.
 
         Args:
             added: Values added on this rank, keyed by accumulator and name.
@@ -181,7 +184,7 @@ class AgreedChanges:
 
 
 def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
-    """Return this rank's sums, with an added 0 for each name that rank 0 has used and this rank has not.
+    """Return this rank's sums, extended by a 0 for each name that only rank 0 has used.
 
     A rank without a batch cannot know these names. Raises CommunicationFailedError: the collective failed.
     """
@@ -266,7 +269,7 @@ class RankConsensus:
         self._plan: DataPlan | None = None
 
     def add(self, *parts: ControlPart) -> None:
-        """Add parts, whose values are sent with the control sums; all ranks add the same before the first group."""
+        """Add parts, whose values are sent with the control sums; call this on all ranks before the first group."""
         self._parts.extend(parts)
 
     def set_group(self) -> None:
@@ -437,9 +440,11 @@ class RankConsensus:
         join: Callable[[Announced], None] | None = None,
         plan: DataPlan | None = None,
     ) -> list[tuple[tuple[int, int], str, float]]:
-        """Vote in a separate collective, and sum the values that ranks have added to their accumulators.
+        """Vote (sum the ranks' control values) in a separate collective, and sum all values added to accumulators.
 
         Args:
+            what: Announcement of the action for which the ranks vote.
+            added: Values added on this rank, keyed by accumulator and name.
             some_are_idle: Whether some ranks have no samples in this step; they do not know the names that other
                 ranks use.
             join: On a rank without samples, participates in an action that the other ranks have announced; None on

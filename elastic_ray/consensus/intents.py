@@ -121,7 +121,7 @@ class Announced:
 
     @property
     def transfer(self) -> tuple[bool, int, int, bool]:
-        """Arguments with which :func:`transfer` built this: (``received``, ``peer``, ``tag``, ``in_vain``)."""
+        """Arguments of the call of :func:`transfer` that built this: (``received``, ``peer``, ``tag``, ``in_vain``)."""
         rest, in_vain = divmod(self.detail, 2)
         return bool(self.index), rest >> _TAG_BITS, rest % (1 << _TAG_BITS), bool(in_vain)
 
@@ -165,7 +165,7 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
 
 
 def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
-    """Return the error message for rank ``rank``, about to start a step although rank ``other`` has ended training."""
+    """Return the error message if rank ``rank`` has returned after ``steps`` steps, but rank ``other`` continues."""
     return (
         f"the ranks do different things in step {others_steps} (steps of all loaders counted): rank {rank} has "
         f"returned from the train function after {steps} steps; rank {other} begins another step. {_SAME_CALLS}"

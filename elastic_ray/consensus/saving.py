@@ -74,7 +74,7 @@ class SaveAgreement:
 
     @property
     def together(self) -> bool:
-        """True if, as far as this rank knows, each rank writes its part of a checkpoint; else rank 0 saves alone."""
+        """True if this rank knows of no reason why ranks cannot each write a part; if False, rank 0 saves alone."""
         return self._writer is not None and not self.given_up and not self.refusals
 
     def ballot(self, rank: int, world_size: int, *, divided: bool, now: bool) -> list[float]:

@@ -16,7 +16,7 @@ _TOKEN_BITS = 32
 
 
 class UnitWishes:
-    """Controller requests that are known to all workers of a unit; replaces the worker's membership in votes.
+    """Controller requests that all workers of a unit know; votes use them instead of the worker's membership.
 
     Args:
         membership: Membership of this worker, which may know more than the memberships of the unit's other workers.
@@ -90,5 +90,5 @@ class UnitWishes:
         return self._unit.agree(well)
 
     def alike(self, value: float) -> list[float]:
-        """Return the ``value`` that each worker of the unit passed, in order of position, to check that all agree."""
+        """Return the ``value`` that each worker of the unit passed, in order of position, for comparison."""
         return [row[0] for row in self._unit.gather([value])]

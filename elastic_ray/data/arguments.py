@@ -137,7 +137,7 @@ class LoaderArguments:
 
     @property
     def draws(self) -> bool:
-        """True if the sample order depends on the seed."""
+        """True if the order of samples depends on the seed."""
         unordered = self.shuffles or self.sampler is not None or self.batch_sampler is not None
         return unordered or isinstance(self.dataset, IterableDataset)
 
@@ -245,7 +245,7 @@ def describe_sample(dataset: Any) -> str:
 
 
 def first_length(dataset: Any, tokens_per_sample: Any) -> float | None:
-    """Return the mean length of a few samples; None unless the loop counts tokens and these samples have lengths."""
+    """Return the mean length of a few samples; None unless the loop counts tokens and all these samples have one."""
     if tokens_per_sample != WEIGH or isinstance(dataset, (IterableDataset, DataLoader)):
         return None
     if not isinstance(dataset, Sized):

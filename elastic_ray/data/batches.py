@@ -90,7 +90,7 @@ class StepSplit:
         self._slices: dict[tuple[int, int], list[slice]] = {}
 
     def start(self, position: int, steps: int) -> None:
-        """Record that ``steps`` steps are committed at ``position`` (samples used of the pass), to count from there."""
+        """Record that ``steps`` steps are committed once the pass has used ``position`` samples; count from there."""
         if self._first[0] >= 0:  # of another pass, or after a nested one
             self.owed = 0
         self._first = position, steps
@@ -107,7 +107,7 @@ class StepSplit:
         return 2 if self.halving.due(self.step_at(position), count) else 1
 
     def count(self, position: int, total: int) -> int:
-        """Return the number of samples, over all ranks, in the step at ``position``; 0 at the end of the pass.
+        """Return the size of the step at ``position`` of a pass of ``total`` samples, over all ranks; 0 at the end.
 
         If the step has fewer samples than ranks, some ranks get none.
         """
@@ -127,11 +127,11 @@ class StepSplit:
         )
 
     def owed_at(self, position: int) -> int:
-        """Return the size that an earlier, lost step prescribes for the step at ``position``; 0 if there is none."""
+        """Return the size of the step at ``position`` if the model already holds its update; 0 if it does not."""
         return self.owed if position == self._first[0] else 0
 
     def sizes(self, count: int, position: int) -> list[list[int]]:
-        """Return ``sizes[rank][micro]``, the samples of each micro-batch of the step at ``position``; do not modify."""
+        """Return ``sizes[rank][micro]``, which divide the ``count`` samples of the step at ``position``; read-only."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._sizes:
             parts = split(
@@ -145,7 +145,7 @@ class StepSplit:
         return self._sizes[key]
 
     def slices(self, count: int, position: int) -> list[slice]:
-        """Return this rank's slice of the step's ``count`` samples for each micro-step; empty if it gets no sample."""
+        """Return this rank's slices of the step's ``count`` samples, one per micro-step; empty if it has none."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._slices:
             self._slices[key] = self.slices_of(self.rank, count, key[1])
@@ -168,14 +168,14 @@ class StepSplit:
         return [len(step) for step in itertools.islice(_steps(position, total, self), most)]
 
     def own(self, indices: list[int]) -> list[int]:
-        """Return the part of the rank's indices that this worker reads; all of them unless it is in a unit."""
+        """Return the part of the rank's ``indices`` that this worker reads: all, unless its unit divides them."""
         size = len(indices) // self.shards
         return indices if self.shards == 1 else indices[self.shard * size : (self.shard + 1) * size]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """Next step of a pass: the sizes of all ranks' micro-batches, and functions that fetch this rank's ones."""
+    """Next step of a pass: sizes of all ranks' micro-batches, and functions that fetch this rank's micro-batches."""
 
     total: int  # samples of the pass, as far as they are known
     # ``sizes[rank][micro]`` samples of each rank's micro-batches; no rank at all at the end of the pass
@@ -343,7 +343,7 @@ class MapBatches:
         self.start(epoch, position + cut.count(position, self._total), cut, new_pass=False)
 
     def step_of(self, rank: int, number: int, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the part that `rank` has in the step ``number`` steps after the one at ``position``."""
+        """Return the part of `rank` in a later step: the one ``number`` steps after the step at ``position``."""
         place = next(itertools.islice(_steps(position, self._total, cut), number, None))
         count, micro_steps = len(place), len(cut.sizes(len(place), place.start)[0])
         indices = self.indices(epoch)[place.start : place.stop]
@@ -384,7 +384,7 @@ class MapBatches:
             self._hashes.pop(first, None)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return values that ranks compare: the dataset's length, the epoch's order, and facts about items."""
+        """Return values that ranks compare: the dataset's length, the epoch's order, and facts about the items."""
         order = self.indices(epoch)
         if self._digest is None or self._digest[0] is not order:  # a nested loop asks in each of the steps around it
             self._digest = order, digest(order)

@@ -39,7 +39,7 @@ def places(count: int) -> list[int]:
 
 
 def item_facts(dataset: Any, name: str = "dataset", depth: int = 0) -> Facts:
-    """Return facts about a dataset's items, without loading a sample, keyed by names that start with ``name``."""
+    """Return facts about a dataset's items for comparison across ranks, keyed by names that start with ``name``."""
     if depth > _DEEPEST:
         return {}
     if isinstance(dataset, Subset):
@@ -215,7 +215,7 @@ def _cut(entry: Any, root: str) -> Any:
 
 
 def still_facts(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Facts:
-    """Return a pass's facts, with None for items whose value differs from the ``first`` pass and is not text."""
+    """Return the facts of a pass, with None for items that have changed since the ``first`` pass and are not text."""
     return {name: value if _is_still(name, value, first.get(name)) else None for name, value in facts.items()}
 
 

@@ -390,7 +390,7 @@ class AdaptiveDataLoader(ResumableLoader):
         """Iterate over this rank's batches of one pass, like ``iter(loader)``.
 
         Args:
-            joined_later: True if no rank will join between the last step and the epoch's end.
+            joined_later: True to let no rank join between the last step and the epoch's end; joins are postponed.
         """
         self._join_present_run()
         self._joined_later = joined_later

@@ -36,7 +36,7 @@ class EpochOrder(Protocol):
     """Protocol of an object that gives each epoch's order of samples, such as the dataset `ArrowDataset`."""
 
     def epoch_order(self, seed: int, epoch: int) -> Order:
-        """Return the sample indices [n] of an epoch in the order of use; equal for equal arguments in every process."""
+        """Return the sample indices [n] of an epoch in the order of use; equal in every process for equal arguments."""
         ...
 
 
@@ -255,7 +255,8 @@ class StreamSharder(Generic[Item]):
     ) -> StreamStep[Item] | None:
         """Draw the step at `position`, and return this rank's items of it; None at the end of the epoch.
 
-        The step's size is `owed` unless that is 0, else see `sharding.step_size`; `micro_steps` may depend on it.
+        If `owed` is not 0, the step has that size; otherwise `sharding.step_size` determines it. `micro_steps` may be a
+        function of the size.
 
         Raises ValueError: an argument is invalid, or the stream is empty.
         """

@@ -381,5 +381,5 @@ def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[t
 
 
 def batches_of(count: int, *, rank: int, world_size: int) -> int:
-    """Return how many of a pass's ``count`` undivided batches go to `rank`, if the group keeps its size."""
+    """Return how many of a pass's ``count`` undivided batches `rank` gets if the group keeps its size throughout."""
     return len(range(rank, count, world_size))

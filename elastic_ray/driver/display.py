@@ -61,7 +61,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def status_fields(status: JobStatus) -> dict[str, str]:
-    """Return the values of a status that are known and worth showing, as text keyed by column title."""
+    """Return the known fields of a status as text, keyed by column title; fields not worth showing are left out."""
     fields = {"workers": _workers(status)}
     if status.batch_size > 0:
         fields["batch"] = f"{status.batch_size}"
@@ -136,12 +136,12 @@ class JobDisplay:
         self.close()
 
     def event(self, job: str, event: JobEvent) -> None:
-        """Show an event at once; the job's end is left out, because the last status shows it."""
+        """Show an event at once, except the job's end, which the last status shows."""
         if event.kind is not EventKind.FINISHED:
             self._write(event_line(job, event))
 
     def report(self, job: str, report: Report, epochs: int | None) -> None:
-        """Show the first report after each epoch; in long runs, only after about 100 evenly spaced epochs."""
+        """Show the report if it is the first after an epoch; in long runs, only for about 100 evenly spaced epochs."""
         every = max(1, math.ceil((epochs or 0) / _MOST_EPOCHS))
         done = report.epochs_done
         if done >= self._epochs_shown + every or (done > self._epochs_shown and done == epochs):

@@ -40,11 +40,11 @@ class LeaseKeeper:
     """Thread that renews a job's lease; when the job ends, it fetches the results and closes the job.
 
     The lease is the driver's claim on the job, which ends without renewal. The user's loop does not renew it, because
-    the loop may block. The thread lives exactly as long as the driver process, which is what the lease proves.
+    the loop may block. The thread lives exactly as long as the driver process, so that the lease proves it is alive.
     """
 
     def __init__(self, job: str, controller: Any, *, lease_s: float, away_s: float) -> None:
-        """Start the thread that renews the lease; times are in seconds."""
+        """Start renewing a lease of ``lease_s`` [s]; after ``away_s`` [s] without an answer, the job counts as lost."""
         self._away_s, self._job, self._controller, self._lease_s = away_s, job, controller, lease_s
         self._ended = threading.Event()
         self._wake = threading.Event()
@@ -89,7 +89,7 @@ class LeaseKeeper:
         atexit.unregister(self.leave)
 
     def lost(self, error: BaseException) -> None:
-        """Record that the controller is gone; the job counts as failed, unless its results were fetched."""
+        """Record that the controller is gone; the job counts as failed unless its results were fetched before."""
         if self._collected is not None:  # it has closed because everything was fetched
             self._end(self._collected)
             return

@@ -79,7 +79,7 @@ def parse_workers(text: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """Settings of ``elastic-ray submit`` that replace those of a script's jobs; passed as environment variables."""
+    """Settings of ``elastic-ray submit`` that override the script's own; passed as environment variables."""
 
     workers: tuple[int, int] | None = None  # (min, max); None leaves it to the script
     use_gpu: bool | None = None  # None leaves it to the script
@@ -122,7 +122,7 @@ class Overrides:
             raise ValueError(f"{SCHEDULING}: {error}") from None
 
     def scaling(self, given: Any, default: type[Any]) -> Any:
-        """Return the ``ScalingConfig`` with overridden fields replaced; ``default`` is its class, used for None."""
+        """Return the script's ``ScalingConfig`` ``given`` (None: ``default()``) with overridden fields replaced."""
         config = default() if given is None else given
         if not isinstance(config, default):
             return given  # its reader refuses it
@@ -195,7 +195,7 @@ def fresh_name(stem: str, now: datetime.datetime) -> str:
 
 
 def pop_name(environment: MutableMapping[str, str]) -> str | None:
-    """Remove the job name from the environment and return it, or None, since two jobs cannot share a name."""
+    """Remove the job's name from the environment and return it, so that only one job gets it; None if none is set."""
     return environment.pop(NAME, "") or None
 
 

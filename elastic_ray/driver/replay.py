@@ -112,7 +112,7 @@ class ReplayResult:
 
     @property
     def proven(self) -> bool | None:
-        """True if the models are equal; None if they differ but the batch size changed in either run, else False."""
+        """True if the models are equal, False if they differ; None if they differ and either run changed its batch."""
         return True if self.equal else None if self.adapts else False
 
     def __str__(self) -> str:

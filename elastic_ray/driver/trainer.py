@@ -77,10 +77,12 @@ def impossible(
     sizes: AllowedSizes = ANY_SIZE,
     unit: int = 1,
 ) -> str | None:
-    """Return why a job could never run on these nodes, even at its smallest size and with nothing else on them.
+    """Return why a job could never run on these nodes, not even at its smallest size on otherwise empty nodes.
 
     Args:
         bundle: Resources of one worker.
+        min_workers: Smallest number of workers of the job.
+        label_selector: Labels that a node must have.
         nodes: All living nodes; only ``total`` and ``labels`` are used.
         sizes: Numbers of workers that the job may have.
         unit: Number of workers that form one unit; if above 1, ``bundle`` and sizes are per unit.

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """Options of ``AdaptiveDataLoader.autoscale_batch_size``, as the user of another framework passes them.
+    """Options of ``AdaptiveDataLoader.autoscale_batch_size``, as set by the user of another training framework.
 
     Raises ValueError if other options are given without ``max_batch_size``, or if ``accumulated`` is below 1.
     """
@@ -41,8 +41,8 @@ class BatchOptions:
     def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader, *, seed: int = 0) -> er.AdaptiveDataLoader:
         """Return the user's loader as an ``AdaptiveDataLoader``, whose batches are divided among all workers.
 
-        ``seed`` determines the order of samples. An ``AdaptiveDataLoader`` is returned unchanged. Raises ValueError if
-        ``accumulated`` is above 1 for an ``AdaptiveDataLoader``.
+        ``seed`` determines the order of samples. An ``AdaptiveDataLoader`` is returned unchanged, but raises ValueError
+        if ``accumulated`` (micro-batches per step) is above 1.
         """
         if isinstance(given, er.AdaptiveDataLoader):
             if self.accumulated > 1:
@@ -85,7 +85,7 @@ class BatchOptions:
 
 
 class LoggedValues:
-    """Reporter of a framework's logged values to the job's metrics, dashboard page, trackers and ``Result``.
+    """Reporter that adds the values logged by a framework to the job's metrics, dashboard, trackers and ``Result``.
 
     A report holds the last value of every name, since evaluation and training log at different times. Nothing is
     reported for a trial of a sweep: there, reports are the scheduler's rounds, which the train function counts itself.
@@ -95,7 +95,7 @@ class LoggedValues:
         self._last: dict[str, float] = {}
 
     def report(self, values: Mapping[str, Any]) -> None:
-        """Report the numbers in ``values``, and the last value of each name logged before; call on every rank."""
+        """Report the numbers in ``values``, and the last value of every other name logged; call on every rank."""
         session = current_session()
         for name, value in values.items():
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # text, or a tensor of several

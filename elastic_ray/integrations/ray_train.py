@@ -27,7 +27,7 @@ from elastic_ray.session.session import Session
 # the code does counts. It does so alone, before it joins, as far as it knows where the others are; and for what is
 # left after it has joined.
 class PassEpochs:
-    """Counter of epochs for train functions that declare none: a pass over the first prepared loader is an epoch."""
+    """Counter of epochs for a train function that declares none; each pass over its first prepared loader is one."""
 
     def __init__(self, session: Session) -> None:
         self._run = weakref.ref(session)
@@ -72,7 +72,7 @@ class PassEpochs:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Run the loop body on a batch that does not count; afterwards restore buffers and clear gradients."""
+        """Return a context for running the loop body without effect: buffers are restored, and gradients cleared."""
         kept = [(buffer, buffer.clone()) for module in self._models for buffer in module.buffers()]
         try:
             yield
@@ -154,7 +154,7 @@ def check(function: str, given: Mapping[str, Any]) -> None:
 
 
 def model(module: torch.nn.Module, **options: Any) -> RayTrainModel:
-    """Return the model for ``prepare_model``, wrapped later; ``options`` are DDP's (device options are ignored)."""
+    """Return the model that ``prepare_model`` hands out; of ``options``, those of DDP about devices are ignored."""
     return RayTrainModel(module, {name: value for name, value in options.items() if name not in _OF_DDP})
 
 
@@ -190,7 +190,7 @@ class RayTrainModel(LateWrapped):
 
 
 class RayTrainLoader(LoaderOnDevice):
-    """Loader on the worker's device whose global batch is the given batch size times the job's largest worker count.
+    """Loader on the worker's device whose global batch is the user's batch size x the job's largest worker count.
 
     Args:
         data_loader: The user's loader, whose batch size is that of one worker.

@@ -169,7 +169,7 @@ class Branch:
     def run(
         self, start: Callable[[JobSpec], Any], metric: str, first: int, samples: int, timeout_s: float
     ) -> list[tuple[float, float]]:
-        """Train the branch to its end; return its curve of (samples since step ``first``, value of ``metric``).
+        """Train the branch on ``samples`` samples; return pairs (samples since step ``first``, value of ``metric``).
 
         Raises BranchError: the branch fails, or has not ended within ``timeout_s`` [s].
         """

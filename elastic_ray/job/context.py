@@ -61,7 +61,7 @@ class ReportIntake:
         self._trackers.report(report)
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after`` (None: the last delivered); None if none comes in ``wait_s`` [s]."""
+        """Return the next report after number ``after`` (None: the last delivered); None if none in ``wait_s`` [s]."""
         wanted = self.queue.wanted(after)
         if self.queue.gone(wanted):
             report = await self._writer.report(wanted, self.queue.oldest - 1)
@@ -69,7 +69,7 @@ class ReportIntake:
         return await self.queue.next(after, wait_s)
 
     async def catch_up(self, first_report: int) -> None:
-        """Handle the reports that the previous controller stored; ``first_report`` is the run's first (0: none known).
+        """Handle the previous controller's stored reports from number ``first_report``, the run's first (0: unknown).
 
         Raises OSError: the stored reports cannot be read.
         """
@@ -79,7 +79,7 @@ class ReportIntake:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """Shared parts of one job under its controller."""
+    """Components of one job that the parts of its controller share."""
 
     spec: JobSpec  # as it was submitted
     record: JobRecord  # what is known of it

@@ -118,7 +118,7 @@ def _warm(spec: JobSpec) -> Any | None:
 
 
 def prepare_next() -> None:
-    """Start an idle (warm) controller for the next job with this runtime environment, unless one exists. Blocks."""
+    """Start a warm (idle) controller for the next job with this runtime environment, unless one exists; blocks."""
     kind = f"{CONTROLLERS}{environment_key({})}/"
     if set(names_of_actors(kind)) <= {own for own, _ in aliases(_PREFIX)}:
         create_on_head(JobController, f"{kind}{secrets.token_hex(4)}", None, spoken(), max_restarts=-1)
@@ -157,7 +157,7 @@ class JobController:
             self._end()
 
     async def take_up(self, spec: JobSpec, own: str, owner: ProcessOwner, theirs: Spoken) -> bool:
-        """Run a job in this warm (idle, pre-started) controller; False if it has a job, or the job's name is taken.
+        """Run a job in this warm (pre-started, idle) controller; False if the controller or the job's name is in use.
 
         Args:
             own: Name of this controller's actor; the job's name is added as an alias.
@@ -245,7 +245,7 @@ class JobController:
         return self._job.workers()
 
     async def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """Return the job's events, starting with event number ``since``."""
+        """Return the job's events in order, except the first ``since`` of them."""
         await self._known()
         return tuple(self._job.record.events[since:])
 
@@ -286,7 +286,7 @@ class JobController:
         await self._persist_state()
 
     async def branch(self, plan: BranchPlan) -> None:
-        """Start a comparison of branches (copies of the job at other batches). Raises BranchError: impossible."""
+        """Start a comparison of branches (copies of the job at other batches). Raises BranchError: it cannot start."""
         await self._recovered.wait()
         self._job.branches.start(plan, start)
 
@@ -295,7 +295,7 @@ class JobController:
         return self._job.branches.outcome()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after`` (None: the last delivered); None if none comes in ``wait_s`` [s]."""
+        """Return the next report after number ``after`` (None: the last delivered); None if none in ``wait_s`` [s]."""
         await self._recovered.wait()
         return await self._job.reports.next(after, wait_s)
 
@@ -358,13 +358,13 @@ class JobController:
         return self._job.saved(message)
 
     async def greet(self, worker: str, token: str) -> ControllerAnswer:
-        """Return whether process ``worker`` (empty: an idle one) with secret ``token`` belongs to this controller."""
+        """Return whether process ``worker`` (empty: an idle one) with its secret ``token`` is this controller's own."""
         if self._reconnection is not None:
             return ControllerAnswer.INTRODUCE if worker else ControllerAnswer.STRANGER
         return ControllerAnswer.KNOWN if self._job.group.actors.knows(worker, token) else ControllerAnswer.STRANGER
 
     async def introduce(self, told: WorkerReregistration) -> None:
-        """Receive the registration of a worker that an earlier controller started."""
+        """Receive the registration of a worker that was started before this controller's process restarted."""
         if self._reconnection is not None:
             self._reconnection.receive(told)
 

@@ -35,7 +35,7 @@ _CLOSE_S = 5.0
 
 
 class ControllerHost:
-    """Actor class that runs controllers, each called through a :class:`~placement.ray_cluster.named_actors.Hosted`.
+    """Actor class that runs several trials' controllers, each called through a ``Hosted`` handle.
 
     When Ray restarts the process, each controller continues like one that has its own actor.
     """
@@ -54,7 +54,7 @@ class ControllerHost:
         self._main = loop.create_task(self._watch())
 
     async def take_up(self, spec: JobSpec, owner: ProcessOwner) -> bool:
-        """Run a trial's controller in this process; return True, or False if the host is full or closing."""
+        """Run a trial's controller in this process; False if the process runs too many controllers or is closing."""
         assert spec.trial is not None, "only trials are hosted"
         run = spec.trial.controller
         if run in self._controllers:

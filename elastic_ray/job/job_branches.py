@@ -30,7 +30,7 @@ class JobBranches:
         self._last_step, self._looked_s = 0, 0.0
 
     def start(self, plan: BranchPlan, start: Callable[[JobSpec], Any]) -> None:
-        """Start a comparison in the background, of jobs that ``start`` submits. Raises BranchError: impossible."""
+        """Start a background comparison of branches, submitted by ``start``. Raises BranchError: it cannot start."""
         if self._is_running:
             raise BranchError(f"job {self._parts.spec.job!r} cannot be branched: a comparison is already in progress")
         run = self._run_of(plan, idle=False)
@@ -52,7 +52,7 @@ class JobBranches:
         return self._running is not None and not self._running.done()
 
     def tick(self, start: Callable[[JobSpec], Any], now_s: float) -> None:
-        """Start a comparison of branches on idle slots whenever the job's steps have doubled, if so configured."""
+        """Start a comparison on idle slots, if ``branch_when_idle`` is set, once steps have doubled since the last."""
         if not self._parts.spec.elastic.branch_when_idle or now_s - self._looked_s < _LOOK_S or self._is_running:
             return
         self._looked_s, plan, report = now_s, BranchPlan(), self._planner.latest

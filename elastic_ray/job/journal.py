@@ -38,7 +38,7 @@ def hosted_before(actor: str) -> list[str]:
 
 
 class Journal:
-    """Journal of a controller in Ray's control store, from which a replacement continues; written by a thread.
+    """Journal of a controller's state in Ray's control store, from which a replacement continues.
 
     Args:
         controller: Id of the controller's actor, which stays the same when Ray restarts it.
@@ -95,7 +95,7 @@ class Journal:
         internal_kv._internal_kv_put(self._key(_SPEC), packed, overwrite=True, namespace=NAMESPACE)
 
     def begun(self) -> JobSpec | None:
-        """Return the job recorded by :meth:`begin`; None if there is none. Blocks for a moment."""
+        """Return the job recorded by :meth:`start`; None if there is none. Blocks for a moment."""
         packed: bytes | None = internal_kv._internal_kv_get(self._key(_SPEC), namespace=NAMESPACE)
         return None if packed is None else ray.cloudpickle.loads(packed)
 

@@ -10,7 +10,7 @@ _REMIND_S = 1.0  # a message may be lost with a rerun; the same one again change
 
 
 class Preemption:
-    """Preemption of a job, from an allocation without nodes until rank 0 has saved the job or no rank can.
+    """Preemption of a job, from the decision to free its nodes until rank 0 has saved the job, or no rank can.
 
     Args:
         timeout_s: Maximum time for all ranks to finish a step and save (``join_timeout_s``) [s].
@@ -28,7 +28,7 @@ class Preemption:
         return self._then is not None
 
     def start(self, then: Allocated, now_s: float) -> None:
-        """Start to preempt the job; ``then`` is the allocation to apply once it is saved."""
+        """Start to preempt the job; ``then`` is the allocation to apply once the job is saved."""
         self._then, self.reason = then, then.reason
         self._since_s, self._reminded_s = now_s, float("-inf")
 
@@ -37,7 +37,7 @@ class Preemption:
         self._then = then
 
     def remind(self, now_s: float) -> bool:
-        """True if the request to save must be sent (again) to the workers now; the request then counts as sent."""
+        """True if the request to save is due to be sent (again) to the workers; it then counts as sent."""
         due = self.active and now_s - self._reminded_s >= _REMIND_S
         if due:
             self._reminded_s = now_s

@@ -82,7 +82,7 @@ _NOTE_S = 2.0
 
 
 class JobShutdown:
-    """Shutdown of a job, step by step."""
+    """Shutdown of a job: records its outcome, writes the records and releases its workers."""
 
     def __init__(self, parts: JobContext, status: Callable[[], JobStatus], notifier: Notifier) -> None:
         self._status, self._notifier = status, notifier

@@ -35,16 +35,16 @@ class JobStarter:
         self.later: Allocated | None = None  # the allocator's decision to apply once the job restarts
 
     def recall(self, first_report: int) -> None:
-        """Restore the number of the run's first report, as known to the previous controller; 0 if unknown."""
+        """Restore the number of the run's first report from the previous controller's records; 0 if unknown."""
         self._first_report = first_report
 
     @property
     def knows_reports(self) -> bool:
-        """True if all reports that an earlier controller of the job received have been read."""
+        """True if this controller has read all reports that an earlier controller of the job received, if any."""
         return self._first_report is None or self._caught_up
 
     async def open(self) -> None:
-        """Find the stored state of an earlier run of this name and prepare for workers; called before the first tick.
+        """Find the stored state of an earlier run with the job's name, and prepare for workers.
 
         If storage cannot be read, the job fails, because a start from scratch would lose earlier training. A job whose
         workers are still training continues, because it needs no stored state until it restarts.

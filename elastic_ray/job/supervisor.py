@@ -310,7 +310,10 @@ class JobSupervisor:
         return self._saved or self.group.history.saves_soon(time.monotonic())
 
     def suspend(self, why_not_saved: str) -> None:
-        """End, restart or suspend a job whose ranks all stopped; ``why_not_saved`` is empty if it was saved."""
+        """Finish, restart or suspend a job whose ranks have all stopped, depending on why they stopped.
+
+        ``why_not_saved`` is the reason why the job's state was not saved; empty if it was saved.
+        """
         if self._starter.looking or self.record.phase.ended:
             return
         if not self._preemption.active:  # a worker took this controller for gone
@@ -332,7 +335,7 @@ class JobSupervisor:
             self.restart_group()
 
     def restart_group(self) -> None:
-        """Prepare to start with new workers once the allocator assigns nodes, after a preemption or pause."""
+        """Prepare the job to start with new workers after a preemption or pause, once the allocator assigns nodes."""
         self.record.clear_waiters()
         then = self._preemption.end()
         waits = then is not None and not then.nodes
@@ -403,7 +406,7 @@ class JobSupervisor:
         self._journal.record(dataclasses.replace(state, revivals=self._revivals))
 
     def recover(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
-        """Continue with the previous controller's surviving workers; fail a job whose controller dies too often."""
+        """Continue with the previous controller's workers that survived; fail a job whose controller dies too often."""
         if self.record.phase.ended:
             return
         if len(self._revivals) > _MOST_REVIVALS:

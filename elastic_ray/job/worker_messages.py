@@ -46,7 +46,7 @@ _REMEMBER_S = 900.0  # a node that was slow is taken to be so for this long afte
 
 
 class StragglerReplacement:
-    """Replacement of a job's stragglers, and memory of its slow nodes.
+    """Replacement of a job's stragglers (slow workers), and record of its slow nodes.
 
     The allocator is informed of slow nodes and may move their workers. If it does not, a worker is replaced on the same
     node, once, since its process or GPU may be the cause.
@@ -64,9 +64,10 @@ class StragglerReplacement:
         self._slow: dict[str, tuple[float, float]] = {}  # by node: ratio, and when it was slow last
 
     def slow_nodes(self, now_s: float) -> dict[str, float]:
-        """Return the slowness (ratio to the usual step time) of current and recent slow nodes, keyed by node id.
+        """Return the slowness of current and recent slow nodes, keyed by node id.
 
-        A node counts only if all of the job's workers on it are to be replaced, or were when the job left it.
+        Slowness is the time for equal work / the group's median, of the node's fastest worker. A node counts only if
+        all of the job's workers on it are to be replaced, or were when the job left it.
         """
         return {node: ratio for node, (ratio, last_s) in self._slow.items() if now_s - last_s < _REMEMBER_S}
 
@@ -127,7 +128,7 @@ class WorkerMessages:
         self.stragglers = StragglerReplacement(parts)  # workers that are slow
 
     async def receive(self, message: WorkerMessage) -> None:
-        """Handle a worker's message; for a trial's report, return only when training may continue."""
+        """Handle a worker's message; for a trial's report, return only once the worker may continue training."""
         if not self._group.heard(message.worker, getattr(message, "position", 0)):
             return
         match message:

@@ -43,7 +43,7 @@ def current_session() -> Session:
 
 
 def session_of_new_model() -> Session:
-    """Return the session in which a model that is being wrapped trains.
+    """Return the session (run of a train function) to which a model that is being wrapped belongs.
 
     Outside a trainer, wrapping a model after the first epoch, or after a failed start, starts another run in the same
     process (a notebook cell that is run again, or the next cross-validation fold). The new run adopts the loaders made
@@ -57,7 +57,7 @@ def session_of_new_model() -> Session:
 
 
 def session_to_build() -> Session:
-    """Return the session for objects that are registered before the first epoch, such as loaders.
+    """Return the session (run of a train function) for objects registered before the first epoch, such as loaders.
 
     Outside a trainer, a session that failed to start is replaced by a new one.
     """
@@ -133,7 +133,7 @@ class ElasticContext:
         return self._session.job
 
     def get_global_step(self) -> int:
-        """Return the number of optimizer steps committed so far."""
+        """Return the number of committed training steps: steps of a loader with a backward pass."""
         return self._session.progress.steps
 
 

@@ -58,7 +58,7 @@ class Epochs:
 
     @property
     def done(self) -> bool:
-        """True if no epoch remains or a policy has ended the training; reading this joins the job first."""
+        """True if all epochs are done or a policy has ended the training; reading this property joins the job first."""
         self.join()
         return self._session.progress.epoch >= self._epochs or self._session.adaptation.stopped
 

@@ -43,7 +43,7 @@ class _Deadline:
 
 
 class GenerationChanges(Roster):
-    """Base class of :class:`elastic_ray.membership.machine.JobMembership`, which decides on the number of workers.
+    """Base class of :class:`elastic_ray.membership.machine.JobMembership` that announces and cancels generations.
 
     Args:
         named: Highest worker number used by an earlier job under the same controller; numbers are not reused.

@@ -28,7 +28,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Instruction to free a worker's resources; its process is killed if ``kill``, else returned to the warm pool."""
+    """Instruction to free a worker's resources; its process is killed if ``kill``, else it returns to the warm pool."""
 
     worker: str
     kill: bool
@@ -53,7 +53,7 @@ class Withdraw:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Instruction to record an event of the job."""
+    """Instruction to record an event for the job's user."""
 
     kind: EventKind
     from_workers: int
@@ -66,7 +66,7 @@ class Note:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllLost:
-    """Instruction to restart from the last checkpoint or end the job, because no living member holds the state."""
+    """Instruction to restart the job from its last checkpoint, or end it, because no living member holds the state."""
 
     reason: str
 

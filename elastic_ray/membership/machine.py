@@ -54,7 +54,7 @@ class JobMembership(GenerationChanges):
         self._first_wish_s: float | None = None
 
     def handle(self, stimulus: Stimulus, now_s: float) -> list[Instruction]:
-        """Handle an event and return the resulting instructions in order; none from the job's end until a reset."""
+        """Handle an event and return the resulting instructions in order; after the job's end, none until a reset."""
         self._out = []
         if self._ended:
             return self._out
@@ -150,7 +150,7 @@ class JobMembership(GenerationChanges):
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:
-        """True if the worker has joined workers that train, or is about to, and holds no state that they lack."""
+        """True if the worker has joined, or will join, a group that trains, and its loss would lose no state."""
         record = self.workers.get(worker)
         if record is None or self.current is None:
             return False
@@ -333,7 +333,10 @@ class JobMembership(GenerationChanges):
             self._issue(group, forced=False, reason=reason, now_s=now_s)
 
     def reset(self, *, first_most: int = 0) -> list[Instruction]:
-        """Release every worker before a restart from a checkpoint; the target number of workers is kept."""
+        """Release every worker before a restart from a checkpoint; the target number of workers is kept.
+
+        ``first_most`` limits the first generation after the restart, as in ``__init__``.
+        """
         self._first_most, self._loaded = first_most, 0
         self.announced, self.trained = (), False
         released = [Release(worker=w, kill=True, reason="the job restarts") for w in self.workers]
@@ -347,7 +350,7 @@ class JobMembership(GenerationChanges):
 
 
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-    """Return (members that must leave their nodes, other workers to release at once) to reach the target.
+    """Return the members that must leave, and the other workers to release at once, to reach the target.
 
     Members marked for replacement leave once as many new workers are ready, or if the target has no room for them.
 
@@ -420,7 +423,7 @@ def next_group(
 def first_group(
     roster: Roster, *, wanted: int, most: int, patient: bool, sizes: AllowedSizes = ANY_SIZE
 ) -> list[WorkerRecord] | None:
-    """Return the members of the first generation, or of the first after all members were lost; None to wait.
+    """Return the members of the first generation, or of the first one after all members were lost; None to wait.
 
     After a loss, the group consists only of workers that hold the state; others join later, at a suitable step. A
     worker that has loaded an automatic checkpoint does not count as a holder, because all starting workers can load

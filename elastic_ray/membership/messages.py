@@ -72,7 +72,7 @@ class GenerationSpec:
         return sum(1 for member in self.members[:rank] if member.node == node)
 
     def node_rank_of(self, worker: str) -> int:
-        """Return the index of a member's node, in order of first appearance."""
+        """Return the index of a member's node; nodes are numbered in the order in which ranks first appear on them."""
         rank = self.rank_of(worker)
         if rank is None:
             raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")

@@ -35,7 +35,7 @@ class SurvivingWorker:
 
     @property
     def leaving(self) -> bool:
-        """True if the worker is leaving its group."""
+        """True if the worker's latest generation does not include the worker, which is therefore leaving its group."""
         return self.spec is not None and self.spec.rank_of(self.worker) is None
 
     @property
@@ -49,7 +49,7 @@ class SurvivingWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """Recovered roster, and the signals that were missed while there was no controller."""
+    """Roster of the surviving workers, and the signals that the workers sent while there was no controller."""
 
     workers: dict[str, WorkerRecord]  # the living, by id
     current: GenerationSpec | None  # the generation in effect
@@ -60,7 +60,7 @@ class Recovered:
 
 
 def recover(survivors: Sequence[SurvivingWorker], *, world_size: int, now_s: float) -> Recovered:
-    """Return the roster of the surviving workers, and the missed signals.
+    """Return the roster of the workers that survived the previous controller, and the signals missed since then.
 
     Args:
         survivors: All living workers; every other worker counts as lost.

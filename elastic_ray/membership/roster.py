@@ -61,12 +61,12 @@ class WorkerRecord:
         self.loaded, self.has_state = loaded, has_state or self.has_state
 
     def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
-        """Record that the worker reruns its train function in its process, keeping a trained state if ``has_state``."""
+        """Record that the worker reruns its train function in its process; with ``has_state``, it keeps its state."""
         self.enter(WorkerPhase.READY if self.rebuilt else WorkerPhase.STARTING, now_s)
         self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 
     def join(self, now_s: float, *, others: bool) -> None:
-        """Make the worker a member of a generation; ``others`` is True if it joins workers that already train."""
+        """Make the worker a member of a generation; ``others`` is True if some other members already train."""
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures, self.joined_others = 0, others
 
@@ -89,7 +89,7 @@ class InFlight:
 
     @property
     def begun(self) -> bool:
-        """True if it is certain that the members enter the generation, which then can no longer be cancelled."""
+        """True once it is certain that the members enter the generation, so that it can no longer be cancelled."""
         return self.forced or self.effective_s is not None
 
     @property
@@ -110,7 +110,7 @@ def number(worker: str) -> int:
 
 
 class Roster:
-    """Workers of a job, with its current and its announced generation; offers queries only."""
+    """Workers of a job, with its current generation and the announced one; this class only answers queries."""
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerRecord] = {}  # every worker that exists or is asked for, by id
@@ -132,7 +132,7 @@ class Roster:
         return dict(Counter(w.node for w in self.workers.values()))
 
     def present(self) -> dict[str, int]:
-        """Return the number of workers that are neither leaving nor marked for replacement, keyed by node."""
+        """Return the number of workers on each node, keyed by node, except those leaving or marked for replacement."""
         return dict(Counter(w.node for w in self.workers.values() if w.stays))
 
     def watched(self) -> set[str]:
@@ -152,7 +152,7 @@ class Roster:
         return sorted(chosen, key=lambda w: w.number)
 
     def holders(self) -> list[WorkerRecord]:
-        """Return workers with a process that are known to hold a trained state."""
+        """Return the workers that have a process and are known to hold a trained state."""
         return [w for w in self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY, WorkerPhase.MEMBER) if w.has_state]
 
     def is_planned(self, worker: str) -> bool:
@@ -165,11 +165,11 @@ class Roster:
 
     @property
     def expects_joiners(self) -> bool:
-        """True if any worker is starting, or is ready, without being a member of a group yet."""
+        """True if any worker is starting, or is ready and waits to become a member of a group."""
         return bool(self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY))
 
     def entering(self) -> list[WorkerRecord]:
-        """Return the joiners of the announced generation (group), once it is certain that its members enter it."""
+        """Return :meth:`planned` (joiners yet to enter) once the announced generation is certain; empty before."""
         return self.planned() if self.in_flight is not None and self.in_flight.begun else []
 
     def silent(self, flight: InFlight) -> list[WorkerRecord]:

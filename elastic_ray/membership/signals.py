@@ -34,7 +34,7 @@ class Finished(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun(Signal):
-    """Signal that the worker ran out of memory and reruns its train function; ``has_state`` if it kept its state."""
+    """Signal that the worker ran out of memory and reruns its train function; ``has_state`` if it keeps its state."""
 
     has_state: bool = True
 
@@ -92,7 +92,7 @@ class Allocated:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replace:
-    """Signal that the listed members must leave once replacements are ready; members not listed need no replacement."""
+    """Signal that the listed members must leave once replacements are ready; earlier signals no longer count."""
 
     workers: frozenset[str]
     reason: str

@@ -38,7 +38,7 @@ class CommunicatorFactory(Protocol):
 
 
 class LostGroupError(RuntimeError):
-    """Error raised if no new generation (group) with which to continue was announced in time."""
+    """Error raised if no new generation (group) to continue with was announced in time."""
 
 
 class WorkerMembership:
@@ -146,7 +146,7 @@ class WorkerMembership:
         self._forming.start()
 
     def is_void(self, generation: int) -> bool:
-        """True if the generation (group) was cancelled, or is older than the oldest valid one."""
+        """True if the generation (group) of this number was cancelled or superseded."""
         return generation < self._void_below or generation in self._cancelled
 
     def _void_groups(self) -> None:
@@ -187,7 +187,7 @@ class WorkerMembership:
         return prepared[0] if prepared is not None and prepared[0].generation == generation else None
 
     def take(self, generation: int) -> tuple[GenerationSpec, Communicator | None] | None:
-        """Make the prepared group of ``generation`` the current one; return None if it was cancelled in the meantime.
+        """Make the prepared group of ``generation`` the current one; None if the group was cancelled in the meantime.
 
         The communicator is None if this worker is not a member of the generation and must leave.
         """

@@ -69,7 +69,7 @@ class StepMeasures:
     group of several workers, the results of a step become available after the next step.
 
     Attributes:
-        noise: Smoothed gradient noise scale; for Adam and similar optimizers, that of the preconditioned gradient.
+        noise: Smoothed gradient noise scale; for Adam and similar optimizers, it refers to preconditioned gradients.
         initial_batch_size: M0, the batch size to which ``noise.var`` refers [samples]; 0 before the first step.
         variance: Latest variance of the gradient.
         norms: Latest norms of gradient and update.
@@ -86,9 +86,9 @@ class StepMeasures:
     def noise_batch(self) -> float | None:
         """Batch size at which the gradient's noise equals its signal [samples]; None until there is an estimate.
 
-        B_simple = tr(Sigma) / ||G||^2, 0 or more. For batches far below it, a larger batch helps almost as much as more
-        steps; far above it, hardly at all.
-        Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", eq. 2.9 and appendix A.
+        B_simple = tr(Sigma) / ||G||^2, 0 or more. For batches far below this size, a larger batch helps almost as much
+        as more steps; far above, hardly at all. Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch
+        Training", eq. 2.9 and appendix A.
         """
         if self.noise is None or self.noise.sqr <= 0:
             return None

@@ -88,17 +88,17 @@ FIELDS = tuple(field.name for field in dataclasses.fields(WorkerMeasures))
 
 
 def mib(count: int) -> float:
-    """Convert bytes to MiB."""
+    """Convert a number of bytes to MiB."""
     return count / _MIB
 
 
 def traffic_fields(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, float]:
-    """Return the increase between two readings of bytes per operation, as fields of ``WorkerMeasures`` [MiB]."""
+    """Return the traffic between two readings (bytes, keyed by operation), as fields of ``WorkerMeasures`` [MiB]."""
     return {f"{name}_mib": mib(count - before.get(name, 0)) for name, count in after.items()}
 
 
 def packed(own: WorkerMeasures, rank: int, world_size: int) -> list[float]:
-    """Return values to be summed over all ranks: this worker's measures at the place of ``rank``, zeros elsewhere.
+    """Return values to be summed over all ranks: the measures ``own`` at the place of ``rank``, zeros elsewhere.
 
     The sum contains every worker's measures.
     """
@@ -109,7 +109,7 @@ def packed(own: WorkerMeasures, rank: int, world_size: int) -> list[float]:
 
 
 def unpacked(sums: Sequence[float], world_size: int) -> tuple[WorkerMeasures, ...]:
-    """Return the measures of each rank's worker, given the sum of all ranks' :func:`packed` values."""
+    """Return the measures of all ``world_size`` ranks' workers, given the sum of their :func:`packed` values."""
     count = len(FIELDS)
     rows = (sums[count * rank : count * (rank + 1)] for rank in range(world_size))
     return tuple(WorkerMeasures(**dict(zip(FIELDS, row, strict=True))) for row in rows)

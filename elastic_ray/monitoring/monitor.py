@@ -42,7 +42,7 @@ class Monitor:
                 raise ValueError(f"{name} must be 1 or more steps, or None for not at all, but got {every}")
 
     def joined(self, other: Monitor) -> Monitor:
-        """Return a monitor that requests everything either of the two requests, at the higher frequency."""
+        """Return a monitor that requests everything that this one or ``other`` requests, at the higher frequency."""
         return Monitor(
             noise_every=_more_often(self.noise_every, other.noise_every),
             variance_every=_more_often(self.variance_every, other.variance_every),

@@ -27,7 +27,7 @@ class Monitoring:
     Args:
         traffic: Function that returns the bytes passed to the current group's collectives, keyed by operation; empty
             without a group.
-        sending_s: Function that returns the time that the group's connections have spent sending [s].
+        sending_s: Function that returns the time that the current group's connections have spent sending [s].
     """
 
     def __init__(self, traffic: Callable[[], Mapping[str, int]] = dict, sending_s: Callable[[], float] = float) -> None:
@@ -43,7 +43,7 @@ class Monitoring:
         return self._request
 
     def ask(self, monitor: Monitor) -> None:
-        """Request further measurements from the next group on; call this on all ranks.
+        """Request the measurements in ``monitor`` from the next group on; call this on all ranks.
 
         Requests made before the first epoch thus apply from the first step.
         """
@@ -52,7 +52,7 @@ class Monitoring:
             self.meter.ask()
 
     def record_report(self, metrics: Mapping[str, object], number: int) -> None:
-        """Record the number under ``loss`` in the run's report ``number``; ignore a report without one."""
+        """Record the number ``metrics["loss"]`` of the run's report ``number``; ignore a report without a loss."""
         loss = metrics.get("loss")
         if isinstance(loss, (int, float)) and not isinstance(loss, bool):
             self.loss = number, float(loss)
@@ -110,7 +110,7 @@ class StepMeter:
         self._sizes: Mapping[str, float] = {}  # of the step before
 
     def join_units(self, gather: Callable[[Sequence[float]], Sequence[Sequence[float]]]) -> None:
-        """Combine the measures of each unit's workers into those of its busiest worker once a step is committed.
+        """Report, for each unit (workers that act as one rank), only the measures of its busiest worker from now on.
 
         Args:
             gather: Function that returns the values of every worker of this unit, by position.
@@ -125,7 +125,8 @@ class StepMeter:
         """Start timing a training step, before its first micro-batch is fetched.
 
         Args:
-            goes_on: True if the step is committed together with the previous one, so that only their mean is reported.
+            goes_on: True if the step is committed together with the previous one, so that only the mean of both is
+                reported.
         """
         if goes_on:
             self._of += 1
@@ -134,11 +135,11 @@ class StepMeter:
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
 
     def leave_out(self) -> None:
-        """Exclude the current step from the averages per step, because another worker executes it instead."""
+        """Exclude the current step from averages, because another worker executes it in place of this one."""
         self._of = max(1, self._of - 1)
 
     def waited_for_data(self, seconds: float) -> None:
-        """Add the time spent waiting for a micro-batch of the step [s]."""
+        """Add ``seconds`` to the time spent waiting for data in the current step."""
         self._data_s += seconds
 
     def end_step(self) -> None:
@@ -168,7 +169,7 @@ class StepMeter:
         self._committed_s = self._ready_s if self._ready_s is not None else self._committed_s
 
     def start(self) -> None:
-        """Enter a new group; the time since the last group does not count as a step."""
+        """Start measuring in a new group; the time since the last step in the old group does not count as a step."""
         self.workers = self._concluded = ()
         self._began_s = self._ended_s = self._ready_s = self._waits_since_s = None
         self._sync_s = self._step_s = self._waited_s = 0.0
@@ -178,11 +179,11 @@ class StepMeter:
             self._sending.start()
 
     def size(self, world_size: int) -> int:
-        """Return the number of values that this meter adds to the control sums (numbers all-reduced in each step)."""
+        """Return the number of control values (all-reduced in each step) that this meter adds for this group size."""
         return len(FIELDS) * world_size if self.on else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this worker's measures for the control sums; they no longer change once its gradients are complete."""
+        """Return control values with this worker's measures at its rank; call it once its gradients are complete."""
         if not self.on:
             return ()
         self._waits_since_s = now_s = self._clock()

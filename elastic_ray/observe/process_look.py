@@ -28,7 +28,7 @@ class LookRefusedError(Exception):
 
 
 def inspect_process(worker: WorkerInfo, what: str) -> str:
-    """Return the last output of a worker's process (``logs``) or the stacks of its threads (``stack``).
+    """Return the last output of a worker's process (``what="logs"``) or its threads' stacks (``"stack"``).
 
     Raises LookRefusedError: the worker's node does not answer in time, or does not permit the inspection.
     """
@@ -57,7 +57,7 @@ def _logs(pid: int) -> tuple[str, str]:
 
 
 def read_logs(folder: Path, pid: int) -> tuple[str, str]:
-    """Return the last output of a worker's process, from log files in ``folder``, and a reason if there is none."""
+    """Return the last output of process ``pid``, from log files in ``folder``, and "" or why there is none."""
     found: Mapping[str, list[Path]] = {end: sorted(folder.glob(f"worker-*-{pid}.{end}")) for end in ("out", "err")}
     parts = []
     for end, paths in found.items():
@@ -74,7 +74,7 @@ def read_logs(folder: Path, pid: int) -> tuple[str, str]:
 
 
 def read_stack(pid: int) -> tuple[str, str]:
-    """Return the thread stacks of a local process, read with py-spy, and a reason if they cannot be read."""
+    """Return the thread stacks of local process ``pid``, read with py-spy, and "" or why they cannot be read."""
     spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}") or shutil.which("py-spy")
     if spy is None:
         return "", "py-spy is not installed there; `pip install 'ray[default]'` brings it"

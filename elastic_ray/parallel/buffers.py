@@ -24,7 +24,7 @@ class BufferSync:
 
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of each buffer, in the module's order; must be equal on all ranks."""
+        """Dtype and shape of each buffer, in the module's order, which must be the same on all ranks."""
         return [(str(b.dtype), tuple(b.shape)) for b in self._module.buffers()]
 
     @torch.no_grad()
@@ -65,7 +65,7 @@ class SavedBuffers:
         self._step: LoaderStep | None = None
 
     def save(self, step: LoaderStep | None, *, goes_on: bool) -> None:
-        """Copy the buffers, unless that was done for this update: in this `step` or, with ``goes_on``, earlier."""
+        """Copy the buffers, unless a copy was made in this ``step`` or, with ``goes_on``, earlier for this update."""
         if self._saved and (goes_on or step is self._step):
             return
         self._step = step
@@ -77,7 +77,7 @@ class SavedBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the copied buffers, because the update was skipped."""
+        """Restore the saved buffers, because the update was skipped."""
         for buffer, before in self._saved:
             buffer.copy_(before)
 

@@ -118,7 +118,7 @@ class LaggingLook:
         self._going: collections.deque[tuple[torch.cuda.Event, torch.Tensor]] = collections.deque()
 
     def are_finite(self, number: torch.Tensor) -> bool:
-        """Queue a number to be checked; False if a number queued earlier, and computed by now, is not finite."""
+        """Queue ``number`` for a check; return False if an earlier number that is computed by now is not finite."""
         finite = True
         while self._going and self._going[0][0].query():  # type: ignore[no-untyped-call]
             finite = math.isfinite(self._going.popleft()[1]) and finite

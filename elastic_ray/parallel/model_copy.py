@@ -20,7 +20,7 @@ from elastic_ray.sync.sharded_parameters.model_checks import is_sharded_model
 class ModelCopy(torch.nn.Module):
     """Detached copy of an ``AdaptiveDataParallel``, as made by ``copy.deepcopy``, pickle and ``AveragedModel``.
 
-    It is called like the original, and its state dict has the same names. The copy belongs to no run: its gradients are
+    The copy is called like the original, and its state dict has the same names. It belongs to no run: its gradients are
     not reduced, and other workers do not know of it::
 
         best = copy.deepcopy(model)
@@ -92,7 +92,7 @@ _MOST_SHAPES = 4
 
 
 def peak_of(name: str) -> float | None:
-    """Return the dense half-precision peak [FLOP/s] of the GPU with this name; None if the model is unknown."""
+    """Return the dense half-precision peak [FLOP/s] of the GPU called ``name``; None for an unknown GPU."""
     words = name.replace("-", " ").split()
     for known, peak in PEAK_FLOPS.items():
         if all(word in words for word in known.split()):
@@ -101,10 +101,10 @@ def peak_of(name: str) -> float | None:
 
 
 class ForwardFlops:
-    """Counter of a model's operations in a forward pass, once for each of the first few input shapes.
+    """Counter of a model's floating-point operations in a forward pass, for the first few input shapes.
 
     Attributes:
-        per_sample: Operations of one sample's forward pass, for the latest shape counted; None before the first.
+        per_sample: Number of operations per sample, for the latest shape that was counted; None before the first.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class ForwardFlops:
         self._shapes: set[tuple[int, ...]] = set()
 
     def call(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run the module's forward pass and return its output, counting its operations if the shape is new."""
+        """Run the module's forward pass and return its output; if the input shape is new, count the operations."""
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
         shape = tuple(first.shape) if first is not None else ()
         if not shape or shape in self._shapes or len(self._shapes) >= _MOST_SHAPES:

@@ -117,7 +117,7 @@ def give_zero_gradients(params: Sequence[Tensor]) -> None:
 
 
 class Untouched:
-    """Check that an optimizer step that failed has not changed parameters or existing states."""
+    """Check that a failed optimizer step has not changed any parameter, or any state from before the step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
         self._optimizer, self._had = optimizer, set(optimizer.state)
@@ -125,7 +125,7 @@ class Untouched:
         self._versions = [(each, each._version) for each in (*params, *held)]
 
     def undo(self) -> bool:
-        """Discard the states that the failed step created; False if it has changed a parameter or an older state."""
+        """Discard states that the failed step created; return False if it has changed a parameter or an older state."""
         if any(each._version != version for each, version in self._versions):
             return False
         for param in set(self._optimizer.state) - self._had:

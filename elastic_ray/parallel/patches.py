@@ -26,7 +26,7 @@ class DividedOptimizer(Protocol):
     """Protocol of an optimizer whose state is divided among the ranks."""
 
     def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
-        """Return all states on rank 0, keyed by parameter ({} elsewhere); None if undivided. Call it on every rank."""
+        """Return the complete states, keyed by parameter, on rank 0 ({} elsewhere), None if undivided; a collective."""
 
     def loaded(self) -> None:
         """Keep only this rank's part of the complete states that all ranks have just loaded into the optimizer."""
@@ -88,7 +88,7 @@ def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) 
 
 
 def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer) -> None:
-    """Make ``optimizer.state_dict`` return, and ``load_state_dict`` accept, the complete state of all ranks."""
+    """Make ``optimizer.state_dict`` return, and ``load_state_dict`` accept, the state that is divided among ranks."""
     give, load = optimizer.state_dict, optimizer.load_state_dict
 
     @functools.wraps(give)
@@ -230,7 +230,7 @@ class _Parts:
 
 
 def after_step(scaler: Any, optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:
-    """Call ``then`` each time the scaler has stepped this optimizer or skipped its step."""
+    """Call ``then`` whenever the scaler has stepped this optimizer or skipped its step because of an overflow."""
     original = type(scaler).step
 
     @functools.wraps(original)
@@ -311,10 +311,11 @@ def evaluated(
 ) -> tuple[Any, dict[str, Any]]:
     """Call the closure of an optimizer step before the update; return its value, and new arguments for the step.
 
-    The closure in these arguments only returns the known value. Ranks thus see the gradients of the whole group when
-    they decide whether to apply them, and at what rate.
+    The new arguments contain a closure that only returns the known value. Ranks thus see the gradients of the whole
+    group when they decide whether to apply them, and at what rate.
 
-    Raises ValueError: The optimizer calls the closure several times, or after moving parameters; raised in its step.
+    Raises ValueError: The optimizer calls the closure several times, or after changing parameters; raised in the
+    optimizer's step.
     """
     with torch.enable_grad():
         value = closure()

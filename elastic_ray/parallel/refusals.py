@@ -83,7 +83,7 @@ def check_stragglers(response: Any) -> StragglerConfig:
 
 
 def warn_of_no_effect(asked: StragglerConfig, *, lacking: bool) -> None:
-    """Warn, if ``lacking``, that a loop's response to slow workers has no effect, because the trainer's decides."""
+    """Warn, if ``lacking``, that a loop's response to slow workers has no effect, as the trainer sets the response."""
     if lacking:
         logger.warning(
             "AdaptiveDataParallel(stragglers=%r) has no effect under a trainer: ask for it with "

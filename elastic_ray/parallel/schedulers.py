@@ -218,7 +218,7 @@ class LearningRates:
         return before
 
     def restore(self, before: Sequence[dict[str, Any]]) -> None:
-        """Restore the rates that :meth:`scale` returned; call this after the optimizer's step."""
+        """Restore the rates ``before``, which :meth:`scale` returned; call this after the optimizer's step."""
         for group, options in zip(self._optimizer.param_groups, before, strict=False):
             group.update(options)
 
@@ -296,7 +296,7 @@ def check_readable(scheduler: Any) -> None:
 
 
 def has_second_moments(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer keeps a running mean of squared gradients, with a decay rate beta2."""
+    """True if the optimizer keeps a running mean of squared gradients, decayed by beta2."""
     return not isinstance(optimizer, torch.optim.Adamax) and any(map(is_adam_group, optimizer.param_groups))
 
 
@@ -312,8 +312,10 @@ def _scaled_options(
     """Return a group's options for this scale, including the learning rate."""
     made, initial, held = steps
     beta1, beta2 = map(float, group["betas"])
-    # Where a least beta2 holds, ``initial`` is too small for the first moment, by next to nothing after some steps.
-    first, second = bias_correction(beta1, made, initial, scale), bias_correction(beta2, made, initial, memory)
+    # NAdam corrects by the product of its own beta1. Where a least beta2 holds, ``initial`` is too small for the first
+    # moment, which matters in the first steps only.
+    first = 1.0 if "momentum_decay" in group else bias_correction(beta1, made, initial, scale)
+    second = bias_correction(beta2, made, initial, memory)
     correction = 1.0 if abs(second - 1.0) < _SETTLED else math.sqrt(second)
     lag = factor * math.sqrt(held)
     if abs(lag - 1.0) > _CAUGHT_UP:

@@ -138,8 +138,8 @@ class AdaptiveDataParallel(torch.nn.Module):
     Raises:
         TypeError: An argument has the wrong type, or is an argument of ``DistributedDataParallel`` that is not needed.
         ValueError: The optimizer's parameters are not the module's, or it has none; a parameter has no shape yet, or
-            belongs to a model that was already wrapped; gradients are stepped within ``backward()``; a trained
-            embedding has ``max_norm``.
+            belongs to a model that was already wrapped; a gradient hook steps an optimizer; a trained embedding has
+            ``max_norm``.
 
     Examples:
         >>> model = torch.nn.Linear(4, 2)
@@ -397,7 +397,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             strategy: Same as in the constructor; ``"auto"`` starts a search for the fastest strategy.
 
         Raises:
-            StrategyError: The strategy does not exist, or cannot be used with this model and optimizer.
+            StrategyError: The strategy is unknown, or cannot be used with this model and optimizer.
             TypeError: The argument is not a strategy.
         """
         self._sync.set_strategy(strategy)

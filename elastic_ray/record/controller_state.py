@@ -88,5 +88,5 @@ def as_text(value: Sealed | None) -> str | None:
 
 
 def from_text(text: str | None) -> Sealed | None:
-    """Return the value that :func:`as_text` converted; None for None."""
+    """Return the value that :func:`as_text` has converted to ``text``; None for None."""
     return Sealed(pickled=base64.b64decode(text)) if text is not None else None

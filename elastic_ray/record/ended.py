@@ -31,7 +31,7 @@ class EndedJobNote:
     def of(
         cls, spec: JobSpec, status: JobStatus, ended_s: float, error: BaseException | Raised | None, metrics: Any
     ) -> EndedJobNote:
-        """Return the record of a job that has just ended."""
+        """Return the record of a job that ended at ``ended_s``, with its last status, error and metrics."""
         lines = str(getattr(error, "traceback_text", "")).strip().splitlines()
         return cls(
             status=dataclasses.replace(status, metrics=dict(metrics)),

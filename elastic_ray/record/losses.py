@@ -45,11 +45,11 @@ class Losses:
         return {name: getattr(self, name) for name in ("lost", "failures", "raised", "fruitless", "saved_steps")}
 
     def recall(self, state: ControllerState) -> None:
-        """Restore the counts of the previous controller."""
+        """Restore the counts saved in ``state`` by the previous controller."""
         vars(self).update({name: getattr(state, name) for name in self.counts})
 
     def some_lost(self, before: int, after: int) -> None:
-        """Count lost workers, each as its fraction of the job, which had ``before`` workers and has ``after`` left."""
+        """Count lost workers, each as a fraction 1 / ``before`` of the job, which now has ``after`` workers."""
         self.lost += max(0.0, 1.0 - after / max(before, 1))
 
     def one_raised(self) -> bool:
@@ -59,7 +59,7 @@ class Losses:
         return self._max_failures <= 0 or self.failures + self.raised <= self._max_failures
 
     def settled(self) -> None:
-        """Record that a group is training again, so that a later loss counts separately."""
+        """Record that a group is training again, so that a later loss is counted as a new one."""
         self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:
@@ -81,7 +81,7 @@ class Losses:
         return self._restart and self.fruitless <= MOST_FRUITLESS
 
     def mean_time_s(self, observed_s: float) -> float:
-        """Return the mean time between losses of all workers [s]; ``observed_s`` is the time of observation [s]."""
+        """Return the mean time between losses of all workers [s], given the time ``observed_s`` of observation [s]."""
         return mean_time_between_losses_s(self.lost, observed_s)
 
 
@@ -135,11 +135,11 @@ class SizeHistory:
         return max(0.0, now_s - self._launched_s) if self._launched_s is not None else 0.0
 
     def start_detail(self, now_s: float) -> dict[str, float]:
-        """Return ``{"start_s": duration so far}`` of the current start, for an event; empty if none is in progress."""
+        """Return ``{"start_s": seconds}``, the time since processes were launched; empty if none are starting."""
         return {"start_s": self.starting_s(now_s)} if self._launched_s is not None else {}
 
     def start_ended(self) -> None:
-        """End the current start, successful or not."""
+        """Record that the processes that were starting have formed a group or failed."""
         self._launched_s = self.launched_at_s = None
 
     def settled(self, note: Note, now_s: float) -> None:
@@ -155,7 +155,7 @@ class SizeHistory:
             self.resize_cost_s += 0.3 * (note.pause.pause_s - self.resize_cost_s)
 
     def is_stuck(self, steps: int) -> bool:
-        """Count a failed group; True if many in a row failed without progress (different code, broken network).
+        """Count a failed group; True if many in a row have failed without a committed step in between.
 
         Args:
             steps: Number of committed steps when the current group failed.
@@ -164,5 +164,5 @@ class SizeHistory:
         return self._stuck[1] > STUCK_FAILURES
 
     def saves_soon(self, now_s: float) -> bool:
-        """True if the job has trained too briefly to be expected to have saved its first automatic checkpoint."""
+        """True if the job has trained so briefly that its first automatic checkpoint is not expected yet."""
         return now_s - (self._first_s or 0.0) < 2.0 * FIRST_INTERVAL_S

@@ -24,7 +24,7 @@ _LEAST_EFFICIENCY = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Division of the time since a job's submission by use; the parts sum to the whole [s, each >= 0]."""
+    """Time since a job's submission, by what it was spent on; the parts sum to the whole [s, each >= 0]."""
 
     waiting_s: float = 0.0  # for resources, without processes
     starting_s: float = 0.0  # from the start of its processes until a group trained
@@ -89,7 +89,7 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
 
 
 def steps_to_reach(events: Iterable[JobEvent]) -> int:
-    """Return the step that a job had reached before it lost steps that it is now redoing; 0 if it redoes none."""
+    """Return the step that a job had reached before it lost steps, while it repeats them; 0 if it repeats none."""
     goal = 0
     for event in events:
         goal = _goal(goal, event)
@@ -122,7 +122,7 @@ def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float 
 
 
 def number_of(detail: Mapping[str, Any], name: str) -> float:
-    """Return a number from an event's detail; 0 if it is missing or not finite."""
+    """Return the number called ``name`` in an event's detail; 0 if it is missing or not finite."""
     value = detail.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
@@ -130,7 +130,7 @@ def number_of(detail: Mapping[str, Any], name: str) -> float:
 
 
 def with_length(progress: Progress | None, dataset_size: int | None, init_batch_size: int | None) -> Progress | None:
-    """Return a job's progress with an estimate of its iterations per epoch, dataset size / M0, in the first epoch.
+    """Return ``progress``; until an epoch has ended, its iterations per epoch are set to dataset size / M0.
 
     M0 is the initial batch size. A larger batch needs fewer iterations, which the first completed epoch shows.
     """
@@ -142,7 +142,7 @@ def with_length(progress: Progress | None, dataset_size: int | None, init_batch_
 
 
 def progress_ratio(progress: Progress | None) -> float | None:
-    """Return iterations done / (done + left), 0 to 1; None if the job declares no length."""
+    """Return iterations done / (done + left), 0 to 1; None if the job has not declared its length."""
     left = remaining(progress)
     if progress is None or left is None:
         return None
@@ -215,12 +215,12 @@ def eta_range(
 
 
 def reports_to_end(reports: int, most: int | None) -> float | None:
-    """Return a run's progress, ``reports / most`` (0 to 1), if it ends with report ``most``; None without a limit."""
+    """Return ``reports / most`` (0 to 1), the progress of a run that ends after ``most`` reports; None if unlimited."""
     return min(1.0, max(0, reports) / most) if most else None
 
 
 def seconds_of_reports(trained_s: float, made: int, left: int) -> float | None:
-    """Return the time for ``left`` more reports at the pace of the earlier ones [s]; None before the first report."""
+    """Return the time for ``left`` more reports at the pace of the ``made`` ones [s]; None before the first."""
     return trained_s / made * max(0, left) if made > 0 else None
 
 
@@ -238,7 +238,7 @@ def waits_for(
     Args:
         workers: Phase of each of the job's workers; empty without workers.
         storage: Description of what the job waits for from storage; empty if storage responds.
-        needs_node: True if no existing node can ever hold one of the job's workers.
+        needs_node: Whether no existing node is large enough for one of the job's workers.
     """
     if phase.ended:
         return ""

@@ -77,14 +77,14 @@ class JobRecord:
 
     @property
     def restart_point(self) -> tuple[str | None, ResumePoint | None]:
-        """Latest reported checkpoint and its resume point (None if unknown); (None, None) if there is no checkpoint."""
+        """Latest reported checkpoint and its resume point (None if unknown); (None, None) before any checkpoint."""
         latest = self._retention.latest
         path = latest[0] if latest is not None else self._start
         return (path, self._resume) if path is not None else (None, None)
 
     @property
     def states(self) -> tuple[StateFile, ...]:
-        """Automatic checkpoints that are further than the latest reported checkpoint, newest first."""
+        """Automatic checkpoints with more progress than the latest reported checkpoint, newest first."""
         point = self.restart_point[1]
         steps = point.steps if point is not None else 0
         newer = self._since_checkpoint
@@ -103,7 +103,7 @@ class JobRecord:
         return states[0].resume_point if states else self.restart_point[1]
 
     def saved(self, state: StateFile) -> None:
-        """Record an automatic checkpoint; the process that wrote it deletes the files of displaced checkpoints."""
+        """Record the automatic checkpoint ``state``; the process that wrote it deletes the checkpoints it displaces."""
         self._since_checkpoint.add(state.path)
         fewer = [each for each in self._states if each.steps < state.steps]
         self._states = (state, *fewer)[: self._states_kept]
@@ -111,14 +111,14 @@ class JobRecord:
 
     @property
     def last_state(self) -> StateFile | None:
-        """Automatic checkpoint that remains when the job finishes; None if none remains."""
+        """Automatic checkpoint that is kept when the job finishes; None if none is kept."""
         return self._states[0] if self._states and self._keeps_last else None
 
     @property
     def workers_at_most(self) -> int:
-        """Largest number of workers that can continue from the resume point, 0 for no limit.
+        """Largest number of workers that can continue from the resume point; 0 for no limit.
 
-        Each worker needs two samples in its first step if possible, because BatchNorm fails with one.
+        Each worker gets two samples in its first step if possible, because BatchNorm fails with one.
         """
         point = self.resume_point
         return max(1, point.samples_left // 2) if point is not None and point.samples_left else 0
@@ -129,12 +129,12 @@ class JobRecord:
             self.phase, self.message = JobPhase.STARTING, "workers are starting"
 
     def starts_again(self, *, waits_because: str | None) -> None:
-        """Record that the job has no workers, because new ones are starting or for the reason ``waits_because``."""
+        """Record that the job has no workers: new ones are starting, or it waits for the reason ``waits_because``."""
         self.phase = JobPhase.STARTING if waits_because is None else JobPhase.WAITING
         self.message = waits_because or ""
 
     def event(self, event: JobEvent) -> None:
-        """Add an event."""
+        """Add an event for the job to the record."""
         self.events.append(event)
         self.unwritten_events.add(event.to_json())
         if event.kind is EventKind.STARTED:
@@ -145,7 +145,7 @@ class JobRecord:
         self.unwritten_events.add(event.to_json())
 
     def recall(self, phase: JobPhase, message: str, events: Iterable[JobEvent]) -> None:
-        """Restore the phase and events saved by the previous controller; call :meth:`catch_up` next."""
+        """Restore the phase, message and events saved by the previous controller; call :meth:`catch_up` next."""
         self.phase, self.message = phase, message
         self.events = list(events)
 
@@ -160,7 +160,7 @@ class JobRecord:
         return self._retention.add(report.checkpoint, report.metrics)
 
     def report_again(self, message: WorkerReport, workers: int) -> Report | None:
-        """Store a report that may already be known; return it if it was new, otherwise None."""
+        """Store a report, from a group of ``workers``, that may already be known; return it if new, otherwise None."""
         if message.index in self._reports:
             return None
         report = report_of(message, workers)
@@ -233,7 +233,7 @@ class JobRecord:
     def end(
         self, phase: JobPhase, *, error: BaseException | Raised | None, return_value: Sealed | None, message: str
     ) -> None:
-        """Record the job's end and outcome."""
+        """Record the job's end: its final phase, error, return value, and a message that explains the end."""
         self.phase, self.message = phase, message
         left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
         self._outcome = JobOutcome(

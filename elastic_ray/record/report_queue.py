@@ -15,7 +15,7 @@ MOST = 1000
 
 
 class BoundedLog(Generic[T]):
-    """Log of numbered items that keeps only the latest.
+    """Log of numbered items that keeps only the latest ones.
 
     Numbers usually grow by one, but items may arrive out of order, and a restart repeats some numbers.
     """
@@ -32,7 +32,7 @@ class BoundedLog(Generic[T]):
         return number in self._things
 
     def get(self, number: int) -> T | None:
-        """Return the item with this number; None if there is none or it is no longer kept."""
+        """Return the item with this number; None if no such item was stored or it is no longer kept."""
         return self._things.get(number)
 
     def gone(self, number: int) -> bool:
@@ -84,7 +84,7 @@ class Backlog:
             self.dropped += 1
 
     def pop_dropped(self) -> int:
-        """Return the number of lines dropped since the previous call."""
+        """Return the number of lines dropped since the previous call of this method."""
         dropped, self.dropped = self.dropped, 0
         return dropped
 
@@ -119,7 +119,7 @@ class ReportQueue:
     Only the latest reports are kept; earlier ones must be read from the run's file, see :meth:`gone`.
 
     Args:
-        taken: Number of the last report before this run, which continues from its checkpoint; numbers continue too.
+        taken: Number of the report from whose checkpoint this run continues; reports are numbered on from it.
         ahead: Number of undelivered reports that training may make before it waits for the reader; None for no limit.
     """
 
@@ -137,11 +137,11 @@ class ReportQueue:
             self._wake()
 
     def start_after(self, taken: int) -> None:
-        """Set the number of the report after which the run continues; call this before reports are added."""
+        """Set the number ``taken`` of the report after which the run continues; call this before reports are added."""
         self._taken = max(self._taken, taken)
 
     def wanted(self, after: int | None) -> int:
-        """Return the number of the next report after number ``after``, or after the last delivered report if None."""
+        """Return the number of the report that follows number ``after`` or, if None, the last delivered report."""
         return (self._taken if after is None else after) + 1
 
     def gone(self, number: int) -> bool:
@@ -162,9 +162,10 @@ class ReportQueue:
         """Mark reports up to number ``after`` as delivered and return the next one, waiting up to ``wait_s`` [s].
 
         Args:
-            after: Number of the last report that the reader has processed; None for the last one marked as delivered.
+            after: Number of the last report that the reader has processed; None for the last report marked as
+                delivered.
 
-        Returns None if there is no such report in time, or the queue was closed.
+        Returns None if no next report arrives in time, or the queue was closed.
         """
         after = self._taken if after is None else after
         if after > self._taken:

@@ -57,12 +57,12 @@ class SubmittedJob:
 
     @property
     def next_submission(self) -> str:
-        """Id of the Ray job submission that would continue the script; deterministic, so Ray rejects duplicates."""
+        """Id of the Ray job submission that continues the script; always the same, so that Ray rejects duplicates."""
         token = hashlib.sha256(f"{self.session} {self.submission}".encode()).hexdigest()[:8]
         return f"{self.submission.partition(_RESUMED)[0]}{_RESUMED}{token}"
 
     def why_not(self, events: Iterable[JobEvent]) -> str | None:
-        """Return why the job cannot be resubmitted, according to its events; empty if it can, None if it has ended."""
+        """Return why the job cannot be resubmitted, judging by its events; "" if it can, None if the job has ended."""
         last = None
         for event in events:
             if event.time_s >= self.submitted_s and event.kind in _ENDS:
@@ -82,7 +82,7 @@ class SubmittedJob:
 
     @property
     def by_hand(self) -> str:
-        """Instructions for continuing the job manually."""
+        """Instructions for the user on how to continue the job manually."""
         script = self.script or "its script"
         return f"run {script} with RunConfig(name={self.job!r}) and the same storage_path"
 

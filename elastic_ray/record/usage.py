@@ -18,7 +18,7 @@ _HOUR_S = 3600.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
-    """Row of a usage report; its fields are those of ``elastic-ray usage --json``."""
+    """Row of a usage report, with the same fields as the output of ``elastic-ray usage --json``."""
 
     user: str | None = None  # owner of the jobs; None where the row stands for several, as in the next three
     tenant: str | None = None
@@ -57,7 +57,8 @@ def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]
     """Return the usage of one job, with a row for each user, tenant (such as a team) and week.
 
     Args:
-        seen_s: Time at which the last run was last known to be active [s since the epoch]; used if it has not ended.
+        seen_s: Time at which the job's last run was last known to be active [s since the epoch]; used if that run has
+            not ended.
     """
     spans = list(_spans(events, seen_s))
     worker_s: dict[int, float] = defaultdict(float)

@@ -39,7 +39,7 @@ _NO_GPU = None, None
 
 
 def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
-    """Return the largest number of workers that the job's limits and loader allow, at least its minimum."""
+    """Return the largest number of workers that the job's limits and loader allow, but at least the job's minimum."""
     most = spec.max_workers if planner.loader is None else min(spec.max_workers, planner.loader.max_workers)
     return max(spec.min_workers, spec.scheduling.allowed_sizes.at_most(most))
 
@@ -285,7 +285,7 @@ def _remarks(record: JobRecord, planner: BatchPlanner, report: StepReport | None
 
 
 def wish_note(planner: BatchPlanner) -> str:
-    """Return a note about the numbers of workers that adaptation policies request; empty if they request none."""
+    """Return a note on how many workers adaptation policies request; empty if they request no number."""
     match planner.wish:
         case (None, None):
             return ""
@@ -306,7 +306,7 @@ def members(
     silence_s: Mapping[str, float],
     ratios: Mapping[str, float],
 ) -> tuple[WorkerInfo, ...]:
-    """Return the members of the current generation in rank order, except those whose process is unknown.
+    """Return the members of the current generation in rank order, without those whose process is unknown.
 
     Args:
         ratios: Time of each worker for equal work, divided by the group's median, keyed by worker.
@@ -332,7 +332,7 @@ def members(
 
 
 def explain(error: BaseException | Raised | None, phase: JobPhase, why_stopped: str = "") -> str:
-    """Return one line that says why a job has ended, including the exception of its train function."""
+    """Return one line on why a job ended: ``error``, ``why_stopped``, or else its final ``phase``."""
     if error is None and phase is JobPhase.STOPPED and why_stopped:
         return f"{why_stopped}: the job has stopped"
     if error is None:

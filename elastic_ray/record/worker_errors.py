@@ -51,7 +51,7 @@ class WorkerError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorVerdict:
-    """Verdict on an exception, which either ends the job or only costs it a worker."""
+    """Verdict on a worker's exception: it ends the job, or the job only loses the worker."""
 
     ends: BaseException | Raised | None  # the error that ends the job; None where only the worker is lost
     reason: str  # why, a sentence
@@ -59,7 +59,7 @@ class ErrorVerdict:
 
 
 class WorkerErrors:
-    """Judge of the exceptions that a job's workers raise."""
+    """Judge of whether exceptions of a job's workers end the job, or only cost it the worker."""
 
     def __init__(self, losses: Losses) -> None:
         self._losses = losses
@@ -154,18 +154,18 @@ class WorkerErrors:
     def record(
         self, node: str, worker: str, cause: str, *, starting: bool, now_s: float, of_device: bool = False
     ) -> None:
-        """Record a worker's failure, to be reported to the allocator as a possible fault of its node."""
+        """Record a worker's failure on a node, to be reported to the allocator as a possible fault of that node."""
         told = {"node": node, "worker": worker, "cause": cause[:_CAUSE]}
         failure = NodeFailure(**told, age_s=0.0, starting=starting, of_device=of_device)
         self._noted = [*self._noted, (now_s, failure)][-_MOST_NOTED:]
 
     def failures(self, now_s: float) -> tuple[NodeFailure, ...]:
-        """Return the worker failures of the last day."""
+        """Return the worker failures of the 24 hours before ``now_s``."""
         aged = (dataclasses.replace(each, age_s=max(0.0, now_s - at_s)) for at_s, each in self._noted)
         return tuple(each for each in aged if each.age_s < FORGET_S)
 
     def all_lost(self) -> BaseException | Raised | None:
-        """Return the exception to which the job lost its last worker; None if it was lost in another way."""
+        """Return the exception to which the job lost its last worker; None if the cause was no exception."""
         return self._last.raised if self._last is not None else None
 
     def settled(self, *, started: bool = False) -> None:

@@ -90,7 +90,7 @@ class RecordWriter:
         self._block: dict[int, Report] = {}
 
     def tick(self, now_s: float) -> None:
-        """Write lines that are due at ``now_s`` [s, monotonic], and record storage calls that are unanswered."""
+        """Write lines that are due at ``now_s`` [s, monotonic], and record which storage calls are unanswered."""
         reports_every_s = _REPORTS_EVERY_S if self._storage.local else _REWRITTEN_EVERY_S
         for writer, pause_s in ((self._events, 0.0), (self._reports, reports_every_s)):
             if writer.due(now_s):
@@ -127,7 +127,7 @@ class RecordWriter:
             self._do(f"deleting {path}", functools.partial(self._storage.delete_checkpoint, path))
 
     def finish_states(self) -> None:
-        """Delete an ended job's automatic checkpoints, except the last one if the job is to keep it."""
+        """Delete an ended job's automatic checkpoints, except the last one if the job's settings keep that one."""
         last = self._record.last_state
         if last is None:
             self._do("deleting automatic checkpoints", lambda: delete_states(self._storage))
@@ -184,9 +184,10 @@ class RecordWriter:
         return stored
 
     async def report(self, number: int, last: int) -> Report | None:
-        """Read the first report numbered ``number`` to ``last`` from the run's file, for reports no longer in memory.
+        """Read the first report with a number from ``number`` to ``last`` from the run's file.
 
-        Returns None if the file has no such report or cannot be read.
+        Use this for reports that are no longer in memory. Returns None if the file has no such report or cannot be
+        read.
         """
         if number not in self._block:
             try:
@@ -201,7 +202,7 @@ class RecordWriter:
         return next((report for index, report in self._block.items() if index >= number), None)
 
     async def catch_up(self, first_report: int) -> tuple[Report, ...]:
-        """Continue the files of a controller that died, and append the recorded events that they lack.
+        """Continue the files of a controller that died, and append the recorded events that these files lack.
 
         Args:
             first_report: Number of the run's first report, as known to that controller; 0 if there was none.

@@ -26,13 +26,13 @@ class ControllerClient(Protocol):
         """
 
     def failed(self, generation: int, cause: str) -> None:
-        """Report a failed collective of ``generation``; this worker waits for the next generation."""
+        """Report that a collective of ``generation`` failed with ``cause``; this worker waits for the next one."""
 
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
-        """Report that this worker now trains in ``generation``, after a ``pause``, with a proof (hash) of its state."""
+        """Report that this worker trains in ``generation`` after a ``pause``; ``proof`` has a hash of its state."""
 
     def report_soon(self) -> None:
-        """Request that rank 0's next step report be sent early, because it holds something urgent."""
+        """Request that rank 0's next step report be sent early, because that report holds something urgent."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         """Make report ``index`` of rank 0: metrics and, unless None, a checkpoint; block until its files are copied."""
@@ -41,7 +41,7 @@ class ControllerClient(Protocol):
         """Add another rank's files to the checkpoint of rank 0's report ``index``; block until they are copied."""
 
     def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
-        """Report an event to the job's user: its kind, a sentence, and further values."""
+        """Report an event to the job's user: its kind, a sentence (``text``), and further values (``detail``)."""
 
     def tracker_dir(self) -> str:
         """Return a directory on this node for the train function's logs, the same for every rank 0 of the run."""

@@ -51,7 +51,7 @@ def set_session(session: Session | None) -> None:
 
 
 def set_worker_session(session: Session | None) -> None:
-    """Set the session of a job's worker, in whose process no other thread may start a run."""
+    """Set the session of a job's worker, in whose process no thread but the worker's may start a run."""
     global _in_worker
     set_session(session)
     _in_worker = session is not None

@@ -40,10 +40,10 @@ class Participant:
         """Prepare for an optimizer step, when user code has called the optimizer."""
 
     def applied(self) -> None:
-        """Record that the optimizer applies its update in this step."""
+        """Record that the optimizer is about to apply its update in this step."""
 
     def scale_moments(self, optimizer: Any) -> None:
-        """Correct an optimizer's second moments, after a step with this rank's gradient, to the whole batch's."""
+        """Correct an optimizer's second moments to those of the whole batch, after a step with this rank's gradient."""
 
     def prepare_average(self) -> None:
         """Start the work for which :meth:`after_step` waits, before the ranks vote on a round of local steps."""
@@ -52,15 +52,15 @@ class Participant:
         """Average the replicas if due, after all ranks have committed a step that trained.
 
         Args:
-            agree_on_scale: The ``GradScaler`` is shared with a model whose replicas drift, so that ranks may have
-                updated it differently, while this model's gradients are reduced.
+            agree_on_scale: Whether to make the loss scale equal on all ranks, because ranks may have updated the
+                ``GradScaler`` differently: it is shared with a model whose replicas drift.
         """
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
-        """Start (if ``wanted``) or stop measuring per-example gradient noise in layers; True if the layers allow it.
+        """Start (if ``wanted``) or stop measuring per-example gradient noise in layers; return True if it is measured.
 
         Args:
-            every: Steps from one measurement to the next; None for as often as is cheap.
+            every: Number of steps from one measurement to the next; None measures as often as is cheap.
         """
         return False
 
@@ -68,11 +68,11 @@ class Participant:
         """Join the action ``what`` that other ranks have announced, because this rank has no samples in the step."""
 
     def remember(self) -> Any:
-        """Return the values needed to undo the step that is about to start."""
+        """Return the values needed to undo the step that is about to start, for :meth:`roll_back`."""
         return None
 
     def roll_back(self, remembered: Any) -> None:
-        """Undo a lost step, with the value that :meth:`remember` returned."""
+        """Undo a lost step, given ``remembered``, the value that :meth:`remember` returned at its start."""
 
     # -- what it is asked ----------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class Participant:
 
     @property
     def local(self) -> bool:
-        """True if accumulated gradients differ from rank to rank, so that a planned change of group should wait."""
+        """True if accumulated gradients differ between ranks, so that a planned change of group should wait."""
         return False
 
     @property
@@ -116,7 +116,7 @@ class Participant:
 
     @property
     def steps_to_average(self) -> int:
-        """Number of steps until the next average of the model; 1 if it is averaged after the current step."""
+        """Number of steps until the next average of the model; 1 if the current step is the last one before it."""
         return 1
 
     @property
@@ -131,7 +131,7 @@ class Participant:
 
     @property
     def tabled(self) -> bool:
-        """True if the model has sharded tables (embeddings divided by rows), which only rank 0 saves."""
+        """True if the model has sharded tables (embeddings whose rows are divided), which only rank 0 saves."""
         return False
 
     @property
@@ -156,17 +156,17 @@ class Participant:
 
     @property
     def strategy_name(self) -> str:
-        """Name of the current strategy."""
+        """Name of the strategy that currently synchronises the model."""
         return ""
 
     @property
     def strategy_key(self) -> str | None:
-        """Key of the current strategy, by which step times are grouped; None while a strategy is being chosen."""
+        """Key under which step times are recorded; times with equal keys are comparable. None during a race."""
         return ""
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
-        """Strategies that have won races (timed comparisons), keyed by model number and kind of group."""
+        """Strategies that have won races, keyed by model number, backend, and distribution of ranks over nodes."""
         return {}
 
     def set_strategy(self, strategy: object) -> None:
@@ -180,7 +180,7 @@ class Participant:
         raise ValueError("the gradients of a sharded model have no topology")
 
     def fix_drift(self) -> int:
-        """Fix the strategy that applies after this step; return a digest of it for comparison across ranks."""
+        """Fix the strategy that applies after this step; return a digest of it, which ranks compare."""
         return 0
 
     # -- the group -----------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Participant:
         """Merge diverged replicas into one model.
 
         Args:
-            gather: Also collect the whole optimizer state on rank 0.
+            gather: Whether to also collect the whole optimizer state on rank 0.
         """
 
     def prepare_to_save(self) -> None:
@@ -205,7 +205,7 @@ class Participant:
         """
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Merge the replicas of ranks that hold a trained state, in a new group and before it exchanges state.
+        """Merge the replicas of ranks that hold a trained state, in a new group, before its ranks exchange state.
 
         Args:
             marker: Marker of the latest average that any of these ranks has completed.
@@ -217,7 +217,7 @@ class Participant:
         """Enter a new group, in which all ranks hold the same state."""
 
     def capture(self) -> Any:
-        """Return the state for joiners and checkpoints: nested dicts, lists and tuples of tensors and plain values."""
+        """Return the state for joining ranks and checkpoints: nested containers of tensors and plain values."""
         return {}
 
     def restore(self, tree: Any) -> None:

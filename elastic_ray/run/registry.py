@@ -54,7 +54,7 @@ class HookPoint(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts about one wrapped model, each as a function that returns the current value."""
+    """Facts about one wrapped model; each is a function that returns the fact's current value."""
 
     noise: Noise  # its noise scale, equal on all ranks; None before an estimate
     learning_rates: Callable[[], tuple[float, ...]] = tuple  # as set by user code and schedulers
@@ -78,7 +78,7 @@ class ModelRegistry:
         return len(self.infos)
 
     def add(self, info: ModelInfo, facts: ModelFacts) -> int:
-        """Add a newly wrapped model and return its number."""
+        """Add a newly wrapped model and return its number; ``info`` describes it to the controller."""
         self.infos = (*self.infos, info)
         self.first = self.first or facts
         return len(self.infos) - 1
@@ -121,7 +121,7 @@ class LoaderRegistry:
 
     @property
     def is_left(self) -> bool:
-        """True if the leading loader has been garbage-collected, or if opening its run failed."""
+        """True if the leading loader (which sets the job's limits) was garbage-collected, or its run failed to open."""
         return self.failed or (self.leading is not None and self.leading() is None)
 
     def leads(self, loader: object) -> bool:
@@ -144,7 +144,7 @@ class LoaderRegistry:
                 close()
 
     def late(self) -> Iterator[Callable[[Any], None]]:
-        """Yield, for each late loader that still exists, the function that moves it to another run."""
+        """Yield the function that moves a loader to another run, for each loader from :meth:`add_late` that exists."""
         for reference in self._late:
             if (join := reference()) is not None:
                 yield join
@@ -181,13 +181,13 @@ class Registry:
         self.hooks[point].append(hook)
 
     def call(self, point: HookPoint) -> None:
-        """Call the hooks registered for a point of the run."""
+        """Call the hooks registered for this point, because the run has reached it."""
         for hook in self.hooks[point]:
             hook()
 
     @property
     def buffer_layout(self) -> int:
-        """Digest of the buffers' layout, which must be equal on all ranks to synchronise them."""
+        """Digest of the buffers' layout; buffers can only be synchronised if it is equal on all ranks."""
         return digest([buffers.layout for buffers in self.buffers])
 
     def sync_buffers(self, communicator: Communicator) -> None:
@@ -218,7 +218,7 @@ class Registry:
         self._of(model).keep_strategy()
 
     def set_topology(self, model: int, topology: str) -> None:
-        """Switch a model's gradients to another reduction topology; same conditions as :meth:`set_strategy`."""
+        """Switch a model's gradients to another reduction topology, under the conditions of :meth:`set_strategy`."""
         self._of(model).set_topology(topology)
 
     def _of(self, model: int) -> Participant:
@@ -228,12 +228,12 @@ class Registry:
 
     @property
     def found_strategies(self) -> dict[str, FoundStrategy]:
-        """Strategies that have won races (timed comparisons), keyed by model number and kind of group."""
+        """Strategies that have won races, keyed by model number, backend, and distribution of ranks over nodes."""
         return {form: found for each in self.gradients for form, found in each.found_strategies.items()}
 
     @property
     def strategy_key(self) -> str | None:
-        """Joined keys of all models' strategies; None while a strategy is being chosen."""
+        """Joined keys of all models' strategies, under which step times are recorded; None during a race."""
         if len(self.gradients) == 1:
             return self.gradients[0].strategy_key
         keys = [each.strategy_key for each in self.gradients]
@@ -241,14 +241,14 @@ class Registry:
 
     @property
     def samples(self) -> int | None:
-        """Number of samples per epoch of the leading loader, as constructed; None if unknown."""
+        """Number of samples per epoch of the leading loader, as determined at its construction; None if unknown."""
         return self.loaders.info.dataset_size if self.loaders.info is not None else None
 
     def halving(self, steps: int) -> Halving | None:
-        """Return the rule for splitting steps of a single rank in two, after ``steps`` committed steps.
+        """Return the rule by which a single rank splits steps into two halves, after ``steps`` committed steps.
 
-        The gradients of two halves show the gradient noise. Return None to split no steps, for example if the models'
-        layers can measure the noise themselves.
+        The gradients of the halves show the gradient noise. Returns None if no steps are split, for example because the
+        noise can be measured in the models' layers.
         """
         wanted = self._wanted_halving(steps)
         by_layers = wanted is not None and not self._needs_halves and self.monitoring.request.variance_every is None
@@ -295,7 +295,7 @@ class Registry:
 
     @property
     def gradients_are_local(self) -> bool:
-        """True if any model's accumulated gradients differ from rank to rank."""
+        """True if the accumulated gradients of any model differ between ranks."""
         return any(each.local for each in self.gradients)
 
     @property
@@ -354,7 +354,7 @@ class Registry:
 
     @property
     def saves_together(self) -> bool:
-        """True if no rank can save alone at the end, since state is divided or replicas differ; equal on all ranks."""
+        """True if no rank alone can save the final state, because state is divided or replicas differ."""
         return any(each.divided or each.tabled or each.drifts for each in self.gradients)
 
     @property
@@ -401,13 +401,13 @@ class Registry:
         """Merge diverged replicas into one model.
 
         Args:
-            gather: Also collect the whole optimizer state on rank 0.
+            gather: Whether to also collect the whole optimizer state on rank 0.
         """
         for each in self.gradients:
             each.collapse(gather=gather)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
-        """Make diverged replicas identical in a new group before it exchanges state (:meth:`Participant.reconcile`)."""
+        """Make diverged replicas identical in a new group, before its ranks exchange state; see ``Participant``."""
         counts = holds and self.marker == marker
         for each in self.gradients:
             each.reconcile(communicator, marker, holds=holds, counts=counts)
@@ -429,6 +429,6 @@ class Registry:
             each.before_change(stays)
 
     def enter_group(self) -> None:
-        """Enter a group with all models."""
+        """Enter the current group with all of the run's models; called on every rank."""
         for each in self.gradients:
             each.enter_group()

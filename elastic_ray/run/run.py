@@ -160,20 +160,20 @@ class Run:
 
     @property
     def progress(self) -> RunProgress:
-        """Progress of the run."""
+        """Progress of the run: its epoch, passes and committed steps."""
         return self.states.progress
 
     def notify(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
-        """Notify the job's user, from rank 0 only; call this on every rank."""
+        """Send a notice (its kind, text and detail) to the job's user from rank 0; called on every rank."""
         if self.group.rank_info.rank == 0:
             self.controller.notify(kind, text, dict(detail or {}))
 
     def notify_once(self, kind: str, text: str, number: int) -> None:
-        """Notify the user from any rank; if several ranks send the same text and number, the job records the first."""
+        """Send a notice from any rank; if several ranks send the same text and number, the job records one."""
         self.controller.notify(kind, text, {"number": number})
 
     def moment(self, name: str) -> None:
-        """Inject the scripted faults that are due at this named moment; do nothing outside tests."""
+        """Inject the scripted faults that are due at the moment called ``name``; do nothing outside tests."""
         if self.faults is not None:
             self.faults.at(name, worker=self.worker, rank=self.group.rank, step=self.states.progress.steps)
 
@@ -201,7 +201,7 @@ class Run:
     def run_out_of_memory(self) -> bool:
         """Record that this rank ran out of memory in the current step; False if smaller micro-batches cannot help.
 
-        If this rank had more than an equal share, or its gradients are already averaged, the group must change.
+        The group must change if this rank had more than an equal share, or its gradients are already averaged.
         """
         step, info = self.ledger.outermost, self.registry.loaders.info
         if self.unit is not None:
@@ -249,7 +249,7 @@ class Run:
         )
 
     def set_shape(self, shape: BatchChoice | None) -> None:
-        """Use the batch shape ``shape`` from the next step on; None for the loader's own."""
+        """Use the batch shape ``shape`` from the next step on; None restores the loader's own shape."""
         self.states.shape = shape
         self.shape_changes += 1
         self.registry.call(HookPoint.SHAPE_CHANGED)
@@ -278,7 +278,7 @@ class Run:
 
 
 class Group:
-    """Current group of a worker. Its attributes are read many times per step, and only :meth:`follow` changes them.
+    """Current group of a worker. Its attributes are read many times per step, and only :meth:`adapt` changes them.
 
     Args:
         expected: This worker's expected rank and world size in its first group, if known.
@@ -404,9 +404,9 @@ class OptimizerWatch:
         self._schedulers = weakref.WeakKeyDictionary()
 
     def made(self, scheduler: Any, optimizer: torch.optim.Optimizer, *, late: bool) -> None:
-        """Check a newly made scheduler; ``late`` if training has started in a group that may change.
+        """Check a newly made scheduler; ``late`` is True if training has started in a group that may change.
 
-        Raises RuntimeError: The scheduler is late, and its optimizer belongs to a wrapped model.
+        Raises RuntimeError: ``late`` is True, and the scheduler's optimizer belongs to a wrapped model.
         """
         if late and optimizer in self.known:
             raise RuntimeError(

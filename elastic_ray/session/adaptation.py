@@ -49,7 +49,7 @@ class Adaptation:
         return self._run.states.progress
 
     def add(self, policies: Iterable[Policy]) -> None:
-        """Add policies. Raises PolicyError: The state of a policy is not plain."""
+        """Add policies to the run. Raises PolicyError: The state of a policy is not plain."""
         self.runner.add(policies)
         if self.runner and not self.active:
             self.active = True
@@ -57,7 +57,7 @@ class Adaptation:
             self._run.consensus.add(self.runner.watched, self.runner.ballot)
 
     def register(self, states: SharedState) -> None:
-        """Register the policies' state, to be sent to joiners and rolled back with a lost step.
+        """Register the policies' state, to be sent to joining ranks and rolled back with a lost step.
 
         Raises PolicyError: A policy's state cannot be sent to other ranks.
         """
@@ -77,7 +77,7 @@ class Adaptation:
 
     @property
     def wish(self) -> tuple[int | None, int | None] | None:
-        """Smallest and largest number of workers that policies request; None without a request or after training."""
+        """Smallest and largest number of workers requested by policies (either may be None); None without a request."""
         epochs = self._progress.epochs
         is_over = self.stopped or (epochs is not None and self._progress.epoch >= epochs)
         return None if is_over else self.runner.values.wish

@@ -61,7 +61,7 @@ class GroupChanges:
         self.furthest_passes = 0  # loader passes that the present group's furthest rank had ended when it was formed
 
     def join(self, *, timeout_s: float) -> None:
-        """Join a group for the first time, waiting up to ``timeout_s`` [s] for one.
+        """Join a group for the first time, waiting up to ``timeout_s`` [s] for a group.
 
         Raises WorkerDismissed: The job ended or shrank before this worker joined.
         """
@@ -149,7 +149,7 @@ class GroupChanges:
         return 0 < self._steps_waited <= _LONGEST_WAIT
 
     def regroup(self, cause: str) -> int:
-        """Enter a new group after a failure; return how many loader passes its most advanced rank has ended.
+        """Enter a new group after a failure; return how many loader passes the group's furthest rank has ended.
 
         Raises CommunicationFailedError: The group cannot change.
         """
@@ -382,12 +382,12 @@ class CollectiveResults:
     place: tuple[int, int] = (0, 0)  # committed steps and ended passes then
 
     def start(self, number: int, place: tuple[int, int]) -> None:
-        """Drop the recorded results if ``place`` is new: all ranks have reached it, after ``number`` collectives."""
+        """Discard recorded results once all ranks have reached a new ``place``, after ``number`` collectives."""
         if place != self.place:
             self.first, self.contents, self.place = number, [], place
 
     def keep(self, content: bytes) -> None:
-        """Keep the next result; drop old ones beyond the memory limit."""
+        """Keep the result of the next collective; drop the oldest results beyond the memory limit."""
         self.contents.append(content)
         while len(self.contents) > 1 and sum(map(len, self.contents)) > _MOST_KEPT_BYTES:
             self.contents.pop(0)
@@ -399,7 +399,7 @@ class CollectiveResults:
         return self.contents[index] if 0 <= index < len(self.contents) else None
 
     def enter_group(self, communicator: Communicator, progress: RunProgress) -> None:
-        """Exchange results in a new group: ranks that are behind receive them from one of the furthest ranks."""
+        """Exchange recorded results in a new group, so that ranks that are behind get those of a furthest rank."""
         mine, place = progress.collectives, _place(progress)
         self.start(mine, place)
         rows = communicator.gather_ints([mine, self.first])

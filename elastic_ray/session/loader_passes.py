@@ -49,7 +49,7 @@ class LoaderPasses:
         self._stepped_in = 0  # latest generation in which a step that is within no other was committed
 
     def check_group(self, loader_pass: PassProgress) -> None:
-        """Enter the next group if the current one was called off, before a step is divided among ranks."""
+        """Enter the next group, if the current group was called off, before a step is divided among ranks."""
         run = self._run
         known = run.membership if run.wishes is None else run.wishes  # what all workers of a unit know
         if known.voided and run.ledger.depth == 0:

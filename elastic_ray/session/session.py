@@ -127,7 +127,7 @@ class Session:
 
     @property
     def synced(self) -> bool:
-        """True if this worker has joined the job, as it does at its first epoch."""
+        """True if this worker has joined the job, which happens at its first epoch."""
         return self.run.synced
 
     def fail_opening(self) -> None:
@@ -137,7 +137,7 @@ class Session:
 
     @property
     def progress(self) -> RunProgress:
-        """Progress of the run."""
+        """Progress of the run: its epoch, passes and committed steps."""
         return self.states.progress
 
     @property
@@ -156,7 +156,7 @@ class Session:
         return self.run.agreed.preempted and not self.run.agreed.stop
 
     def mark_replaced(self) -> None:
-        """Record that a later run of this process has replaced this one, whose loop cannot continue."""
+        """Record that a later run of this process has replaced this run, whose loop cannot continue."""
         self.replaced = True
 
     def add_policies(self, policies: Sequence[Policy]) -> None:
@@ -249,7 +249,8 @@ class Session:
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
         """Return the states keyed by name, and the progress, from which a rerun of the train function continues.
 
-        Rolls back the step in progress. None if this worker has not joined, or the failure came during an update.
+        Rolls back the step in progress. Returns None if this worker has not joined, or was interrupted during an
+        update.
         """
         if not self.synced or self.ledger.updating:
             return None
@@ -266,7 +267,7 @@ class Session:
         self.progress.epochs = epochs
 
     def enter_loop(self) -> PassProgress:
-        """Enter the next loader pass of this epoch, at the position that it has already reached.
+        """Enter the next loader pass of this epoch; a pass that was interrupted continues at its last position.
 
         Raises RuntimeError: The job is elastic, but its loop does not use ``remaining_epochs_until``.
         """
@@ -280,11 +281,11 @@ class Session:
         return self.passes.enter()
 
     def resume_point(self) -> ResumePoint:
-        """Return the resume point of a checkpoint saved now; the current step counts if the model has its update."""
+        """Return the resume point of a checkpoint saved now; the current step counts if its update has been applied."""
         return self.ledger.resume_point(self.registry.models.gain)
 
     def warn_of_early_report(self) -> None:
-        """Warn the job's user, once, that the train function reports before its first epoch."""
+        """Warn the job's user, once, that the train function makes reports before its first epoch."""
         if not self._told_of_early_report:
             self._told_of_early_report = True
             self.notify(
@@ -294,7 +295,7 @@ class Session:
             )
 
     def count_report(self, *, saves: bool = False) -> int:
-        """Count a call of ``report`` and return its number in the run; ``saves`` if it passes a checkpoint."""
+        """Count a call of ``report``, with a checkpoint if ``saves``, and return the call's number in the run."""
         self.run.agreed.wants_comparison |= saves
         if self.rank and self.run.agreed.is_unrecorded():
             self.run.notify_once("warning", UNRECORDED, 0)
@@ -303,7 +304,7 @@ class Session:
         return reports
 
     def may_save(self) -> bool:
-        """True if all ranks hold the same model; if False, the models are made equal after the next step."""
+        """True if all ranks hold the same model; otherwise, request that models be made equal after the next step."""
         settled = self.registry.settled
         if not settled:
             self.run.agreed.wants_consensus = True

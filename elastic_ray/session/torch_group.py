@@ -87,9 +87,9 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return BACKEND
 
     def new_group(self, ranks: Sequence[int], *args: Any, **options: Any) -> DefaultGroup | None:
-        """Return this group for all ranks, or a group of its own for a single rank; None on the other ranks.
+        """Return a group of all ranks or, for a single rank, of that rank alone; None on ranks not in ``ranks``.
 
-        Raises ValueError: `ranks` are several, but not all.
+        Raises ValueError: ``ranks`` are several, but not all.
         """
         if len(ranks) == self.size():
             return made_group(str(options["group_name"]))
@@ -115,7 +115,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> EndedWork:
-        """Reduce tensors over all ranks, in place on one rank."""
+        """Reduce tensors of all ranks onto rank ``opts.rootRank``, in place."""
         self._check_root("reduce", opts.rootRank)
         for tensor in tensors:
             found = self._reduced("reduce", tensor, _op_of(opts), root=opts.rootRank)
@@ -140,7 +140,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> EndedWork:
-        """Reduce one tensor per rank over all ranks; each rank receives its own."""
+        """Reduce one tensor per rank over all ranks; each rank receives the result for its own tensor."""
         for output, given in zip(outputs, inputs, strict=True):
             self._check_places("reduce_scatter", given)
             flat = torch.cat([each.reshape(-1) for each in given])
@@ -149,7 +149,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(outputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> EndedWork:
-        """Reduce one tensor, divided into equal parts by rank; each rank receives its own part."""
+        """Reduce one tensor over all ranks, divided into equal parts by rank; each rank receives its own part."""
         self._scattered("reduce_scatter", output, tensor.reshape(-1), [output.numel()] * self.size(), _op_of(opts))
         return EndedWork([output])
 
@@ -158,7 +158,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> EndedWork:
-        """Reduce and scatter several tensors."""
+        """Reduce several tensors over all ranks; of each tensor, every rank receives its own part."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.reduce_scatter_single(output, tensor, opts)
         return EndedWork(outputs)
@@ -188,14 +188,14 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None
     ) -> EndedWork:
-        """Gather several tensors of every rank."""
+        """Gather each of several tensors from every rank."""
         self._check_places("all_gather_coalesced", outputs)
         for number, tensor in enumerate(tensors):
             _put([places[number] for places in outputs], self._gathered("all_gather", tensor))
         return EndedWork([each for places in outputs for each in places])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> EndedWork:
-        """Gather every rank's tensor into one, concatenated by rank."""
+        """Gather every rank's tensor into one tensor (``output``), concatenated in rank order."""
         if output.numel() != tensor.numel() * self.size():
             prepared = output.numel() // max(1, tensor.numel())
             raise RuntimeError(_SIZES.format(what="all_gather", prepared=prepared, present=self.size()))
@@ -207,7 +207,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> EndedWork:
-        """Gather several tensors of every rank, each concatenated by rank."""
+        """Gather several tensors of every rank; each output is concatenated in rank order."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.all_gather_single(output, tensor)
         return EndedWork(outputs)
@@ -275,7 +275,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         input_splits: Sequence[int] = (),
         opts: Any = None,
     ) -> EndedWork:
-        """Exchange pieces of the first dimension between all ranks."""
+        """Exchange parts of ``tensor``, divided along its first dimension, between all ranks."""
         size, rows = self.size(), tensor.shape[0] if tensor.dim() else 1
         places = output.shape[0] if output.dim() else 1
         given, taken = list(input_splits) or [rows // size] * size, list(output_splits) or [places // size] * size
@@ -312,7 +312,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> EndedWork:
-        """Exchange tensors between all ranks."""
+        """Send one tensor to every rank, and receive one tensor from every rank."""
         received = torch.cat([each.reshape(-1) for each in outputs])
         sent = torch.cat([each.reshape(-1) for each in inputs])
         self.alltoall_base(received, sent, [each.numel() for each in outputs], [each.numel() for each in inputs])
@@ -331,7 +331,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     # -- from one rank to another --------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int = 0) -> EndedWork:
-        """Send a tensor to one rank, which must receive it."""
+        """Send a tensor to rank ``destination``, which must receive it."""
         (tensor,) = tensors
         sent = tensor.detach().clone(memory_format=torch.contiguous_format)
         return Transfer(
@@ -339,7 +339,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> EndedWork:
-        """Receive a tensor from one rank, which must send it."""
+        """Receive a tensor from rank ``source``, which must send it."""
         found = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
         return Transfer(
             lambda communicator: communicator.receive(found, source, _TAG + tag),
@@ -583,7 +583,7 @@ def _checked(tag: int) -> int:
 
 
 def made_group(name: str, made: DefaultGroup | None = None) -> DefaultGroup:
-    """Return a group with the attributes that torch expects: a name, and a backend per device."""
+    """Return ``made``, or else a new group, with the name and the backend per device that torch expects."""
     group: Any = made or DefaultGroup()
     backend: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, _NEVER)  # type: ignore[attr-defined]
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):

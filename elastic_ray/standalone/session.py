@@ -126,11 +126,11 @@ class StandaloneController:
         self.metrics: dict[str, Any] = {}
 
     def measure(self, session: Session) -> None:
-        """Read step measurements from rank 0's ``session``, once its loader is known to adapt its batch size."""
+        """Read measurements from rank 0's ``session``, once its loader is known to adapt the batch size."""
         self._session = weakref.ref(session)  # a session that is forgotten ends the thread that looks at it
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
-        """Announce generation 1, the only one of a fixed group."""
+        """Announce generation 1, which is the only generation of a fixed group."""
         members = tuple(Member(worker=str(rank), node=_node_of(rank)) for rank in range(self._replicas))
         spec = GenerationSpec(generation=1, members=members, reason="a group of fixed size")
         if loader is not None and not loader.limits.fixed:
@@ -167,7 +167,7 @@ class StandaloneController:
             took_s = time.monotonic() - now_s
 
     def observe(self, report: StepReport) -> None:
-        """Pass rank 0's measurements to the planner, and change the batch size if the planner recommends it."""
+        """Pass a report of rank 0's measurements to the planner, and adopt the batch size that it recommends."""
         if self._choice is None or not report.steps or report.shape is None:
             return
         bound = report.memory_bound
@@ -217,7 +217,7 @@ def _node_of(rank: int) -> str:
 
 
 def session_after(earlier: Session) -> Session:
-    """Release the group of an earlier session, and return a session for another run in the same process or group."""
+    """Release the group of ``earlier``, and return a session for another run in the same process or group."""
     assert isinstance(earlier.controller, StandaloneController), "a trainer's session serves one run"
     earlier.run.leave_group()
     earlier.membership.close(broken=False)
@@ -343,7 +343,7 @@ class Departures:
         self._process = os.getpid()
 
     def use(self, store: Any) -> None:
-        """Use the store through which the group is about to form, and publish this rank's departure there at exit."""
+        """Use ``store``, through which the group is about to form, and publish this rank's departure there at exit."""
         self._store = store
         atexit.register(self._leave)
 

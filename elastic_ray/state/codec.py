@@ -45,12 +45,12 @@ class SparseIndex:
 
 
 def too_deep(where: str) -> NotPlainError:
-    """Return the error for a value that is nested too deeply."""
+    """Return the error for a value, at the path ``where``, that is nested too deeply."""
     return NotPlainError(f"{where[:80]}... is nested deeper than {DEEPEST} levels, or holds itself")
 
 
 def encode(value: Any) -> bytes:
-    """Return the value as bytes. Raises NotPlainError: The value contains a type that is not plain."""
+    """Return a plain value as bytes. Raises NotPlainError: The value contains a type that is not plain."""
     out = bytearray()
     _write(out, value, "", 0)
     return bytes(out)
@@ -134,6 +134,11 @@ _CONTENT: dict[type, tuple[bytes, Callable[[Any], bytes]]] = {
 }
 _SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t", torch.Size: b"z", set: b"e", frozenset: b"r"}
 _MAPPINGS: dict[type, bytes] = {dict: b"m", collections.OrderedDict: b"o", collections.Counter: b"n"}
+
+
+def as_float(kind: type[float]) -> None:
+    """Encode values of this class as plain floats from now on."""
+    _CONTENT[kind] = _CONTENT[float]
 
 
 def _device(content: bytes) -> torch.device:

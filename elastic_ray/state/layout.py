@@ -39,7 +39,7 @@ class Facts:
         """Return an error text on how the ranks' facts differ; empty if they agree. Call this on every rank.
 
         Args:
-            fingerprints: Fingerprint of each rank's facts; 0 for a rank without one.
+            fingerprints: Fingerprint of each rank's facts; 0 for a rank without facts.
 
         Raises CommunicationFailedError: The group broke meanwhile.
         """
@@ -64,13 +64,13 @@ class Facts:
 
 
 def common_rank(fingerprints: Sequence[int], joined: Sequence[bool]) -> int:
-    """Return the first rank with the most common fingerprint but 0, preferring ranks that have not just joined."""
+    """Return the first rank with the most common fingerprint except 0, preferring ranks that did not just join."""
     known = [rank for rank, value in enumerate(fingerprints) if value]
     return min(known, key=lambda rank: (joined[rank], -fingerprints.count(fingerprints[rank]), rank))
 
 
 def differing(ones: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """Return the names of facts that differ; None equals anything, and floats are equal within 1 %."""
+    """Return the names of facts that differ between two ranks; None equals anything, floats are equal within 1 %."""
     return [name for name in dict.fromkeys([*ones, *others]) if not _alike(ones.get(name), others.get(name))]
 
 
@@ -152,7 +152,7 @@ def difference(layouts: Mapping[int, bytes]) -> str:
 
 
 def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
-    """Check that all ranks have a dataset of the same length, because they divide it by position.
+    """Check that all ranks have datasets of the same length, whose samples they divide by position.
 
     Args:
         samples: Samples per epoch of each rank; below 0 if the rank does not know them.
@@ -174,7 +174,7 @@ def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
 
 
 class DataPlan(Facts):
-    """Facts about the data of a loader pass."""
+    """Facts about the data of a loader pass, which must be equal on all ranks."""
 
     __slots__ = ()
 

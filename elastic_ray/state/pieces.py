@@ -19,7 +19,7 @@ Path = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Stand-in in a tree for a tensor of which this rank writes a part.
+    """Stand-in, in a tree of states, for a tensor of which this rank writes a part.
 
     Raises ValueError: A piece has another dtype, or exceeds the tensor.
     """

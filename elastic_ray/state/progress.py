@@ -31,7 +31,7 @@ class Link:
 
     @classmethod
     def after(cls, before: int, facts: Mapping[str, Any]) -> Link:
-        """Return the link with these facts that continues the chain after link number `before` (0: none)."""
+        """Return the link with ``facts`` that continues the chain after link number ``before`` (0: starts it)."""
         told = f"{before} {dump(dict(facts), sort_keys=True)}".encode()
         number = int.from_bytes(hashlib.blake2b(told, digest_size=_LINK_BYTES).digest(), "big") or 1
         return cls(before=before, link=number, facts=facts)
@@ -102,7 +102,7 @@ class RunProgress:
     lineage: int = 0  # generation in which the last step was committed
     ended_passes: int = 0  # loader passes that ended, counted when all ranks agreed on the end
     optimizers_stepped: int = 0  # optimizers stepped within the step in progress
-    stepped_samples: int = 0  # samples of the step whose update these made
+    stepped_samples: int = 0  # samples of the step if its own update is among these, not only those of passes in it
     # what accumulators hold, by accumulator and name
     sums: dict[tuple[int, int], dict[str, float]] = dataclasses.field(default_factory=dict)
     reports: int = 0  # calls of ``report`` that the run has made
@@ -130,7 +130,7 @@ class RunProgress:
 
     @property
     def in_last_epoch(self) -> bool:
-        """True if the loop has declared its number of epochs and this is the last one."""
+        """True if the loop has declared its number of epochs and the current one is the last."""
         return self.epochs is not None and self.epoch + 1 >= self.epochs
 
     def end_epoch(self) -> None:
@@ -144,7 +144,7 @@ class RunProgress:
             self.epoch_ends, self.stride = self.epoch_ends[1::2], 2 * self.stride
 
     def start_pass(self, ordinal: int) -> None:
-        """Start or continue the epoch's pass number `ordinal`."""
+        """Start the epoch's pass number ``ordinal``, or continue it if it was started before."""
         if ordinal == len(self.passes):
             self.passes.append(PassProgress())
             self.collectives_before = self.collectives
@@ -173,7 +173,7 @@ class RunProgress:
             self.tokens_per_sample = mean
 
     def count_optimizers(self, stepped: int, samples: int = 0) -> None:
-        """Set the number of optimizers that have stepped in the current step, and the step's samples."""
+        """Set the number of optimizers that have stepped in the current step, and its samples; 0 if they are unused."""
         self.optimizers_stepped, self.stepped_samples = stepped, samples
 
     def end_pass(self) -> None:
@@ -182,17 +182,17 @@ class RunProgress:
         self.collectives_before = self.collectives
 
     def prove(self, facts: Mapping[str, int | None]) -> None:
-        """Append the facts about an ended training pass as the next link of the chain of proofs."""
+        """Append the facts about a finished training pass as the next link of the run's hash chain of proofs."""
         link = Link.after(self.proof, facts)
         self.proof, self.last_pass = link.link, {**facts, "before": link.before, "link": link.link}
 
     def advance_passes(self, furthest: int) -> None:
-        """Set the number of ended passes to ``furthest``, another rank's number, if larger."""
+        """Set the number of ended passes to ``furthest``, another rank's number, if that is larger."""
         self.ended_passes = max(self.ended_passes, furthest)
         self.collectives_before = self.collectives
 
     def count_collective(self) -> None:
-        """Count a collective whose result user code has received."""
+        """Count a collective of user code, which has received the result."""
         self.collectives += 1
         self.meeting = False
 
@@ -210,7 +210,7 @@ class RunProgress:
         self.limit_memory(max(1, failed // 2, fits))
 
     def limit_memory(self, bound: int | None) -> None:
-        """Limit the samples that any worker processes at once, never above an earlier limit; None changes nothing."""
+        """Lower the bound on the samples that any worker processes at once to ``bound``; None changes nothing."""
         if bound is not None:
             self.memory_bound = bound if self.memory_bound is None else min(bound, self.memory_bound)
 
@@ -221,7 +221,7 @@ class RunProgress:
             sums[name] = sums.get(name, 0.0) + value
 
     def keep_sums(self) -> None:
-        """Drop all sums except those of the current epoch and those made before the first, for code after the loop."""
+        """Drop all sums except those of accumulators made in the current epoch, or before the first epoch."""
         kept = (-1, self.epoch)
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
 
@@ -250,14 +250,14 @@ class RunProgress:
         return done
 
     def summary(self) -> Progress:
-        """Return the progress for the allocator, in which ``stride`` epochs count as one to limit its size."""
+        """Return the progress as sent to the allocator; to limit its size, ``stride`` epochs count as one."""
         epochs = None if not self.epochs else self.epochs / self.stride
         return Progress(done=self.done, epoch_ends=tuple(self.epoch_ends), epochs=epochs, stride=self.stride)
 
     def resume_point(self, samples_left: int = 0) -> ResumePoint:
         """Return the resume point of a checkpoint of this state; ``samples_left`` is stored with it.
 
-        A checkpoint of a state in which every loader pass of the epoch has ended resumes at the next epoch.
+        If every loader pass of the epoch has ended, a checkpoint of this state resumes at the next epoch.
         """
         point = self
         if self.passes and all(each.done for each in self.passes):
@@ -296,7 +296,7 @@ class RunProgress:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """Return plain values for joiners and automatic checkpoints, whose code restarts from the last position."""
+        """Return plain values for joining ranks and checkpoints, which resume at the last common position."""
         state = {_STORED_AS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         return state | {
             "collectives": self.collectives_before,
@@ -321,5 +321,5 @@ class Effects:
 
 
 def in_no_generation(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored state without its generation, for a new job, which counts generations from the first again."""
+    """Return a stored state for a new job: without its generation, and with no optimizer step in progress."""
     return {**state, "lineage": 0, _STORED_AS["optimizers_stepped"]: 0}

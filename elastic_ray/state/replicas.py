@@ -45,7 +45,7 @@ class Replicas:
     def add(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Add a model and the optimizer that steps it.
 
-        Raises ValueError: The model shares parameters with one that was added before.
+        Raises ValueError: The model shares parameters with a model that was added before.
         """
         known = {id(p): number for number, other in enumerate(self._modules) for p in other.parameters()}
         for name, p in module.named_parameters():
@@ -64,14 +64,14 @@ class Replicas:
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
     def start(self) -> None:
-        """Enter a group: discard the previous group's checks, and recorded training modes, which a joiner lacks."""
+        """Enter a group: discard the previous group's checks and recorded training modes, which joining ranks lack."""
         self._checked, self.next_check = -1, 0
         self.trained.clear()
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
         """True if the ranks must compare all parameters after ``steps`` steps: after 1, 10 and every 100.
 
-        Also True if ``always``, or ``at_end`` of a pass if many steps were made since the last comparison.
+        Also True if ``always`` is True, or at the end of a pass (``at_end``) many steps after the last comparison.
         """
         late = at_end and steps - self._checked >= min(_EVERY, self._checked // _PART_OF_ALL)
         due = always or late or steps in _EARLY or steps % _EVERY == 0
@@ -87,7 +87,7 @@ class Replicas:
         return hash(tuple((p.data_ptr(), p._version) for p in parameters))
 
     def leave(self, steps: int, loader_steps: int) -> None:
-        """Record the parameters' fingerprint when the loop over epochs ends, before one rank alone changes them.
+        """Record the parameters' fingerprint when the loop over epochs ends, before code on one rank changes them.
 
         Nothing is recorded if code in the last epoch has already changed them after its steps.
         """
@@ -109,7 +109,7 @@ class Replicas:
         return int.from_bytes(digest.digest(), "big") or 1
 
     def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
-        """Compare the fingerprints that all ranks announced; if they differ, find the difference together.
+        """Compare the fingerprints that all ranks announced; if they differ, find which tensor differs, together.
 
         Raises:
             CommunicationFailedError: The group broke meanwhile.
@@ -254,14 +254,14 @@ def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def different_ranks(told: Sequence[int], joined: Sequence[bool]) -> tuple[int, ...]:
-    """Return the ranks whose digest in ``told`` differs from that of most ranks that have not just joined."""
+    """Return the ranks whose digest in ``told`` is not the most common one among ranks that did not just join."""
     members = [each for each, late in zip(told, joined, strict=True) if not late] or list(told)
     common = max(set(members), key=lambda value: (members.count(value), -members.index(value)))
     return tuple(rank for rank, value in enumerate(told) if value != common)
 
 
 def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> str:
-    """Return a text on the first tensor that differs between ranks, and how; called on every rank.
+    """Return a text that names the first tensor that differs between ranks, and how; called on every rank.
 
     Raises CommunicationFailedError: The group broke.
     """
@@ -279,7 +279,7 @@ def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], 
 
 
 def check_alike(ranks: Sequence[int], joined: Sequence[bool], told: str, step: int) -> None:
-    """Raise ReplicasDifferError with the text ``told`` unless all of ``ranks``, which differ, have just joined."""
+    """Raise ReplicasDifferError, with the text ``told``, unless all differing ``ranks`` r have just ``joined[r]``."""
     if any(not joined[rank] for rank in ranks):
         raise ReplicasDifferError(
             f"all ranks must hold the same state before a group starts, but after {step} steps {told}. Code that "

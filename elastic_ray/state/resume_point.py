@@ -16,7 +16,7 @@ class UnreadableStateError(Exception):
 class ResumePoint:
     """Position of a checkpoint in its run: epoch, samples used in each pass, steps and reports.
 
-    It is written as JSON beside every checkpoint, under the field names of the first version.
+    The resume point is written as JSON beside every checkpoint, under the field names of the first version.
     """
 
     epoch: int  # epoch to continue in, from 0
@@ -109,12 +109,12 @@ class StartingPoint:
         self._taken = False
 
     def claim_checkpoint(self) -> Any:
-        """Return the checkpoint to user code, which then continues after it; None at the start of a run."""
+        """Return the checkpoint for user code, which must then continue from it; None at the start of a run."""
         self._taken = True
         return self._checkpoint
 
     def first_epoch(self) -> int:
-        """Return the epoch from which user code that counts epochs itself must start.
+        """Return the first epoch to train, for user code that counts epochs itself.
 
         Raises RuntimeError: The run can continue only from the checkpoint, but user code has not requested it.
         """

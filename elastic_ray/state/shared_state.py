@@ -49,7 +49,7 @@ _SAME_STATES = "train_loop_per_worker must register the same state on every work
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """Result of an exchange of state between the ranks of a new group."""
+    """Result of an exchange of state among the ranks of a new group."""
 
     received: bool  # this rank was behind and took over another's state
     passes: int  # ended loader passes of the rank that is furthest (see ``RunProgress.ended_passes``)
@@ -117,7 +117,7 @@ class SharedState:
         self._copies = Remembered()  # of all states, as the round in progress found them
 
     def register(self, key: str, state: Stateful) -> None:
-        """Add ``state`` to the states that joiners receive. Raises ValueError: The key already exists."""
+        """Add ``state`` to the states that joining ranks receive. Raises ValueError: The key already exists."""
         if key in self._states:
             raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
         self._states[key] = state
@@ -127,7 +127,7 @@ class SharedState:
         return any(isinstance(state, DictState) and state.target is target for state in self._states.values())
 
     def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
-        """Register small state (schedulers, scalers) to be captured at each step and restored if the step is lost."""
+        """Register small state (schedulers, scalers), captured before each step and restored if that step is lost."""
         self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore))
 
     def check_plain(self) -> None:
@@ -149,7 +149,7 @@ class SharedState:
         self._snapshots = []
 
     def start_round(self) -> None:
-        """Copy all states at the start of a round (local steps that are committed together), to undo it if lost.
+        """Copy all states at the start of a round (local steps committed together), so that it can be undone.
 
         Raises RuntimeError: As in :meth:`snapshot`.
         """
@@ -162,7 +162,7 @@ class SharedState:
         self._before_round = None
 
     def lose_round(self) -> None:
-        """Reset progress to the start of the round; :meth:`exchange` finds out if another rank has committed it."""
+        """Reset progress to the start of a lost round; :meth:`exchange` detects if another rank has committed it."""
         self._round_lost = self._before_round is not None
         if self._before_round is not None:
             self._before_round[0].limit_memory(self.progress.memory_bound)  # what a step has found out holds
@@ -229,8 +229,7 @@ class SharedState:
         """Return this rank's part of a joint checkpoint, with `Pieces` of tensors that several ranks write.
 
         The first rank writes everything that only one rank holds, and all identical state except models. It also writes
-        buffers: they differ by rank within a pass, and a checkpoint that the first rank writes alone also has its
-        buffers.
+        its buffers, which differ by rank within a pass, as in a checkpoint that it writes alone.
         """
         if self._position_in_unit is not None:
             return self._capture_position(self._position_in_unit)
@@ -293,7 +292,7 @@ class SharedState:
 
     @property
     def unique(self) -> bool:
-        """True if this worker's state is more than a checkpoint that it loaded, and would be lost with the worker."""
+        """True if losing this worker would lose state: it has more than the checkpoint that it loaded."""
         return self.complete and not self.loaded
 
     def _adopt_progress(self, progress: RunProgress) -> None:
@@ -457,7 +456,7 @@ class Remembered:
         self._skeleton = copy.deepcopy(skeleton)
 
     def tree(self) -> Any:
-        """Return a tree equal to the copied one, whose tensors belong to the caller."""
+        """Return a copy of the remembered tree, whose tensors belong to the caller."""
         return unpack(copy.deepcopy(self._skeleton), [tensor.clone() for tensor in self._tensors])
 
     def __deepcopy__(self, memo: Any) -> Remembered:
@@ -521,7 +520,7 @@ class ModuleExtras:
 
     @property
     def holds_any(self) -> bool:
-        """True if the module has more than training modes."""
+        """True if the module has extra states or sums of metrics, and not only training modes."""
         return any(_has_own(part) or (self._sums and _keeps_sums(part)) for part in self._module.modules())
 
     def capture(self) -> Any:

@@ -39,12 +39,12 @@ class Stateful(Protocol):
         """Return the state as nested dicts, lists and tuples of tensors and plain values; tensors are not copied."""
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state; from then on, the tree's tensors belong to this object."""
+        """Restore a captured state; the tensors of ``tree`` belong to this object afterwards."""
 
 
 @runtime_checkable
 class SharedOut(Stateful, Protocol):
-    """State that is divided among the ranks; :meth:`capture` returns the whole."""
+    """State that is divided among the ranks; :meth:`capture` returns only the part that all ranks share."""
 
     def capture_to_save(self) -> Any:
         """Return the complete state if this rank holds it, otherwise only the part common to all ranks."""
@@ -170,7 +170,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def send_state(communicator: Communicator, destination: int, trees: Mapping[str, Any]) -> None:
-    """Send captured states to one rank, which must call :func:`receive_state`.
+    """Send captured states to rank ``destination``, which must call :func:`receive_state`.
 
     Raises UnsafeStateError: A state contains more than tensors and plain values.
     """
@@ -207,7 +207,7 @@ def receive_state(
 
     Returns the trees, and the keys whose tensors were received in place (which need no restoring).
 
-    Raises CommunicationFailedError: The peer is lost or sent invalid data, of which nothing was adopted.
+    Raises CommunicationFailedError: The peer is lost or sent invalid data; no state was adopted.
     """
     with communicator.together():
         return _received(communicator, source, own)
@@ -377,7 +377,7 @@ class OptimizerState:
 
 
 def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
-    """Return a parameter's optimizer state, with local parts as DTensors that are divided like ``param``."""
+    """Return optimizer state ``values`` of ``param``, with local parts made DTensors that are divided like it."""
     part = getattr(param, "_local_tensor", None)
     if part is None:
         return values
@@ -426,7 +426,7 @@ def to_bytes(tree: Any) -> bytes:
 def from_bytes(content: bytes) -> Any:
     """Return the tree that :func:`to_bytes` wrote, with its tensors in new memory on the CPU.
 
-    Raises ValueError: A peer sent something else.
+    Raises ValueError: The bytes, which may come from a peer, are not such a tree.
     """
     size = int.from_bytes(content[:_LENGTH_BYTES], "big")
     begin = _LENGTH_BYTES + size

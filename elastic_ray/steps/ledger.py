@@ -45,7 +45,7 @@ class Replay:
         return bool(progress.passes) or progress.joined_at is not None
 
     def reach_pass(self, ordinal: int) -> bool:
-        """Record that the code has reached the epoch's pass `ordinal`; True if this rank has caught up with others."""
+        """Record that the code has reached the epoch's pass ``ordinal``; return True if the replay is complete."""
         if ordinal < self._ordinal:
             return False
         self.before_pass = False
@@ -53,7 +53,7 @@ class Replay:
         return self._collective is None
 
     def reach_collective(self, number: int) -> bool:
-        """Record that the code has reached collective `number`; True if this rank has caught up with the others."""
+        """Record that the code has reached collective ``number``; return True if the replay is complete."""
         if self.before_pass or self._collective is None or number < self._collective:
             return False
         self._take_back()
@@ -70,7 +70,8 @@ class LostStep:
 
     nested: bool  # whether it lies within a step of another pass
     outer_lost: bool  # whether that one has failed as well, or its gradients wait for an update: they may be gone
-    # where the outermost pass is, and optimizers stepped in its step; a pass within it may be a step behind
+    # where the outermost pass is, and optimizers stepped in its step, if any for its own samples; a pass within it may
+    # be a step behind
     before: tuple[int, int]
 
 
@@ -115,7 +116,7 @@ class StepLedger:
         self._failure: str | None = None
         # Why outer steps are lost while a pass within them continues, and how many are.
         self._around: tuple[str | None, int] = (None, 0)
-        self.reduced = False  # a reduction of gradients of the present step has completed
+        self.reduced = False  # a reduction of the outermost step's own gradients has completed
         self._left: _LeftSteps | None = None
         self._trains = False
         self._updates_asked = 0
@@ -150,7 +151,7 @@ class StepLedger:
 
     @contextmanager
     def counting_one(self) -> Iterator[None]:
-        """Make ``initial_steps`` 1 within the block, for schedulers stepped once per epoch in the epoch's last step."""
+        """Set ``initial_steps`` to 1 within the context, for schedulers stepped once per epoch, in its last step."""
         self._counts_one = True
         try:
             yield
@@ -186,10 +187,10 @@ class StepLedger:
         self.next_ordinal = 0
 
     def start_replay(self, *, between_epochs: bool = False) -> None:
-        """Start to replay user code up to the others' position; the received state already contains its effects.
+        """Start to replay user code up to the other ranks' position; the received state already has its effects.
 
         Args:
-            between_epochs: True to replay up to the start of the next pass, False up to their place in the epoch.
+            between_epochs: True to replay up to the start of the next pass, False up to the other ranks' position.
         """
         if between_epochs and self.replays_passes:
             return
@@ -207,7 +208,7 @@ class StepLedger:
         return self._replay is not None and self._replay.before_pass
 
     def reach_collective(self, number: int) -> None:
-        """End the replay if user code has reached collective number `number` and the other ranks are in it."""
+        """End the replay if user code has reached collective ``number``, in which the other ranks wait."""
         if self._replay is not None and self._replay.reach_collective(number):
             self._replay = None
 
@@ -234,16 +235,17 @@ class StepLedger:
             self._samples_left = 0
 
     def abandon(self, left: PassProgress) -> None:
-        """Record that user code left this pass in the middle of a step, by ``break`` or an exception."""
+        """Record that user code left the pass ``left`` in the middle of a step, by ``break`` or an exception."""
         if any(step.loader_pass is left for step in (*self._outer, self._inner) if step is not None):
             self.abandoned += 1
             self._update()
 
     def pop_abandoned(self) -> LoaderStep | None:
-        """Return the innermost abandoned step, which must now be committed; None if there is none left."""
+        """Return the innermost abandoned step, which must now be committed; None if no abandoned step is left."""
         if not self.abandoned or self._inner is None:
             return None
         self.abandoned -= 1
+        self._update(left=0)
         return self._inner
 
     def start_round(self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool) -> None:
@@ -279,7 +281,7 @@ class StepLedger:
             self.state.end_round()
 
     def lose_round(self) -> None:
-        """Reset progress to the start of the round; the model is restored once a new group finds it uncommitted."""
+        """Reset progress to the start of the round; the model is restored if the new group has not committed it."""
         self.round = None
         self.state.lose_round()
 
@@ -288,6 +290,7 @@ class StepLedger:
         if self._inner is not None:
             self._around = (self._failure, self.depth) if self._failure is not None else self._around
             self._outer.append(self._inner)
+            step.updates_before = self._updates_asked
         else:
             self._updates_asked = 0
             self._failure, self._around = None, (None, 0)
@@ -297,14 +300,15 @@ class StepLedger:
         self._inner = step
         self._update()
 
-    def _update(self) -> None:
+    def _update(self, *, left: int | None = None) -> None:
         """Update cached attributes after steps have started or ended, or a failure has changed."""
         outer, step = self._outer, self._inner
         self.outermost = outer[0] if outer else step
         self.depth = len(outer) + (step is not None)
-        self.step = (*outer, step)[max(self.depth - self.abandoned - 1, 0)] if self.abandoned else step
+        within = self.depth - (self.abandoned if left is None else left)
+        self.step = (*outer, step)[max(within - 1, 0)] if within < self.depth else step
         cause, steps = self._around
-        self.failure = self._failure if self._failure is not None or self.depth > steps else cause
+        self.failure = self._failure if self._failure is not None or within > steps else cause
         self.failed = self.failure is not None
 
     def end(self, expected: PassProgress | None = None) -> LoaderStep:
@@ -383,7 +387,9 @@ class StepLedger:
             gradients_wait: True if accumulated gradients of the surrounding step have not been applied yet.
         """
         lost = self.lost_within(gradients_wait=gradients_wait)
-        if not lost.nested:
+        if lost.nested:
+            self._updates_asked = step.updates_before
+        else:
             self.state.roll_back()
             self._discard_nested(step)
         return lost
@@ -395,8 +401,10 @@ class StepLedger:
     def resume(self, lost: LostStep, cause: str) -> None:
         """Resume in the group found after :meth:`undo`; a surrounding step that no rank finished is also drawn again.
 
-        The nested pass continues first, so that user code gets its result; only then does the failure ``cause`` count.
+        The nested pass continues first, so that user code gets its result. The surrounding step fails with ``cause``
+        only after that.
         """
+        self.reduced |= lost.nested and self._place[1] > 0  # or another rank's has, whose update is received
         outer_lost = lost.outer_lost or not self.reduced  # its shares were cut for a group that is gone
         if lost.nested and outer_lost and lost.before == self._place:
             self._around = cause, self.depth
@@ -404,8 +412,9 @@ class StepLedger:
 
     @property
     def _place(self) -> tuple[int, int]:
-        step = self.outermost
-        return step.loader_pass.position if step is not None else 0, self.state.progress.optimizers_stepped
+        step, progress = self.outermost, self.state.progress
+        stepped = progress.optimizers_stepped if progress.stepped_samples else 0
+        return step.loader_pass.position if step is not None else 0, stepped
 
     def _discard_nested(self, step: LoaderStep) -> None:
         self.state.progress.discard_passes(step.ordinal)
@@ -431,7 +440,7 @@ class StepLedger:
             self._update()
 
     def clear_failure(self) -> None:
-        """Clear the failure when a new group is entered; ranks share steps again only once all have trained in it."""
+        """Clear the failure when a new group is entered; until all its ranks have trained, they share no steps."""
         self.trains_in_rounds = False
         self._failure, self._around = None, (None, 0)
         if self._left is not None:
@@ -455,7 +464,7 @@ class StepLedger:
         return self._left is not None and self.depth > self._left.depth
 
     def leave_steps(self, depth: int) -> None:
-        """Leave the steps nested deeper than ``depth`` in a change of group; their code runs on without effect."""
+        """Leave the steps nested deeper than ``depth`` in a change of group; their code continues without effect."""
         step = (*self._outer, self._inner)[depth]
         assert step is not None, "this rank is in more steps than the others"
         sums = copy.deepcopy(self.state.progress.sums) if self._left is None else self._left.sums
@@ -467,7 +476,7 @@ class StepLedger:
         self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
 
     def end_left(self, step: LoaderStep) -> bool:
-        """End a step that this rank had left, and adopt the group's progress; True if other ranks have committed it."""
+        """End a step that this rank had left, and adopt the group's progress; True if others committed the step."""
         left, self._left = self._left, None
         assert left is not None and left.progress is not None, "a group was entered"
         if not left.depth:
@@ -481,18 +490,19 @@ class StepLedger:
     def may_apply(self) -> bool:
         """True if the optimizer step that user code requests must be applied now.
 
-        False within an accumulation, after a failure, and if a survivor had already applied it before this step was
-        drawn again: a GAN's first optimizer may have stepped when the second one's gradients were lost.
+        False within an accumulation, after a failure, also of a step around this one, and if a survivor had already
+        applied it before this step was drawn again: a GAN's first optimizer may have stepped when the second one's
+        gradients were lost.
         """
         if self.updating:
             self._check_updated()
         step = self.outermost
         if step is None:
             return not self.replaying  # else the state that the others hold would be stepped once more
-        if self.failed or not step.is_last_micro:
+        if not step.is_last_micro:
             return False
-        self._updates_asked += 1
-        if self._updates_asked <= self.state.progress.optimizers_stepped:
+        self._updates_asked += 1  # also of a lost step: its later updates have these numbers on all ranks
+        if self.failed or self._around[1] or self._updates_asked <= self.state.progress.optimizers_stepped:
             return False
         if self._moment is not None:
             self._moment("optimizer_step")
@@ -509,12 +519,14 @@ class StepLedger:
         """Record that the optimizer step was applied, or permanently skipped."""
         self.updating = False
         if (step := self.outermost) is not None:
-            self.state.progress.count_optimizers(self._updates_asked, step.count)
+            progress = self.state.progress
+            before = progress.stepped_samples if progress.optimizers_stepped else 0
+            progress.count_optimizers(self._updates_asked, step.count if self.step is step else before)
             if self._moment is not None:
                 self._moment("after_step")
 
     def resume_point(self, gain: Callable[[float], float]) -> ResumePoint:
-        """Return the resume point of a checkpoint saved now; a step counts as done if the model contains its update.
+        """Return the resume point of a checkpoint saved now; a step counts as done if its update was applied.
 
         Args:
             gain: Returns the statistical progress of a step at a given scale (global / initial batch size).
@@ -534,12 +546,12 @@ class StepSums:
         self._made: dict[int, int] = {}
 
     def new_key(self, scope: int) -> tuple[int, int]:
-        """Return the key of an accumulator made between steps: its scope (epoch, or -1) and its number within it."""
+        """Return a key for an accumulator made between steps: its scope (epoch, or -1) and a number in this scope."""
         self._made[scope] = number = self._made.get(scope, -1) + 1
         return scope, number
 
     def expected(self, progress: RunProgress) -> bool:
-        """True if accumulators exist in the current epoch or outside epochs; any rank may have added to them."""
+        """True if accumulators exist in the current epoch or outside epochs, to which any rank may have added."""
         return bool(progress.sums) or -1 in self._made or progress.epoch in self._made
 
     def add(self, depth: int, key: tuple[int, int], name: str, value: float) -> None:
@@ -552,7 +564,7 @@ class StepSums:
         return self._pending.get(depth, {})
 
     def undo_beyond(self, depth: int) -> None:
-        """Drop the contributions of steps nested deeper than ``depth``, which are lost or already counted."""
+        """Drop the contributions of steps nested deeper than ``depth``, which are lost or have been counted."""
         self._pending = {at: sums for at, sums in self._pending.items() if at <= depth}
 
 
@@ -573,11 +585,11 @@ class SampleTally:
         self.ended: LoaderStep | StepRound | None = None  # what the vote is about
 
     def start(self) -> None:
-        """Reset the tally when a group is entered."""
+        """Reset the tally, because a new group has been entered."""
         self._heard = None
 
     def size(self, world_size: int) -> int:
-        """Return the number of values sent with the vote, the same for any number of ranks."""
+        """Return the number of values that each rank adds to the vote, which does not depend on the group's size."""
         return _PARTS
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:

@@ -23,7 +23,7 @@ class StepRound:
         steps: Steps that this rank has completed.
         trained: True if any step has trained.
         last: The latest step of this rank; None before the first.
-        made_at: Places in the code at which this rank has made accumulators in the round, and how many.
+        made_at: Number of accumulators that this rank has made in the round, keyed by place in the code.
     """
 
     loader_pass: PassProgress
@@ -38,7 +38,7 @@ class StepRound:
     _sum: int | None = 0  # of the hashes of this rank's samples
 
     def add(self, step: LoaderStep, hashes: int | None, *, trained: bool) -> None:
-        """Add a step that this rank has completed; ``hashes`` sums the hashes of its samples, None if unknown."""
+        """Add a step that this rank has completed; ``hashes`` sums its samples' hashes (None: unknown)."""
         if not step.taken:
             self.left, self.steps, self.last = self.left - 1, self.steps + 1, step
         self.trained = self.trained or trained

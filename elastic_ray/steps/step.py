@@ -40,6 +40,7 @@ class LoaderStep:
         taken: The step belongs to a slow rank, and this rank executes it in addition to its own.
         given: The step belongs to this rank, and another rank executes it.
         loader_steps: Steps committed before this one, if it is not nested in another.
+        updates_before: Updates of the step around this one that user code had asked for when this one started.
         made_at: Places in the code at which it has made accumulators, and how many.
         halved: Whether the step has more micro-batches than its shape, to measure the gradient's noise.
     """
@@ -62,6 +63,7 @@ class LoaderStep:
     taken: bool = False
     given: bool = False
     loader_steps: int = 0
+    updates_before: int = 0
     made_at: dict[str, int] = dataclasses.field(default_factory=dict)
     own_counts: list[float] = dataclasses.field(default_factory=list)
     counts: Sequence[Sequence[float]] | None = None
@@ -80,7 +82,7 @@ class LoaderStep:
         self.is_last_micro = self.micro == self.micro_steps - 1
 
     def give_away(self) -> None:
-        """Leave this rank's part of the step to be executed by another rank."""
+        """Mark this rank's part of the step as given to another rank, which executes it."""
         self.given, self.hashed = True, None if self.hashed is None else int
 
     def start_micro(self, micro: int) -> None:
@@ -126,7 +128,7 @@ class LoaderStep:
 
     @property
     def equal_bsz(self) -> int:
-        """Size of the largest micro-batch if all ranks had equally many samples."""
+        """Number of samples in the largest micro-batch if all ranks had equally many samples."""
         return -(-self.count // (len(self.sizes) * self.micro_steps))
 
     @property
@@ -176,7 +178,7 @@ _WARM_UP = 2
 
 
 class StepClock:
-    """Clock that measures step and micro-step times [s]; restarts when the batch shape or strategy changes."""
+    """Clock that measures step and micro-step times [s]; it restarts when the batch shape or the strategy changes."""
 
     def __init__(self) -> None:
         self._last_edge_s: float | None = None
@@ -209,11 +211,11 @@ class StepClock:
 
         Args:
             shape: Shape of the batch; None if the steps did not train (evaluation).
-            micro_steps: Micro-steps of each step; a step with another number than ``shape`` has is not timed.
+            micro_steps: Number of micro-steps per step; steps are not timed if it differs from the number in ``shape``.
             samples: Number of samples in a step.
             strategy: Key of the synchronisation strategy. None while a strategy is being chosen; such steps are not
                 timed.
-            uneven: The ranks had unequal shares; such times are kept separate.
+            uneven: Whether the ranks had unequal shares of the samples; such times are kept separate.
             steps: Number of steps committed together; their mean time counts.
         """
         now_s = time.monotonic()
@@ -244,18 +246,17 @@ class StepClock:
         self._last_micro_s = now_s
 
     def change_begins(self) -> None:
-        """Record the start of a change of group, which either the ranks agreed on or a failure caused."""
+        """Record the start of a change of group, on which the ranks have agreed or which follows a failure."""
         self._change_s = time.monotonic() if self._change_s is None else self._change_s
 
     def group_stands(self) -> None:
-        """Record that a new group was formed. If it breaks before its ranks are identical, another group is formed."""
+        """Record that a new group was formed; called again if groups break before their ranks are identical."""
         self._stands_s = time.monotonic()
 
     def resume(self, generation: int) -> Pause:
         """Resume in a new generation; return the pause since the last committed step, split by phase.
 
-        All phases are 0 if no step was committed. They are differences between readings of one clock, so that they sum
-        to the whole pause.
+        All phases are 0 if no step was committed before. Otherwise they sum to the whole pause.
         """
         now_s, last_s = time.monotonic(), self._last_edge_s
         self._restart(self._shape)
@@ -270,7 +271,7 @@ class StepClock:
         return pause
 
     def take(self) -> tuple[BatchChoice | None, int, float, float]:
-        """Return (batch shape, number of steps, median step time, median micro-step time) since the last call [s]."""
+        """Return and clear (batch shape, number of steps, median step time [s], median micro-step time [s])."""
         steps, micros = self._steps, self._micros
         self._steps, self._micros = deque(maxlen=_KEPT), deque(maxlen=_KEPT)
         return (

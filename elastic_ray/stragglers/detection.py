@@ -82,7 +82,7 @@ class SpeedTrace(Trace):
         """Return the trace after one more step.
 
         Args:
-            work: Samples (or tokens) of each rank; the step is ignored if any rank has none.
+            work: Number of samples (or tokens) of each rank; the step is ignored if any rank has none.
             busy_s: Time of each rank from the step's start until its gradients were complete [s].
             data_s: Part of ``busy_s`` spent waiting for data [s].
             among: Ranks not known to be slow; their median work is the reference.
@@ -116,7 +116,7 @@ class SpeedTrace(Trace):
 
     @property
     def ready(self) -> bool:
-        """True once there are enough steps for a verdict."""
+        """True once enough steps were recorded for a verdict on which ranks are slow."""
         return self.steps >= MIN_STEPS
 
     def ratio(self, rank: int, among: Sequence[int]) -> float:
@@ -136,7 +136,7 @@ class SpeedTrace(Trace):
         return THRESHOLD * self.ratio(rank, among) > 1.0 and excess > _SIGNIFICANT * self.deviation
 
     def waits_for_data(self, rank: int, among: Sequence[int]) -> bool:
-        """True if the rank spends most of its time beyond the median of ``among`` waiting for data."""
+        """True if most of the time that the rank takes beyond the median of ``among`` is spent waiting for data."""
         usual = lower_median([self.data[other] for other in among])
         return 2.0 * (self.data[rank] - usual) > self.busy[rank] - self._usual(among)
 
@@ -260,12 +260,12 @@ class StragglerConfig:
             raise ValueError(f"patience_s must be above 0 seconds and finite, but got {self.patience_s}")
 
     def goes_beyond(self, other: StragglerConfig) -> bool:
-        """True if this response is stronger than that of ``other``, which comes earlier in ``RESPONSES``."""
+        """True if this response is stronger than that of ``other``: if it comes later in ``RESPONSES``."""
         return RESPONSES.index(self.response) > RESPONSES.index(other.response)
 
     @property
     def watches(self) -> bool:
-        """True if stragglers are detected at all."""
+        """True if stragglers are detected, whatever the response."""
         return self.response != "ignore"
 
     @property

@@ -71,7 +71,7 @@ class TypeShares:
         return self._mixed
 
     def weights(self, others: Sequence[float] | None) -> tuple[float, ...] | None:
-        """Return each rank's weight in dividing a step's samples, times ``others`` if given; None if all are equal."""
+        """Return each rank's weight in dividing a step's samples, times ``others`` if given; None for equal shares."""
         if not self.mixed:
             return tuple(others) if others is not None else None
         known = self._known()
@@ -104,7 +104,7 @@ class TypeShares:
         """Record the measures of a committed training step.
 
         Args:
-            sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches.
+            sizes: ``sizes[rank][micro]`` is the number of samples in each rank's micro-batches.
         """
         members, measured = self._members(), self._measured()
         if not self.mixed or not len(members) == len(measured) == len(sizes):
@@ -166,7 +166,7 @@ class TypeShares:
         return {gpu: lower_median(found) for gpu, found in sorted(by_type.items())}
 
     def take(self) -> tuple[MeasuredPart, ...]:
-        """Return the mean measures of each GPU type since the last call; empty without steps or with a single type."""
+        """Return and clear the mean measures of each GPU type; empty without steps, or with a single type."""
         seen, self._reported = self._reported, {}
         members = [member.gpu_type for member in self._members()]
         if not self.mixed or any(sums.busy_s <= 0 for sums in seen.values()):

@@ -85,7 +85,7 @@ class StragglerWatch:
         self.ask(config)
 
     def ask(self, config: StragglerConfig) -> None:
-        """Request at least this response; call this before the first epoch, on all ranks."""
+        """Request at least the response in ``config``; call this before the first epoch, on all ranks."""
         if config.goes_beyond(self._config):
             self._config = config
             self._measure()
@@ -123,7 +123,7 @@ class StragglerWatch:
         """Record the measures of a committed training step.
 
         Args:
-            sizes: ``sizes[rank][micro]`` samples (or tokens) of each rank's micro-batches.
+            sizes: ``sizes[rank][micro]`` is the number of samples (or tokens) in each rank's micro-batches.
         """
         if not self._config.watches:
             return
@@ -341,7 +341,7 @@ def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecentSteps(Trace):
-    """Sums of the ranks' measures over the latest steps, until these have lasted long enough to be evaluated."""
+    """Sums of the ranks' measures over recent steps, until these steps have lasted long enough to be evaluated."""
 
     work: tuple[float, ...] = ()  # samples of each rank
     # time of each rank until its gradients were complete [s]
@@ -353,7 +353,7 @@ class RecentSteps(Trace):
     seconds: float = 0.0  # of the steps, by the slowest rank's clock [s]
 
     def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[WorkerMeasures]) -> RecentSteps:
-        """Return the sums including another step."""
+        """Return the sums with another step added, given ``sizes[rank][micro]`` and each rank's measures."""
         return RecentSteps(
             work=plus(self.work, [sum(row) for row in sizes]),
             busy_s=plus(self.busy_s, [each.compute_s + each.data_s for each in measured]),
@@ -375,7 +375,7 @@ class MemoryTrace(Trace):
     used: tuple[float, ...] = ()  # by rank, the part of its memory that was taken last
 
     def add(self, *, faults: Sequence[float], compute_s: Sequence[float], used: Sequence[float]) -> MemoryTrace:
-        """Return the trace after one more step."""
+        """Return the trace after one more step, given ranks' page faults, compute times [s] and used memory [0, 1]."""
         now_s = [_FAULT_S * count for count in faults]
         return MemoryTrace(
             faults_s=moved(self.faults_s or now_s, now_s, _ALPHA),
@@ -384,11 +384,11 @@ class MemoryTrace(Trace):
         )
 
     def short(self, rank: int, among: Sequence[int]) -> bool:
-        """True if a slow rank lacks memory, compared with the ranks ``among``.
+        """True if the slow rank ``rank`` lacks memory, compared with the ranks ``among``.
 
-        Either its page faults explain at least a quarter of its extra time, or its memory is full while the memory of
-        the other ranks is not. Conditions common to all ranks (reading a mapped file, or a GPU that is full by design)
-        explain nothing.
+        This is so if its page faults explain at least a quarter of its extra time, or if its memory is full and the
+        memory of the other ranks is not. Conditions common to all ranks (reading a mapped file, or a GPU that is full
+        by design) explain nothing.
         """
         others = [other for other in among if other != rank]
         if not self.used or not others:

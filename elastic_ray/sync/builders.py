@@ -34,7 +34,7 @@ class StrategyBuilder(Protocol):
     """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy for a model and a group; equal arguments must give equal strategies on every rank."""
+        """Return the strategy for a model and a group; it must depend only on the arguments, which all ranks share."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class AllReduce:
         return Reduce(bucket_bytes=self.bucket_bytes, wire=self.wire, topology=self.topology)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy that all-reduces all gradients with these settings."""
+        """Return a strategy that all-reduces all gradients, by the builder's settings."""
         way = "all_reduce" if self.topology == "native" else self.topology
         return dense(self._reduce, profile, self.wire.name or way)
 
@@ -89,7 +89,7 @@ class PowerSGD:
         check_whole("rank", self.rank, least=1, error=StrategyError)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy that compresses gradient matrices to this rank."""
+        """Return a strategy that compresses gradient matrices to low rank, by the builder's settings."""
         return dense(Reduce(wire=Wire(rank=self.rank)), profile, "powersgd")
 
 
@@ -159,8 +159,8 @@ class Parallax:
     """Strategy that exchanges only used rows of embedding tables and all-reduces the rest (Parallax, EuroSys 2019).
 
     Attributes:
-        update: Layout of a table's ``.grad`` after the exchange: ``"sparse"``, ``"dense"``, or ``"auto"`` for
-            autograd's.
+        update: Layout of a table's ``.grad`` after the exchange: ``"sparse"``, ``"dense"``, or ``"auto"`` for the
+            layout that autograd produces.
         wire: Format in which all other gradients are sent.
 
     Examples:
@@ -177,7 +177,7 @@ class Parallax:
         Reduce(wire=self.wire)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy that exchanges rows for this model's embedding tables, and all-reduces the rest."""
+        """Return a strategy that exchanges only used rows of embedding tables, and all-reduces all other gradients."""
         return Strategy(
             rules=tuple(
                 Rule(pattern=exactly(name), sync=Rows(update=self.update))
@@ -216,7 +216,7 @@ class LocalSGD(_Averaging):
     Attributes:
         period: Number of steps between averages.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
-        batch_moments: Whether Adam's second moments are those of the whole batch; see ``Average``.
+        batch_moments: Whether Adam's second moments are corrected to those of the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import LocalSGD
@@ -240,7 +240,7 @@ class DiLoCo(_Averaging):
         outer_lr: Learning rate of the outer step.
         outer_momentum: Momentum of the outer step.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
-        batch_moments: Whether Adam's second moments are those of the whole batch; see ``Average``.
+        batch_moments: Whether Adam's second moments are corrected to those of the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import DiLoCo
@@ -265,7 +265,7 @@ class SMA(_Averaging):
         alpha: Fraction of the distance to the mean that each pull covers.
         period: Number of steps between pulls.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
-        batch_moments: Whether Adam's second moments are those of the whole batch; see ``Average``.
+        batch_moments: Whether Adam's second moments are corrected to those of the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import SMA
@@ -291,7 +291,7 @@ class PairAveraging(_Averaging):
     Attributes:
         period: Number of steps that each rank makes on its own before all ranks commit them together.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
-        batch_moments: Whether Adam's second moments are those of the whole batch; see ``Average``.
+        batch_moments: Whether Adam's second moments are corrected to those of the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import PairAveraging
@@ -341,8 +341,8 @@ class Auto:
 
     Attributes:
         exact: Whether to consider only strategies that give the same result as plain data-parallel training.
-        steps: Maximum number of steps in the race, which train the model like all other steps. There is no race if
-            the fastest strategy is known from earlier jobs.
+        steps: Maximum number of steps in the race, which train the model like all other steps. No race takes place if
+            earlier jobs have already found the fastest strategy.
 
     Examples:
         >>> from elastic_ray.sync import Auto
@@ -358,17 +358,17 @@ class Auto:
         check_count("steps", self.steps, least=12, most=1000)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the initial strategy: exchange of used rows for embedding tables, all-reduce for the rest."""
+        """Return the strategy before the race: exchange of used rows for embedding tables, all-reduce for the rest."""
         return dataclasses.replace(Parallax().build(profile, topology), name="auto")
 
 
 def exactly(name: str) -> str:
-    """Return a glob pattern that matches only this name, with special characters escaped."""
+    """Return a glob pattern that matches only ``name``, with special characters escaped."""
     return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
-    """Return a strategy called `name` that applies `sync` to all parameters, but exchanges sparse gradients as rows."""
+    """Return a strategy called `name` that applies `sync` to dense gradients, and exchanges sparse ones as rows."""
     rules = tuple(
         Rule(pattern=exactly(name), sync=Rows()) for param in profile.params if param.sparse for name in param.names
     )

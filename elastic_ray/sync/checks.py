@@ -29,7 +29,7 @@ def check_count(field: str, value: object, *, least: int, most: int) -> None:
 
 
 def check_range(field: str, value: object, *, above: float, up_to: float) -> None:
-    """Raise StrategyError if the value is not a number above ``above`` and at most ``up_to``."""
+    """Raise StrategyError, naming ``field``, unless the value is above ``above`` and at most ``up_to``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value <= up_to:
         raise StrategyError(
             f"{field} must be a number above {max(0.0, above):g} and up to {up_to:g}, but got {value!r}"

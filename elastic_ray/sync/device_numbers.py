@@ -17,7 +17,7 @@ Number: TypeAlias = float | Tensor
 
 
 def added(numbers: Iterable[Number]) -> Number:
-    """Return the sum of numbers and scalar tensors, on the device of the first GPU tensor if there is one."""
+    """Return the sum of numbers and scalar tensors, on the first GPU found among the tensors' devices (if any)."""
     found: Number = 0.0
     for each in numbers:
         if not isinstance(found, Tensor) and found == 0.0:
@@ -30,7 +30,7 @@ def added(numbers: Iterable[Number]) -> Number:
 
 
 def read(numbers: Sequence[Number]) -> list[float]:
-    """Return all numbers and scalar tensors as floats, waiting only once per device."""
+    """Return numbers and scalar tensors as floats, with a single wait per device."""
     found = [0.0 if isinstance(each, Tensor) else float(each) for each in numbers]
     places: dict[torch.device, list[int]] = {}
     for place, each in enumerate(numbers):
@@ -45,7 +45,7 @@ def read(numbers: Sequence[Number]) -> list[float]:
 
 
 def read_with(vector: Tensor, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
-    """Return a vector and further numbers as floats, waiting only once for the vector's device."""
+    """Return a vector and further numbers as floats, with a single wait for the vector's device."""
     here = [place for place, each in enumerate(numbers) if isinstance(each, Tensor) and each.device == vector.device]
     rest = read([0.0 if place in here else each for place, each in enumerate(numbers)])
     if not here:
@@ -78,7 +78,7 @@ def real_count(tensor: Tensor) -> int:
 
 
 def local(tensor: Any) -> Any:
-    """Return this worker's part of a distributed tensor (DTensor), or the tensor itself if it is not one."""
+    """Return this worker's part of a distributed tensor (DTensor); return any other value unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -88,7 +88,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def shaped_like(numbers: Tensor, tensor: Tensor) -> Tensor:
-    """Return a view of a vector of real numbers in another tensor's shape, complex if that tensor is."""
+    """Return a view of a vector of real numbers in the shape of ``tensor``; complex if ``tensor`` is complex."""
     return (
         torch.view_as_complex(numbers.view(real_shape(tensor))) if tensor.is_complex() else numbers.view(tensor.shape)
     )

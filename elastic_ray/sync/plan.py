@@ -42,12 +42,12 @@ class ParamInfo:
 
     @property
     def name(self) -> str:
-        """First name of the parameter."""
+        """First of the parameter's names in the model."""
         return self.names[0]
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the parameter."""
         return math.prod(self.shape)
 
     @property
@@ -108,7 +108,7 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the group."""
         return len(self.nodes)
 
     @property
@@ -118,12 +118,12 @@ class Topology:
 
     @property
     def level_numbers(self) -> tuple[int, ...]:
-        """Domain of each rank as a number from 0 or, if there is only one domain, the number of its node."""
+        """Number of each rank's network domain, from 0, or of its node if all nodes are in one domain."""
         return _numbers(self.domains) if len(set(self.domains)) > 1 else self.node_numbers
 
     @property
     def why_flat(self) -> str:
-        """Reason why the ``"two_level"`` all-reduce does not apply to the group; empty if it does."""
+        """Reason why the ``"two_level"`` all-reduce cannot be used in this group; empty if it can."""
         there = len(set(self.level_numbers))
         if there == 1:
             return "all ranks are on one node"

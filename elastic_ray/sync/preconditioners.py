@@ -344,12 +344,12 @@ class FlatPreconditioner:
 
 
 def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | None:
-    """Return the values by which an optimizer divides gradients, in float32 or wider.
+    """Return the values by which an optimizer divides gradients of a dtype, in float32 or wider.
 
     Args:
         state: State of the parameter, or of some of its rows; for many parameters, from ``with_steps_read``.
 
-    Returns None if the optimizer does not divide gradients, or has made too few steps.
+    Returns None if the optimizer does not divide gradients, or has made fewer than ``WARM_STEPS`` steps.
     """
     function = _denominator(state)
     if function is None or _step(state) < WARM_STEPS:

@@ -126,7 +126,7 @@ class HandChanges:
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     def watch(self, rows: Iterable[Tensor]) -> None:
-        """Watch the given rows instead of the previous ones, with their current values as the reference."""
+        """Watch the given rows instead of the previous ones; the current values are the reference for changes."""
         flat = [each.detach().reshape(-1) for each in rows if each.numel()]
         self._looked_at = [each[:: max(1, each.numel() // _LOOKED_AT)] for each in flat]
         self.record()

@@ -41,10 +41,8 @@ class Wire:
     Attributes:
         dtype: ``"native"`` sends gradients unchanged, ``"bf16"`` and ``"fp16"`` round them, and ``"int8"`` quantises
             them with one scale per 2048 elements.
-        rank: Rank of the low-rank approximation of gradient matrices (PowerSGD); 0 disables it. Other ranks require
+        rank: Rank of the low-rank approximation of gradient matrices (PowerSGD); 0 disables it. A rank above 0 requires
             ``dtype="native"``.
-        error_feedback: Whether each rank adds its compression error to its next gradients. Only affects ``int8`` and
-            low-rank compression.
 
     Raises:
         StrategyError: a field is out of range.
@@ -52,12 +50,10 @@ class Wire:
 
     dtype: str = "native"
     rank: int = 0
-    error_feedback: bool = True
 
     def __post_init__(self) -> None:
         check_one_of("dtype", self.dtype, WIRES)
         check_count("rank", self.rank, least=0, most=_MOST_RANK)
-        check_flag("error_feedback", self.error_feedback)
         if self.rank and self.dtype != "native":
             raise StrategyError(f"Wire.rank={self.rank} needs dtype='native', but dtype is {self.dtype!r}")
 
@@ -73,13 +69,11 @@ class Wire:
 
     @property
     def compresses(self) -> bool:
-        """True if gradients are sent with less precision than 16-bit rounding: as int8 or as low-rank factors."""
-        return self.rank > 0 or self.dtype == "int8"
+        """True if gradients are sent with less precision than 16-bit rounding: as int8 or as low-rank factors.
 
-    @property
-    def keeps_residuals(self) -> bool:
-        """True if each rank stores its compression error and adds it to its next gradients."""
-        return self.error_feedback and self.compresses
+        Each rank then adds its compression error to its next gradients.
+        """
+        return self.rank > 0 or self.dtype == "int8"
 
     @property
     def gives_statistics(self) -> bool:
@@ -201,7 +195,8 @@ class Rows:
     """Exchange of only the embedding table rows that were used in the step.
 
     Attributes:
-        update: Layout of ``.grad`` afterwards: ``"sparse"``, ``"dense"``, or ``"auto"`` for the one autograd produces.
+        update: Layout of ``.grad`` afterwards: ``"sparse"``, ``"dense"``, or ``"auto"`` for the layout that autograd
+            produces.
     """
 
     kind: ClassVar[str] = "rows"
@@ -232,11 +227,10 @@ class Average:
         outer_momentum: Outer momentum [0 to 1), for ``"diloco"``.
         until: Number of optimizer steps after which gradients are all-reduced (KungFu's AdaptiveSGD); None for
             never.
-        give_back: Whether a slow rank gives steps of a period to ranks that wait for it. The assignment of steps to
-            ranks then depends on their speeds. False, the default, assigns the same steps in each run.
-        batch_moments: Whether the second moments of torch's Adam, AdamW, NAdam and RAdam are those of the whole batch,
-            as under all-reduce. False leaves those of each rank's share, which has more noise, so that steps are
-            shorter.
+        give_back: Whether a slow rank gives some steps of a period to ranks that would wait for it. The assignment of
+            steps to ranks then depends on their speeds. False, the default, assigns the same steps in each run.
+        batch_moments: Whether the second moments of torch's Adam, AdamW, NAdam and RAdam are corrected to those of the
+            whole batch. Without this, they are those of a rank's share, whose noisier gradient makes steps shorter.
     """
 
     algorithm: str = "local_sgd"
@@ -340,7 +334,7 @@ class Strategy:
         return dataclasses.replace(self, rules=tuple(rules), default=_by(self.default, topology), name=name)
 
     def asks_for(self, topology: str) -> bool:
-        """True if the strategy all-reduces at least some gradients with the given topology."""
+        """True if the strategy all-reduces at least some gradients with the topology called ``topology``."""
         return any(isinstance(sync, Reduce) and sync.topology == topology for sync in self.syncs)
 
     @property
@@ -361,11 +355,11 @@ class Strategy:
     @property
     def keeps_residuals(self) -> bool:
         """True if ranks keep compression errors from one step to the next."""
-        return any(_wire(sync).keeps_residuals for sync in self.syncs)
+        return any(_wire(sync).compresses for sync in self.syncs)
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """Synchronisation of each rule, followed by the default."""
+        """Synchronisation method of each rule, followed by the default method."""
         return (*(rule.sync for rule in self.rules), self.default)
 
     @property

@@ -16,7 +16,7 @@ import torch
 
 
 class InnerHook:
-    """Hook that belongs to the implementation of the optimizer step and not to the user."""
+    """Hook that implements a part of the optimizer step, and was not registered by the user."""
 
     def __init__(self, call: Callable[[torch.optim.Optimizer, Any, Any], None]) -> None:
         self._call = call
@@ -33,7 +33,7 @@ class StepHooks:
         self._optimizer: Any = optimizer
 
     def before(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Call the user's pre-step hooks, and return the keyword arguments for the step.
+        """Call the user's pre-step hooks with ``kwargs``; return the step's arguments as the hooks changed them.
 
         Raises RuntimeError: a hook returned something other than None or new arguments, or added positional arguments.
         """

@@ -29,7 +29,7 @@ _ANSWER_S = 2.0  # a cold process takes not much longer than waiting for a pool 
 
 
 class PoolClient:
-    """Client of the pool, which claims processes and starts new ones when the pool requests them.
+    """Client of the pool of warm processes, which claims processes, and starts new ones when the pool requests it.
 
     Args:
         environment: Ray runtime environment of the processes, added to that of this Ray job.
@@ -80,7 +80,7 @@ class PoolClient:
             return False
 
     async def order(self, nodes: Mapping[str, int], *, over: bool = False) -> None:
-        """Report processes wanted per node, or (``over``) the owner's end; start those that the pool requests."""
+        """Report the number of processes wanted per node (``over``: the owner has ended), and start requested ones."""
         if not self.on or not (nodes or over):
             return
         try:

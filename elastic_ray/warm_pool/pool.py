@@ -175,7 +175,7 @@ class WarmPool:
         return tuple(starts), witnesses
 
     async def started(self, name: str, actor: Any) -> None:
-        """Record a process that a controller has started at the pool's request; if it comes too late, end it."""
+        """Record a process that a controller started at the pool's request; end the process if it comes too late."""
         entry = self._entries.get(name)
         if entry is None:  # too late
             ray.kill(actor)

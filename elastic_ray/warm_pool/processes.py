@@ -117,7 +117,7 @@ class Processes:
     """Supply of worker processes for one job.
 
     A process that a worker has left can be reused for the job's next worker. Other processes come from the cluster's
-    pool, in which the job requests some on its nodes; if the pool is off, the job keeps warm processes of its own.
+    pool, of which the job requests processes on its nodes; if the pool is off, the job keeps warm processes of its own.
 
     The processes of a trial belong to its sweep: the trial returns them, and the next one starts in them within
     milliseconds.
@@ -232,14 +232,14 @@ class Processes:
         return process_info
 
     def adopt(self, actor: Any, name: str, *, lent: bool) -> None:
-        """Adopt a process that an earlier controller of the job started, or borrowed from a sweep."""
+        """Adopt a process that an earlier controller of the job started or, if ``lent``, borrowed from a sweep."""
         if lent:
             self._lent[actor] = _Lent.READY
         else:
             self._names[actor] = name
 
     def rest(self, node: str, actor: Any) -> None:
-        """Put aside a process for reuse: return it to its sweep, keep it warm if the job wants more, or else end it."""
+        """Put aside a process for reuse: return it to its sweep, or keep it warm if the job wants more; else end it."""
         warm = self._warm.setdefault(node, [])
         if actor in self._lent:
             self._give_back(actor, fit=True)
@@ -249,7 +249,7 @@ class Processes:
             self._kill(actor)
 
     def end(self, actor: Any) -> None:
-        """End a process that cannot be reused; if it was borrowed, its sweep is informed."""
+        """End a process that cannot be reused; if a sweep has lent it, inform the sweep."""
         if actor in self._lent:
             self._give_back(actor, fit=False)
         else:

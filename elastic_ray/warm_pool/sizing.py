@@ -127,7 +127,7 @@ class End:
 
 
 def remember(config: PoolConfig, requests: Iterable[ProcessRequest], now_s: float) -> tuple[ProcessRequest, ...]:
-    """Return the requests that still count, most urgent first.
+    """Return the requests that still count at ``now_s``, most urgent first.
 
     Running jobs come first, in a fixed order (by first request), so that the pool does not alternate between them.
     Jobs that have ended come after them, latest first, because the next job is most likely similar to the latest one.

@@ -95,7 +95,7 @@ class ActorControllerClient:
         return bool(self._position)
 
     def start_from(self, resumed: str) -> None:
-        """Set the automatic checkpoint that the run resumes from, or why it cannot resume; sent by :meth:`ready`."""
+        """Set the automatic checkpoint from which the run resumes, or the reason why it cannot, for :meth:`ready`."""
         self._resumed = resumed
 
     def saved(self, message: StateSaved) -> float:
@@ -108,7 +108,7 @@ class ActorControllerClient:
         return math.inf
 
     def push(self, message: WorkerMessage) -> Any:
-        """Send a message without waiting; if it is lost with the controller, reregistration makes up for it."""
+        """Send a message without waiting; if the controller dies before reading it, reregistration replaces it."""
         return self._controller.push.remote(message)
 
     def _is_mute(self, message: WorkerMessage) -> bool:
@@ -116,7 +116,7 @@ class ActorControllerClient:
         return bool(self._position) and not isinstance(message, WorkerHeartbeat | StepFailed | PrepareFailed)
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
-        """Report that this worker ran out of memory and reruns with fewer samples, keeping its state if ``whole``."""
+        """Report that this worker ran out of memory and reruns with fewer samples; ``whole`` if its state is kept."""
         self.starts_over, self.last_switched = whole, 0
         self.last_ready = self.last_failed = None
         self.insist_on(
@@ -337,7 +337,7 @@ class ControllerCaller:
         self._told.append(self._call(tells=values))
 
     def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Publish ``tells``, wait up to ``wait_s`` [s] until all ``keys`` are known, and return all known values.
+        """Publish ``tells``, wait up to ``wait_s`` [s] for all ``keys`` to be known, and return all known values.
 
         Raises RuntimeError if the controller does not answer, or refuses the call.
         """

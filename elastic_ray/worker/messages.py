@@ -46,8 +46,8 @@ class WorkerReady(Ready):
 class WorkerOutOfMemory(Rerun):
     """Signal that the worker ran out of memory with ``atomic_bsz`` samples per forward pass, and starts over.
 
-    Without ``has_state``, it was inside ``optimizer.step()``, so its state belongs to no step. ``more_than_equal`` is
-    True if the worker had more samples than an equal split of the step would have given it.
+    Without ``has_state``, the worker was inside ``optimizer.step()``, so that its state belongs to no step.
+    ``more_than_equal`` is True if the worker had more samples than an equal split of the step would have given it.
     """
 
     atomic_bsz: int
@@ -128,7 +128,7 @@ class WorkerReregistration:
 
     @property
     def name(self) -> str:
-        """Name of the process as shown to users."""
+        """Name of the worker's process, as shown to users."""
         return process_names(self.worker, self.position + 1)[self.position]
 
 
@@ -155,7 +155,7 @@ class RunEnd:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(RunEnd):
-    """End of a run whose train function returned ``value``, with the worker's last rank and steps over all loaders."""
+    """End of a run whose train function returned ``value``; includes the worker's last rank and its steps."""
 
     value: Sealed | None = None
     rank: int = 0

@@ -36,7 +36,7 @@ _UNWANTED_S = 180.0  # its pool asks every few seconds, and has given it up whil
 
 
 class Ownership:
-    """Record of this process's owner, which makes the process exit when no owner can come any more.
+    """Record of this process's owner, which makes the process exit once it can no longer get an owner.
 
     Args:
         owner: Owner on whose behalf the process was started; None if any job may claim the process.
@@ -60,7 +60,7 @@ class Ownership:
         return self._owner is None
 
     def prepared(self) -> None:
-        """Record that the process has received its job's setup, without which a claimed process ends itself."""
+        """Record that the process has received its job's setup; a claimed process that never gets one ends itself."""
         self._prepared = True
 
     def claim(self, owner: ProcessOwner) -> bool:

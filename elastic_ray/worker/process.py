@@ -55,7 +55,7 @@ class WorkerProcess:
         self._ownership.leave(holder)
 
     def prepare(self, setup: WorkerSetup) -> ProcessInfo:
-        """Create the job's worker in this process if there is none yet, and return facts about the process."""
+        """Create the job's worker as ``setup`` describes, unless it exists; return facts about the process."""
         from elastic_ray.worker.worker import Worker
 
         with self._lock:
@@ -66,12 +66,12 @@ class WorkerProcess:
         return self._worker.prepare()
 
     def run(self, assignment: Assignment) -> None:
-        """Run the train function until it ends; :meth:`outcome` returns the result."""
+        """Run the train function as ``assignment`` says, until it ends; :meth:`outcome` returns the result."""
         assert self._worker is not None, "a process is prepared before it runs anything"
         self._worker.run(assignment)
 
     def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
-        """Wait up to ``wait_s`` [s] for a run to end; return its result, or None if it is still in progress."""
+        """Wait up to ``wait_s`` [s] for this run to end; return its result, or None if it is still in progress."""
         assert self._worker is not None, "a process is prepared before it runs anything"
         return self._worker.outcome(token, worker, wait_s)
 

@@ -34,7 +34,7 @@ class WorkerSetup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOwner:
-    """Owner of a worker process: a job, or a sweep whose trials share the process.
+    """Owner of a worker process: a job, or a sweep whose trials use the process one after another.
 
     A pool process that was started before it had an owner is made to look like a process of its owner.
     """

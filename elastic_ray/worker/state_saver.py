@@ -80,7 +80,7 @@ class StateSaver:
         self._unseen = 0  # checkpoints one after the other of which a rank's part has not appeared
 
     def ask(self) -> None:
-        """Request a checkpoint after this step, or after the next step at which one is possible."""
+        """Request a checkpoint after this step or, if that is impossible, after the next step that allows one."""
         self._asked = True
 
     def between_steps(self) -> None:

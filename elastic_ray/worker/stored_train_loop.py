@@ -18,7 +18,7 @@ _SIZE_BYTES = 8
 
 
 def with_stored_train_loop(spec: JobSpec) -> JobSpec:
-    """Return a job's spec with its train function in Ray's control store if it is too large. Blocks briefly."""
+    """Return a copy of ``spec`` whose train function is in Ray's control store, if it is too large. Blocks briefly."""
     if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
         return spec
     key = store_train_loop(spec.train_loop, spec.callbacks)
@@ -50,7 +50,7 @@ def stored_train_loop(key: str) -> tuple[bytes, bytes]:
 
 
 def delete_train_loop(key: str) -> None:
-    """Delete a train function from Ray's control store."""
+    """Delete the train function stored under ``key`` from Ray's control store."""
     try:
         internal_kv._internal_kv_del(key.encode(), namespace=NAMESPACE)
     except Exception as error:

@@ -148,7 +148,7 @@ class PickledTrainLoop:
 
 
 def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
-    """Return a packed train function with `config` merged into its config, overriding equal keys.
+    """Return a packed train function whose config is updated with ``config``, which overrides equal keys.
 
     Raises TypeError if a value cannot be pickled; the message names the value.
     """
@@ -159,7 +159,7 @@ def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
 
 
 def with_policies(packed: bytes, policies: Sequence[Policy]) -> bytes:
-    """Return a packed train function whose run consults the adaptation policies ``policies`` before its own."""
+    """Return a packed train function whose run consults ``policies`` before the policies of its models."""
     loop = AdaptedTrainLoop(PickledTrainLoop(packed), policies)
     return bytes(ray.cloudpickle.dumps((loop, {})))  # type: ignore[no-untyped-call]
 

@@ -150,7 +150,7 @@ class WorkerActors:
         return dataclasses.replace(spec, members=tuple(members))
 
     def launch(self, assignment: Assignment) -> None:
-        """Run the train function as ``assignment`` describes, in a warm process on its node or in a new process."""
+        """Run the train function as ``assignment`` describes, in a warm process on the node or in a new process."""
         self._background.start(self._run(dataclasses.replace(assignment, token=self._token)))
 
     async def _run(self, assignment: Assignment) -> None:
@@ -257,7 +257,7 @@ class WorkerActors:
         self._on_result(worker, end)
 
     def adopt(self, unit: Sequence[WorkerReregistration]) -> None:
-        """Adopt a running worker of an earlier controller, given its processes' registrations in order of position."""
+        """Adopt a running worker of an earlier controller, given its unit's registrations in order of position."""
         first, worker = unit[0], unit[0].worker
         self._groups[worker], self._nodes[worker] = groups.find(first.group), first.node
         self._fulfilled.add(worker)
@@ -291,7 +291,7 @@ class WorkerActors:
         return dataclasses.replace(assignment, gpu_ids=tuple(ids))
 
     def release(self, worker: str, *, kill: bool) -> None:
-        """Release a worker's resources; kill its process if ``kill``, else return the process to the warm pool."""
+        """Release a worker's resources; end its process if ``kill`` is True, else return it to the warm pool."""
         homes = nodes_of(self._nodes.pop(worker, ""), self._unit)
         self._tokens.pop(worker, None)
         group = self._groups.pop(worker, None)

@@ -15,7 +15,7 @@ class FailureDetector:
     """Detector of silent workers (or drivers). Its clock stops while the controller itself is blocked.
 
     Args:
-        timeout_s: Silence after which a member of a group counts as hung [s].
+        timeout_s: Time of silence after which a member of a group counts as hung [s].
         alone_s: Timeout of a sole member, and of a worker whose process was seen running [s]; None uses ``timeout_s``.
     """
 
@@ -47,7 +47,7 @@ class FailureDetector:
             self._excused.add(worker)
 
     def questioned(self, worker: str) -> bool:
-        """True if :meth:`questionable` has returned the worker and no sign of life has come since."""
+        """True if :meth:`questionable` has returned the worker, and the worker has been silent since."""
         return worker in self._questioned
 
     def questionable(self) -> list[str]:

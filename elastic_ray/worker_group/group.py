@@ -53,7 +53,7 @@ _UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
 class WorkerGroup:
-    """All workers of a job, including members of the current and of the planned generation."""
+    """All workers of a job: members of the current and the planned generation (group), and workers that start."""
 
     def __init__(
         self,
@@ -94,12 +94,12 @@ class WorkerGroup:
 
     @property
     def silence_s(self) -> Mapping[str, float]:
-        """Time since the last sign of life from each member, keyed by worker [s]."""
+        """Time since each member's last sign of life [s], keyed by worker."""
         silence_s = {member.worker: self._detector.silence_s(member.worker) for member in self.machine.members()}
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
 
     def is_member(self, generation: int, worker: str) -> bool:
-        """True if the worker is a member of ``generation``, which must be the current or the announced one.
+        """True if the worker is a member of ``generation``, and this is the current or the announced one.
 
         Generation 0 stands for the group of the worker's own unit.
         """
@@ -120,7 +120,7 @@ class WorkerGroup:
         return bool(others - self.returned - {worker}) and not self.machine.returned
 
     def take(self, stimulus: Stimulus) -> None:
-        """Pass an event to the membership machine, and carry out the resulting instructions."""
+        """Pass the event ``stimulus`` to the membership machine, and carry out the resulting instructions."""
         if self._record.phase.ended:
             return
         if isinstance(stimulus, Allocated):
@@ -142,7 +142,7 @@ class WorkerGroup:
             self.actors.keep_warm({})
 
     def recover(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
-        """Continue with the surviving workers of an earlier controller, given the registrations of all of them."""
+        """Continue with an earlier controller's surviving workers, given all their registrations and its ``state``."""
         speakers = [each for each in told if not each.position]
         for each in speakers:
             unit = sorted((other for other in told if other.worker == each.worker), key=lambda other: other.position)

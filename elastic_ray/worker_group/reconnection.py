@@ -30,7 +30,7 @@ _STARVED_S = 20.0
 
 
 class Reconnection:
-    """Registrations of workers with a restarted controller, of which the latest per worker counts."""
+    """Registrations of workers with a restarted controller; the latest one of each worker counts."""
 
     def __init__(self, state: ControllerState, unit: int) -> None:
         self._unit = unit

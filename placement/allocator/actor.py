@@ -51,8 +51,6 @@ from placement.storage.private_files import LineFile
 from placement.text import log_plainly
 from placement.versions import Spoken, check_spoken, spoken
 
-NAME = ALLOCATOR
-
 _POLL_S = 0.5
 _DEFAULT_POLICY = "goodput"
 _READ_TIMEOUT_S = 5.0
@@ -139,7 +137,7 @@ def find_allocator() -> Any:
 
 
 def _named_actor(packed: PackedPolicy, config: AllocatorConfig | None) -> Any:
-    return create_on_head(Allocator, NAME, packed, config, get_if_exists=True, max_restarts=-1)
+    return create_on_head(Allocator, ALLOCATOR, packed, config, get_if_exists=True, max_restarts=-1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +347,7 @@ class Allocator:
         return found if decision is None else dataclasses.replace(found, nodes_wanted=decision.explained(job))
 
     async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
-        """Return the latest decision about the cluster's size, if any, and each job's cost so far [USD], by job."""
+        """Return the latest decision about the cluster's size, or None, and the cost so far [USD], keyed by job."""
         return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
 
     async def forgive(self, node: str) -> bool:
@@ -361,7 +359,7 @@ class Allocator:
     async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> AllocatorSettings | None:
         """Return None if the requested policy and configuration are in force, else the current settings.
 
-        ``identity`` is that of the requested policy; None for either argument accepts the current one. If the
+        ``identity`` identifies the requested policy; None for either argument accepts the current one. If the
         settings differ and no jobs exist, all knowledge is saved first, so the caller may replace this actor.
         """
         core = await self._start()

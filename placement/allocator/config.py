@@ -108,7 +108,7 @@ class AllocatorConfig(NamesArguments):
 
     @property
     def scaling(self) -> Autoscaling | None:
-        """Node types and objective with which the allocator sizes the cluster; None if it sizes nothing."""
+        """Node types and objective with which the allocator sizes the cluster; None if it does not size the cluster."""
         return None if isinstance(self.autoscaling, str) else self.autoscaling
 
     def priority_of(self, job: str) -> int | None:

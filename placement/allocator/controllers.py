@@ -45,7 +45,7 @@ class Controllers:
         self._heard_s.pop(job, None)
 
     def post(self, instruction: Instruction) -> None:
-        """Send an instruction to its job's controller; while one is under way, only the newest of its type waits."""
+        """Send an instruction to its job's controller; of several that wait, only the newest of each type is sent."""
         address = (instruction.job, type(instruction))
         self._outbox[address] = instruction
         if address not in self._sending:
@@ -53,7 +53,7 @@ class Controllers:
             self.spawn(self._send(address))
 
     def ask_the_quiet(self) -> None:
-        """Ping silent controllers, so that a dead one is detected and its slots are freed before ``silence_s``."""
+        """Ping silent controllers, so that a dead one is found, and its slots freed, before ``silence_s`` is up."""
         now_s = time.monotonic()
         for job, heard_s in self._heard_s.items():
             if now_s - heard_s > _QUIET_S and job in self._handles:

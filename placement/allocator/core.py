@@ -112,7 +112,7 @@ class AllocatorCore:
 
     @property
     def prices(self) -> Mapping[str, float]:
-        """Dual price per slot in the latest decision, keyed by GPU type; empty if the policy has no prices."""
+        """Latest price per slot that balances demand (dual price), keyed by GPU type; empty if the policy has none."""
         prices: Mapping[str, float] = getattr(self._policy, "prices", {})
         return prices
 
@@ -123,7 +123,7 @@ class AllocatorCore:
 
     @property
     def due_s(self) -> float | None:
-        """Time of the pending decision [s, on the clock for intervals]; None if no event has requested one."""
+        """Time of the pending decision [s, clock of ``steady_s`` in :meth:`handle`]; None if no event requested one."""
         if self._urgent is None or self._settling or self._config.rounds:
             return None
         return self._urgent_s + self._config.gather_s
@@ -148,7 +148,7 @@ class AllocatorCore:
         return job in self._jobs
 
     def snapshot(self, after: int = 0) -> CoreSnapshot:
-        """Return the current state as immutable values, with all decision records numbered above ``after`` (from 1)."""
+        """Return the current state as immutable values, with the decision records numbered (from 1) above ``after``."""
         new = max(self._recorded - max(after, 0), 0)
         return CoreSnapshot(
             policy=self._policy.name,

@@ -53,7 +53,7 @@ def cluster_samples(
 
     Args:
         scaling: Latest decision about the cluster's size; None if the allocator does not size the cluster.
-        prices: Dual price per slot from the policy's solver, keyed by GPU type.
+        prices: Dual price per slot (the price at which jobs request no more slots than exist), keyed by GPU type.
     """
     found = _slot_samples(core.cluster.nodes, core.jobs.values())
     phases = collections.Counter(map(_phase, core.jobs.values()))

@@ -52,7 +52,7 @@ def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool
 
 
 def event_line(event: Event, now_s: float, steady_s: float | None = None) -> str:
-    """Return the line for an event; ``steady_s`` (a clock for intervals) is omitted if it equals the time of day."""
+    """Return the line for an event; ``steady_s`` (clock for intervals) is omitted if it equals ``now_s``."""
     kind = type(event)
     steady = {} if steady_s in (None, now_s) else {"steady_s": steady_s}
     return _line({"now_s": now_s, **steady, kind.__name__: _plain(kind, event)})
@@ -152,13 +152,13 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def inner_type(arguments: tuple[Any, ...]) -> Any:
-    """Return the type in ``type | None``."""
+    """Return the type other than None in ``arguments``, the arguments of a ``type | None``."""
     (kind,) = (each for each in arguments if each is not types.NoneType)
     return kind
 
 
 def member_types(arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """Return the type of each member of a tuple; ``tuple[int, ...]`` is repeated ``count`` times."""
+    """Return the type of each of a tuple's ``count`` members, given the arguments of ``tuple[...]``."""
     return (arguments[0],) * count if len(arguments) == 2 and arguments[1] is ... else arguments
 
 

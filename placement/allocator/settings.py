@@ -69,7 +69,7 @@ class OperatorSettings:
         )
 
     def over(self, config: AllocatorConfig) -> AllocatorConfig:
-        """Return the configuration with the values that these settings specify; None leaves a value unchanged."""
+        """Return the configuration with the values that these settings specify; a setting of None changes nothing."""
         names = {"tenants": "tenants", "priorities": "priorities", "autoscaling": "autoscaling", "page": "dashboard"}
         said = {ours: getattr(self, name) for name, ours in names.items() if getattr(self, name) is not None}
         if said.get("autoscaling") == "off":
@@ -92,7 +92,7 @@ class OperatorSettings:
 
 
 def in_force(config: AllocatorConfig) -> OperatorSettings:
-    """Return the operator settings that a configuration corresponds to, with every value set."""
+    """Return the operator settings that are equivalent to a configuration, with every value set."""
     return OperatorSettings(
         tenants=config.tenants,
         priorities=config.priorities,

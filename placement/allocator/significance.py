@@ -108,7 +108,7 @@ class KnownJob:
         self.heard_s = now_s
 
     def decided(self, *, forced: bool) -> None:
-        """Record that a decision used the job's current view; ``forced`` if more than measured speeds caused it."""
+        """Record that a decision used the job's current view; ``forced`` if not only measured speeds caused it."""
         self.decided_on = self.view
         self.sways = 0 if forced else self.sways
 
@@ -125,7 +125,7 @@ class KnownJob:
         self.reason = reason
 
     def judge(self, impossible: Reason | None, now_s: float) -> bool:
-        """Store the reason why no node could hold the job (None if one could); return True if that has just ended."""
+        """Store why no node could hold the job (None if one could); return True if the job has just become possible."""
         if impossible is not None:
             self.reason = impossible
             self.impossible_since_s = now_s if self.impossible_since_s is None else self.impossible_since_s
@@ -135,7 +135,7 @@ class KnownJob:
         return again
 
     def must_report_impossible(self, now_s: float, after_s: float) -> bool:
-        """True if no node could have held the job for ``after_s``, and its user has not been notified yet."""
+        """True if no node could have held the job for ``after_s`` [s]; only once per such time, to notify the user."""
         since_s = self.impossible_since_s
         if since_s is None or self.told_impossible or now_s - since_s < after_s:
             return False

@@ -137,7 +137,7 @@ class StartTimes:
 def start_times(
     waiting: Sequence[JobView], running: Sequence[tuple[JobView, Mapping[str, int]]], cluster: Cluster
 ) -> dict[str, float]:
-    """Return the time until each waiting job's smallest size fits [s], keyed by job, without unpredictable jobs.
+    """Return the time until each waiting job's smallest size fits [s], keyed by job, omitting unpredictable jobs.
 
     The estimate is rough. It assumes that every running job keeps its current size and goodput until its end, that a
     job without a declared length or a fitted model never ends, that nodes and the set of jobs do not change, and that

@@ -531,7 +531,7 @@ class Launches:
                 self._asked[name] = dataclasses.replace(asked, present=min(asked.present, there))
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """Close a node type that the provider cannot supply now; ``why`` is the provider's message."""
+        """Close a node type (request no more for a while) that the provider cannot supply; ``why`` is its message."""
         if name in self._types and self.closed(name, now_s) is None:
             failed = self._failed.get(name)
             times = 0 if failed is None else failed.times
@@ -566,8 +566,8 @@ class Lifetimes:
         """Update the hours for which nodes were observed, and count nodes that the cloud has reclaimed.
 
         Args:
-            given_up: Ids of nodes that the last decision gave up. Nodes that are already draining are not included: a
-                node that was given up and is draining counts as given up until it is gone.
+            given_up: Ids of nodes that the last decision released, except draining ones. The loss of a released node
+                does not count, even if the node has been draining in between.
         """
         ours = self._leaving.union(given_up)
         here = {n.node_id: kind for n in cluster.nodes if (kind := type_of(n, tuple(self._types.values()))) is not None}

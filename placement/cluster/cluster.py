@@ -214,7 +214,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
 
 
 def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
-    """Return the resources that these workers use, keyed by node id; ``bundles`` holds those of one worker per job."""
+    """Return the resources that these workers use, keyed by node id; ``bundles`` is one worker's, keyed by job."""
     used: dict[str, dict[str, float]] = {}
     for job, placed in allocation.items():
         for node_id, workers in by_node(placed).items():

@@ -289,7 +289,7 @@ class JobView:
 
     @property
     def wished_workers(self) -> int:
-        """``wished`` within the limits of micro-batch and exploration; ``min_workers`` if nothing is requested."""
+        """``wished`` limited by micro-batch, exploration and allowed sizes; ``min_workers`` if nothing is requested."""
         limits = [self._most_with_samples, self.wished or self.min_workers, self.growth_limit or self.max_workers]
         return max(self.sizes.at_most(min(limits)), self.min_workers)
 
@@ -449,7 +449,7 @@ class Account:
     job_hours: float = 0.0  # number of jobs x hours
 
     def after(self, hours: float, usd_per_h: float, jobs: int, memory_h: float) -> Account:
-        """Return the account after ``hours`` more with this cost and number of jobs.
+        """Return the account after ``hours`` more, in which nodes cost ``usd_per_h`` and there were ``jobs`` jobs.
 
         An hour that lies ``memory_h`` hours back has the weight 1/e.
         """

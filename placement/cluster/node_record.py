@@ -122,7 +122,7 @@ class NodeRecord:
             self._nodes[told.node] = sorted([*known, noted], key=lambda each: each.at_s)[-_MOST_FAILURES:]
 
     def ended(self, view: JobView) -> None:
-        """Discard those failures of an ended job that its last report omits because its program was to blame."""
+        """Discard the failures of a finished job that its last report omits, since its own program caused these."""
         key, kept = (view.job, view.submitted_s), {(each.node, each.worker) for each in view.node_failures}
         for node, noted in list(self._nodes.items()):
             self._keep(node, [each for each in noted if each.job != key or (node, each.worker) in kept])

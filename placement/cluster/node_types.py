@@ -81,7 +81,7 @@ class NodeType:
         return slots(self.resources, view.bundle) if matches(self.labels, view.selector) else 0
 
     def share(self, view: JobView, workers: float) -> float:
-        """Return the fraction of one such node, at most 1, that this many workers (or parts of a unit) use."""
+        """Return the fraction of one node of this type, at most 1, that these workers (or parts of a unit) use."""
         if fit := self.slots(view):
             return workers / max(fit, workers)
         needs = [(workers * need, self.resources.get(name, 0.0)) for name, need in view.bundle.items() if need > 0]

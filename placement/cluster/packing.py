@@ -186,7 +186,7 @@ class Free(Protocol[_JobContra, _KeyCo]):
 
 
 class FreeSlots:
-    """Free slots (room for one worker each) of each node, for jobs whose workers are alike, identified by number."""
+    """Free slots (room for one worker each) of each node, for jobs (identified by number) whose workers are alike."""
 
     def __init__(self, slots: Sequence[int] | Ints) -> None:
         self._free = np.array(slots, dtype=np.int64)
@@ -340,7 +340,7 @@ class FreeResources:
         return kind.slots.copy()
 
     def take(self, view: JobView, index: int, workers: float) -> None:
-        """Reserve resources for workers on the node with this index, unchecked; negative workers release them."""
+        """Reserve resources for workers on the node with this index, without a check; negative workers release them."""
         needs = self._kind(view).needs
         assert needs is not None, f"job {view.job} has no slot to take"
         for column, amount in needs:

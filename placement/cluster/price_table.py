@@ -80,7 +80,7 @@ class PriceTable:
     prices: Mapping[str, Price] = dataclasses.field(default_factory=_defaults)  # by GPU type, and by instance type
 
     def rates(self, types: Collection[str], spot: Collection[str] = ()) -> dict[str, float]:
-        """Return the prices keyed by GPU type [USD per GPU and hour]: spot prices for the types in ``spot``.
+        """Return the price per GPU [USD/h], keyed by GPU type: the spot price for types in ``spot``, else on-demand.
 
         Raises InputError: a type is not in the table, or its row has no GPUs.
         """

@@ -96,9 +96,9 @@ class AllowedSizes:
         return low, high
 
     def or_any(self, least: int, most: int) -> tuple[AllowedSizes, int, int]:
-        """Return these sizes, and the smallest and largest of them in the given range.
+        """Return these sizes, with the smallest and largest of them from ``least`` to ``most``.
 
-        If none lies in the range, return sizes without restriction, and the range itself.
+        If none lies in that range, return sizes without restriction, with ``least`` and ``most`` themselves.
         """
         low, high = self.at_least(least), self.at_most(most)
         return (self, low, high) if low is not None and low <= high else (AllowedSizes(), least, most)
@@ -194,7 +194,7 @@ class MemoryNeed:
         return 1 if self.sharded_bytes <= room else -(-self.sharded_bytes * self.copies // room)
 
     def shortage(self, workers: int) -> str:
-        """Return a clause for messages: the memory that a worker needs in a group of this size, and what it has."""
+        """Return a clause for messages: a worker's memory need in a group of this size, and the memory that it has."""
         need = bytes_text(self.need_bytes(workers))
         return f"a worker needs {need} in a group of {workers} and has {bytes_text(self.available_bytes)}"
 

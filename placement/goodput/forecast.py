@@ -40,7 +40,7 @@ class BatchForecast:
             check_number("a batch of steps", batch, least=1, unit="sample")
 
     def after(self, samples: float) -> tuple[int | None, BatchForecast | None]:
-        """Return the batch after this many more samples (None if unchanged) and the remaining forecast, or None."""
+        """Return the batch after ``samples`` more samples (None: unchanged), and the rest of the forecast (or None)."""
         batch = next((size for begin, size in reversed(self.steps) if begin <= samples), None)
         left = tuple((begin - samples, size) for begin, size in self.steps if begin > samples)
         return batch, BatchForecast(steps=left) if left else None
@@ -53,7 +53,7 @@ class NoiseTrend:
         self._seen = collections.deque[tuple[float, float]](maxlen=64)  # (training time [s], noise scale)
 
     def see(self, trained_s: float, noise: float) -> None:
-        """Record the noise scale after this training time; ignored if not positive, or soon after the last record."""
+        """Record the noise scale after ``trained_s`` [s] of training, unless not positive or soon after the last."""
         if 0 < noise < math.inf and trained_s > 0 and (not self._seen or trained_s >= _APART * self._seen[-1][0]):
             self._seen.append((trained_s, noise))
 

@@ -98,7 +98,7 @@ class MixedGroup:
         return float(self._grad_times(np.array([samples], dtype=np.float64))[0][0])
 
     def shares(self, samples: int) -> tuple[tuple[int, ...], ...]:
-        """Return each worker's share of the ``samples`` of a micro-step, per part in descending order.
+        """Return each worker's share of a micro-step of ``samples`` samples, grouped by part, in descending order.
 
         Raises ValueError: samples is below 1, or above ``most``.
         """

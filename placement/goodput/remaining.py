@@ -18,8 +18,8 @@ BEYOND = 1.05  # part of the declared length from which a job proves that more w
 def remaining(progress: Progress | None) -> float | None:
     """Return the estimated work to the job's end, in steps at the initial batch; None if no length is declared.
 
-    The estimate is declared epochs x measured progress per epoch - progress so far, all known for a live job. In the
-    first epoch, an epoch is assumed to be as long as in other jobs of the same model. If that is unknown too, an
+    The estimate is declared epochs x measured progress per epoch - progress so far, as a running job reports them. In
+    the first epoch, an epoch is assumed to be as long as in other jobs of the same model. If that is unknown too, an
     epoch is assumed to be as long as the progress so far: a new job counts as short until it proves to be long.
     """
     return None if progress is None or progress.epochs is None else _left(progress, progress.epochs)

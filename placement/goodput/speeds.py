@@ -209,7 +209,7 @@ def ratios(observations: tuple[Observation, ...], model: GoodputModel, cache: Go
 
 
 def spread(view: JobView) -> float:
-    """Return the standard deviation of the logarithm of step time, averaged over all measurements by their counts."""
+    """Return the standard deviation of the logarithm of step times: the mean over measurements, weighted by count."""
     seen = [each for measured in view.observations.values() for each in measured]
     return sum(each.count * each.spread for each in seen) / max(sum(each.count for each in seen), 1e-9)
 

@@ -153,7 +153,7 @@ class Knowledge:
             del self._read[key]
 
     def learn(self, view: JobView, now_s: float) -> None:
-        """Record the measurements in a job's heartbeat, replacing older ones of the same shape."""
+        """Record the measurements in a job's heartbeat, replacing older ones of equal shape (nodes, workers, batch)."""
         if view.fingerprint is None:
             return
         self._lengths.receive(view)
@@ -239,7 +239,7 @@ class Knowledge:
         )
 
     def priors(self, view: JobView, now_s: float) -> dict[str, Prior]:
-        """Return a borrowed model for each GPU type on which only other jobs of the same model ran, keyed by type."""
+        """Return a borrowed model for each GPU type that only other jobs of the same model have used, keyed by type."""
         if self._families.get(view.fingerprint or "", {}).keys() <= view.models.keys():
             return {}
         known = self.complete(view, now_s)
@@ -422,7 +422,7 @@ class EndedJobs:
             self._beyond.setdefault(declarer, {})[view.job] = 2.0 * part  # as much is left as was done
 
     def ended(self, job: str, now_s: float) -> bool:
-        """Record the end of a job; return True if its length is worth storing."""
+        """Record the end of a job; return True if the job's length is known and therefore worth storing."""
         length = self._present.pop(job, None)
         self._declared.pop(job, None)
         if length is None:

@@ -64,7 +64,7 @@ class KnownLength:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownStrategy:
-    """Stored winner of a race between synchronisation strategies."""
+    """Stored result of a comparison of synchronisation strategies: the fastest one."""
 
     fingerprint: str  # of the job's model
     form: str  # of its group
@@ -83,7 +83,7 @@ class Measurements:
 
 
 def merged(several: Iterable[Measurements]) -> Measurements:
-    """Return the measurements of several writers as one, with only the newest of each shape (or epoch, for noise)."""
+    """Return the measurements of several writers as one, with only the newest per shape (for noise: per epoch)."""
     several = tuple(several)
     steps: dict[tuple[object, ...], KnownStep] = {}
     noises: dict[tuple[object, ...], KnownNoise] = {}
@@ -106,7 +106,7 @@ def merged(several: Iterable[Measurements]) -> Measurements:
 
 
 def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
-    """Return the latest lengths of each model (a limited number), oldest first and without duplicates."""
+    """Return the latest job lengths of each model (a limited number), oldest first and without duplicates."""
     kept: dict[str, list[KnownLength]] = {}
     for length in sorted(set(lengths), key=lambda each: (each.seen_s, each.fingerprint, each.samples)):
         kept.setdefault(length.fingerprint, []).append(length)
@@ -114,7 +114,7 @@ def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
 
 
 def covers(measurements: Measurements, other: Measurements, since_s: float) -> bool:
-    """True if ``measurements`` has every record of ``other`` after ``since_s``, in the same or a newer version."""
+    """True if ``measurements`` has every record of ``other`` newer than ``since_s``, in that or a newer version."""
     steps = {(step.fingerprint, step.gpu_type, shape_of(step.observation)): step for step in measurements.steps}
     noises = {(noise.fingerprint, noise.gpu_type, noise.epoch): noise for noise in measurements.noises}
     for step in other.steps:

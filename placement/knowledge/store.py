@@ -407,13 +407,13 @@ class KnowledgeSync:
             self._root_of_job[view.job].know([view.fingerprint])
 
     def ended(self, job: str) -> None:
-        """Record the end of a job and write its measurements at once, since the cluster may soon be gone."""
+        """Record a job's end, so that the next :meth:`save` writes its measurements: the cluster may soon be gone."""
         root = self._root_of_job.pop(job, None)
         if root is not None:
             root.hurry_up()
 
     async def save(self, *, now: bool = False) -> None:
-        """Write changes to each storage root that is due; with ``now``, write to all roots and wait briefly."""
+        """Write changes to each storage root that is due; with ``now``, write all unsaved changes and wait briefly."""
         for root in self._roots.values():
             if root.is_due(now=now):
                 task = asyncio.get_running_loop().create_task(root.save())

@@ -29,7 +29,7 @@ from placement.reasons import Cause, Reason, count
 
 
 def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float) -> int | str:
-    """Return the fewest workers with which the job is expected to meet its deadline, or text that says why none do.
+    """Return the fewest workers with which the job is expected to meet its deadline, or a text saying why it cannot.
 
         remaining work x M0 / goodput(k) <= deadline - now,    less the cost of a change if k is above its current size
 
@@ -56,7 +56,7 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
 def guarantee(
     views: Sequence[JobView], cluster: Cluster, before: Collection[str], now_s: float, refused: Mapping[str, str]
 ) -> tuple[Problem, dict[str, Reason]]:
-    """Raise the minimum of each job whose deadline can be met to the number of workers that meets it.
+    """Raise each job's minimum to the number of workers that meets its deadline, if the deadline can be met.
 
     Jobs are considered in the order of precedence of their minimums: after jobs that may not be stopped and those of
     higher priority, before other jobs of the same priority; jobs with an earlier guarantee come first. A job that does
@@ -101,10 +101,11 @@ def _need(view: JobView, slots: Sequence[int], now_s: float, refused: Mapping[st
 
 
 def paying_size(view: JobView, slots: list[int], now_s: float) -> int | None:
-    """Return the largest number of workers that the job's utility justifies; None if that is unknown.
+    """Return the largest number of workers that the job's utility justifies; None if it cannot be computed.
 
-    The price per worker comes from the job's bill. Without known prices, workers cost nothing, and the result is the
-    number with which the job ends before its utility falls.
+    None if the job has no utility, a size fixed by its user, or an unknown remaining time. The price per worker comes
+    from the job's bill. Without known prices, workers cost nothing, and the result is the number with which the job
+    ends before its utility falls. ``slots`` is the number of its workers that fit on each node.
     """
     left_s = seconds_to_end(view, slots) if view.held_at is None else None
     if view.utility is None or left_s is None:
@@ -130,7 +131,7 @@ def limit_by_utility(problem: Problem, now_s: float) -> Problem:
 
 
 def utility_notes(problem: Problem, limited: Problem, allocation: Allocation) -> dict[str, Reason]:
-    """Return a note, keyed by job, for each job that could use more workers than its utility justifies."""
+    """Return a note, keyed by job, for each job that its utility limit in ``limited`` keeps from using more workers."""
     return {
         less.job: Reason(Cause.UTILITY, (count(less.max_workers),))
         for view, less in zip(problem.views, limited.views, strict=True)
@@ -143,9 +144,10 @@ _SIZE_ROUNDS = 4
 
 
 def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
-    """Return a plan with allowed sizes only; any other size is limited to the next smaller one in a new query.
+    """Return a plan that gives every job a size that the job allows (``JobView.sizes``).
 
-    After a few rounds, the remaining disallowed sizes are reduced on the jobs' own nodes.
+    If the policy's answer has other sizes, the policy is queried again with each limited to the next smaller allowed
+    one. After a few rounds, the remaining disallowed sizes are reduced on the jobs' own nodes.
     """
     views = {view.job: view for view in problem.views}
     for _ in range(_SIZE_ROUNDS):
@@ -196,8 +198,8 @@ def _cut(problem: Problem, plan: Plan, limits: Mapping[str, int]) -> Plan:
 def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) -> Plan:
     """Return a plan in which jobs that prefer whole nodes have whole nodes, unless this leaves slots idle.
 
-    The policy is queried twice, the second time with sizes of more than one node rounded down to whole nodes. Its
-    second answer is used unless that leaves room for workers of the jobs that were rounded down.
+    The policy is queried twice. In the second query, sizes above one node are limited to a whole number of nodes. The
+    second answer is used unless it leaves slots idle that the limited jobs could use.
 
     Args:
         worth: Number of workers that fill a whole node, for each job that prefers whole nodes.
@@ -229,7 +231,7 @@ def node_worth(view: JobView, cluster: Cluster) -> int:
 
 
 def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
-    """Move workers so that jobs that prefer whole nodes share none; keep the plan if that is impossible.
+    """Return the plan, changed so that jobs that prefer whole nodes share none; unchanged if that is impossible.
 
     It is impossible if not all sizes fit or, with ``apart``, if several multi-node jobs would share a node.
     """
@@ -333,7 +335,7 @@ def decide(
 
 
 def without_idle_spot(problem: Problem) -> Problem | None:
-    """Return the problem without spot nodes on which no job runs; None without such nodes or without running jobs."""
+    """Return the problem without spot nodes on which no job runs; None if there is no such node or no running job."""
     used = {node for view in problem.views for node, workers in view.allocation.items() if workers}
     left = tuple(node for node in problem.cluster.nodes if not node.spot or node.node_id in used)
     if not used or len(left) == len(problem.cluster.nodes):

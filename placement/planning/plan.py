@@ -36,9 +36,10 @@ def make_plan(
     guaranteed: Collection[str] = (),
     granted: Allocation | None = None,
 ) -> Plan:
-    """Decide the number of workers of each job, validate it, and place the workers, under all constraints.
+    """Return a plan: query the policy for each job's number of workers, check its answer, and place the workers.
 
-    Units (workers of several processes) that do not fit on any node span several (``placement.planning.spans``).
+    All constraints apply. Units (workers of several processes) that do not fit on any node span several
+    (``placement.planning.spans``).
 
     Args:
         guaranteed: ``Plan.guaranteed`` of the last decision: the jobs whose deadlines it guaranteed.
@@ -234,7 +235,7 @@ def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
 def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
     """Return the reason why the job's minimum could not run even on an empty cluster; None if it could.
 
-    Returns None, too, while no nodes are known.
+    Also returns None while no nodes are known.
     """
     if not cluster.nodes:
         return None

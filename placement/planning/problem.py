@@ -28,11 +28,11 @@ class Plan:
     granted: Allocation = dataclasses.field(default_factory=dict)
 
     def plus(self, other: Plan) -> Plan:
-        """Return this plan merged with ``other``; for a job in both, ``other`` wins."""
+        """Return the allocations and reasons of this plan and ``other``; for a job in both, ``other`` wins."""
         return Plan(allocation={**self.allocation, **other.allocation}, reasons={**self.reasons, **other.reasons})
 
     def noted(self, notes: Mapping[str, Reason]) -> Plan:
-        """Return the plan with each job's note in ``notes`` as its reason, which keeps the former reason as figures."""
+        """Return the plan with ``notes`` as the reasons of their jobs; former reasons become the notes' figures."""
         said = {job: reason.because(notes[job]) for job, reason in self.reasons.items() if job in notes}
         return dataclasses.replace(self, reasons={**self.reasons, **said})
 
@@ -117,7 +117,7 @@ def serve(view: JobView, room: FreeResources) -> bool:
 
 
 def minimums(problem: Problem) -> Allocation:
-    """Return placements for the minimums of as many jobs as fit, by precedence; running workers stay in place."""
+    """Return placements of the minimum workers of as many jobs as fit, by precedence; running workers stay in place."""
     served = _served(problem)
     while True:
         packing = pack({view.job: view.min_workers for view in served}, served, problem.cluster)
@@ -182,7 +182,7 @@ def guard(problem: Problem, solve: Solver) -> Plan:
 
 
 def by_priority(problem: Problem, solve: Solver) -> Plan:
-    """Query the policy for one priority after the other, highest first.
+    """Return a plan made by querying the policy for one priority after the other, highest first.
 
     Minimums are reserved first, in the order of precedence. Jobs of a higher priority may then grow into all the room
     that minimums of lower priorities leave free, and jobs of the next priority into the rest.

@@ -42,7 +42,7 @@ NOTHING: Use = {}
 
 
 def spans_nodes(view: JobView, cluster: Cluster) -> bool:
-    """True if no node is large enough for a unit of the job, or one of its units currently spans nodes."""
+    """True if no node can hold a unit (worker of several processes) of the job, or one of its units spans nodes now."""
     if view.unit == 1:
         return False
     return any(map(is_split, view.allocation)) or not any(
@@ -107,17 +107,17 @@ def per_process(view: JobView) -> Resources:
 
 
 def room_for(view: JobView, cluster: Cluster, most: int) -> int:
-    """Return the number of the job's units, up to ``most``, that the nodes could hold if they were empty."""
+    """Return how many of the job's units (workers of several processes) fit on the empty nodes, up to ``most``."""
     empty = Cluster(nodes=tuple(dataclasses.replace(node, free=node.total) for node in cluster.nodes))
     return len(find_places(view, empty, most))
 
 
 def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, used: Use = NOTHING) -> Plan:
-    """Return a policy's plan in which units (workers of several processes) that fit on no single node span several.
+    """Return a policy's plan in which units (workers of several processes) that fit on no node span several nodes.
 
     Args:
         solve: Function that queries the policy about jobs on a cluster, under all constraints.
-        used: Resources that other jobs use of their tenants' quotas.
+        used: Resources that jobs outside of ``views`` use, keyed by tenant; they count towards its quota.
     """
     wide = [view for view in views if view.unit > 1 and spans_nodes(view, cluster)]
     if not wide:

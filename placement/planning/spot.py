@@ -26,7 +26,7 @@ def on_demand_workers(place: Mapping[str, int], nodes: Mapping[str, Node]) -> in
 def with_minimums_on_demand(
     problem: Problem, solve: Solver, least: Mapping[str, int], running: Collection[str]
 ) -> Plan:
-    """Query the policy, and ensure that each mixed job has its minimum on on-demand nodes.
+    """Return the policy's plan, in which each mixed job (``JobView.spot``) has its minimum on on-demand nodes.
 
     If that is impossible, a waiting job does not start. A running job continues, and its reason says so, since
     stopping it would lose more than a spot node that may be reclaimed.

@@ -65,7 +65,7 @@ def check_tenants(tenants: Sequence[Tenant]) -> None:
 
 
 def left_over(tenants: Sequence[Tenant], used: Mapping[str, Resources]) -> tuple[Tenant, ...]:
-    """Return the tenants with each quota reduced by the resources already used, which are keyed by tenant."""
+    """Return the tenants with each quota reduced by the resources that ``used``, keyed by tenant, says are in use."""
 
     def left(tenant: Tenant) -> Resources:
         return {r: max(most - used.get(tenant.name, {}).get(r, 0.0), 0.0) for r, most in tenant.quota.items()}
@@ -74,7 +74,7 @@ def left_over(tenants: Sequence[Tenant], used: Mapping[str, Resources]) -> tuple
 
 
 def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) -> Plan:
-    """Run the policy for each tenant (a user or team) within its share, then offer what is left within quotas.
+    """Run the policy for each tenant (a user or team) within its share, then offer unused resources within quotas.
 
     Shares are computed by ``share_out``. Tenants whose jobs fit only a few nodes come first. The remaining resources
     are offered first to the tenant that uses least relative to its weight.
@@ -368,7 +368,7 @@ def _used(views: Sequence[JobView], allocation: Allocation) -> dict[str, float]:
 
 
 def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
-    """Return the problem restricted to a part of the cluster that has the resources ``ceiling``.
+    """Return the problem restricted to a part of the cluster whose resources do not exceed ``ceiling``.
 
     Resources that ``ceiling`` omits are not limited. The part is chosen in this order: the placements ``first``, other
     workers that the jobs already hold, more workers on the same nodes, and then the nodes with the most room.

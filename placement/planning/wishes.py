@@ -21,7 +21,8 @@ from placement.reasons import Cause, Reason, count
 def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
     """Return the job as the allocation policy should see it, without workers granted for its wish.
 
-    The job keeps the workers that the policy itself gave it, and at least its minimum if it has that many.
+    A wish is the size that the job's own adaptation policy requests. The job keeps the workers that the allocation
+    policy gave it, and at least its minimum if it has that many.
 
     Args:
         granted: Workers granted for the job's wish, keyed by node, from ``Plan.granted`` of the last decision.

@@ -218,7 +218,7 @@ class ClusterScaler:
 
 
 def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterable[Tenant] = ()) -> Bundles:
-    """Return bundles for all workers that the cluster should have room for; empty if no job waits (pure).
+    """Return (resources, labels) of each worker that the cluster should have room for; empty if no job waits (pure).
 
     Each job counts with its minimum, or with the size at which it is held, so that no job waits if all bundles fit. A
     waiting job that does not fit into its tenant's quota is not counted.

@@ -122,7 +122,7 @@ def aliases(prefix: str, *, whole: bool = False) -> list[tuple[str, str]]:
 
 
 def add_alias(alias: str, own: str) -> bool:
-    """Give the actor named ``own`` a second name, under which it can be found; return False if it is in use.
+    """Give the actor named ``own`` a second name, by which it can be found; return False if that name is in use.
 
     If two callers add the same alias at once, both may fail. Blocks for a moment.
     """

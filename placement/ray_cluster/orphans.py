@@ -35,7 +35,7 @@ def orphaned(
     that ``since_s`` is updated.
 
     Args:
-        holders: For each group, True if its process is alive; None if no process holds it.
+        holders: For each group, True if its process is alive, False if the process is dead; None if there is none.
         since_s: Time when each group was first seen without a known job [s].
         timeout_s: Time for which a living process keeps its group [s].
     """

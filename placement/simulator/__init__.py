@@ -17,16 +17,16 @@ from placement.lazy_names import lazy_names
 if TYPE_CHECKING:
     from placement.errors import InputError
     from placement.simulator.engine import simulate
-    from placement.simulator.results.report import JobReport, Report, SimulationReport
+    from placement.simulator.results.report import JobReport, SimulationReport
     from placement.simulator.world.state import Placed
 
 _HOMES = {
     "placement.errors": "InputError",
     "placement.simulator.engine": "simulate",
-    "placement.simulator.results.report": "JobReport Report SimulationReport",
+    "placement.simulator.results.report": "JobReport SimulationReport",
     "placement.simulator.world.state": "Placed",
 }
 
-__all__ = ["InputError", "JobReport", "Placed", "Report", "SimulationReport", "simulate"]
+__all__ = ["InputError", "JobReport", "Placed", "SimulationReport", "simulate"]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -90,7 +90,7 @@ def simulate(
             them.
         apart: Value of ``AllocatorConfig.one_multi_node_job_per_node``.
         foresight: True if jobs with a batch-size ramp (``TraceJob.ramp``) announce its later steps.
-        on_progress: Callback, called about once per simulated hour.
+        on_progress: Callback for every simulated hour, with jobs done, number of jobs and time [s]; None for none.
 
     Raises:
         InputError: The input is invalid; raised before the simulation starts.
@@ -324,7 +324,7 @@ def job_classes(
 ) -> dict[str, JobClass]:
     """Return each application's arrivals per hour and run time on each number of workers, keyed by its name.
 
-    Workers run on a cluster of one GPU type; run times include a restart.
+    Run times are for the GPU type of the first node, and include a restart and half a round.
     """
     gpu, per_node = nodes.nodes[0].gpu_type, int(nodes.nodes[0].total["GPU"])
     arrivals = [spec.time_s for spec in specs]

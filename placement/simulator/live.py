@@ -57,7 +57,7 @@ class LiveDriver:
             self._at(time_s, lambda now_s, happens=happens: self._disturb(happens, now_s))  # type: ignore[misc]
 
     def run(self, jobs: Sequence[SimulatedJob], on_progress: Callable[[int, int, float], None] | None) -> None:
-        """Run until all jobs are done. Raises RuntimeError: the simulation takes longer than ``longest_s``."""
+        """Run until all jobs are done, calling ``on_progress`` hourly; raise RuntimeError after ``longest_s``."""
         for job in jobs:
             self._at(job.trace.time_s, lambda now_s, job=job: self.arrive(job, now_s))  # type: ignore[misc]
         self._at(jobs[0].trace.time_s, self.tick)

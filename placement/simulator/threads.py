@@ -16,7 +16,7 @@ def ask_for_one() -> None:
 
 
 def one_thread() -> contextlib.AbstractContextManager[object]:
-    """Return a context with one thread for linear algebra, if ``threadpoolctl`` (of scikit-learn) is installed."""
+    """Return a context with one thread for linear algebra; no effect without ``threadpoolctl`` (of scikit-learn)."""
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:

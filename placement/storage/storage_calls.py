@@ -102,7 +102,7 @@ class StorageCalls:
         return answer.result()  # type: ignore[no-any-return]
 
     def call(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-        """Run a call and block until it returns its result."""
+        """Run a call and block until it returns its result; raise StorageTimeoutError if ``timeout_s`` passes."""
         call = self.start(what, function)
         self.wait(call, timeout_s=timeout_s)
         return call.answer.result()  # type: ignore[no-any-return]
@@ -186,7 +186,7 @@ class StorageCalls:
 
 
 def call_storage(where: str, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-    """Make one blocking call to storage, with a deadline.
+    """Make one blocking call to storage, with a deadline; errors name the storage ``where`` and the call ``what``.
 
     Raises StorageTimeoutError if there is no answer within ``timeout_s``. Errors of the function are raised unchanged.
     """

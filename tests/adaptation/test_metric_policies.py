@@ -118,7 +118,8 @@ def test_settings_default_to_torchs_and_to_what_docs_show() -> None:
         (UtilityCost("1,2"), {"price": 1.0, **scaling}),
         (CostCap(1, price_per_worker_hour=1), {"shrink_at": None, "shrink_to": 1}),
     ):
-        assert {**vars(policy), **settings_, "strict": False, "deadline_s": 2.0} == vars(policy)
+        assert {**vars(policy), **settings_} == vars(policy)
+        assert (policy.strict, policy.deadline_s) == (False, 2.0)
 
 
 def costing(policy: CostCap, workers: int) -> ScriptedRun:

@@ -20,7 +20,7 @@ from common import bar, finish, side_parser
 
 from placement.autoscaling.objectives import Objective, make_objective
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
-from placement.simulator import Report, simulate
+from placement.simulator import SimulationReport, simulate
 from placement.simulator.nodes.provider import AutoscaledCluster
 from placement.simulator.workloads.traces import TraceJob
 
@@ -71,7 +71,7 @@ def _row(job: str, name: str, objective: Objective, statistical: bool) -> dict[s
     }
 
 
-def run(job: str, objective: Objective, *, statistical: bool) -> Report:
+def run(job: str, objective: Objective, *, statistical: bool) -> SimulationReport:
     """One job alone on a cluster that follows it."""
     alone = TraceJob(name=job, time_s=0.0, application=job, num_replicas=1, batch_size=1)
     return simulate(

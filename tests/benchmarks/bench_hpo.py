@@ -25,7 +25,7 @@ from common import bar, finish, side_parser
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.policies import FixedPolicy, Policy, Target, make_policy
-from placement.simulator import Report, simulate
+from placement.simulator import SimulationReport, simulate
 from placement.simulator.workloads.traces import Lengths, TraceJob
 
 DATA = Path(os.environ.get("ELASTIC_RAY_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -56,7 +56,7 @@ class AtATime:
         return {**waiting, **self.inner.decide(order[: self.most], cluster, now_s)}
 
 
-def run(system: str, rules: str, batch: int, spread: float, trials: int) -> Report:
+def run(system: str, rules: str, batch: int, spread: float, trials: int) -> SimulationReport:
     """One search."""
     jobs = [
         TraceJob(name=f"trial-{i:03d}", time_s=0.0, application="cifar10", num_replicas=GPUS, batch_size=batch)
@@ -81,7 +81,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     bars = []
     for rules, batch, spread in CASES:
-        reports: dict[str, Report] = {}
+        reports: dict[str, SimulationReport] = {}
         for system in SYSTEMS:
             reports[system] = run(system, rules, batch, spread, 12 if options.quick else 100)
             print(f"  {rules}, {batch}, {spread}, {system}: {reports[system].makespan_s / 3600:.2f} h", flush=True)
@@ -93,7 +93,7 @@ def main() -> None:
     finish("hpo", rows=rows, bars=bars)
 
 
-def _row(system: str, report: Report, fixed: Report) -> dict[str, Any]:
+def _row(system: str, report: SimulationReport, fixed: SimulationReport) -> dict[str, Any]:
     trials_s = [job.finish_s - job.start_s for job in report.jobs]
     return {
         "system": system,

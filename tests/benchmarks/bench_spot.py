@@ -18,7 +18,7 @@ from bench_allocation import DATA
 from common import bar, finish, side_parser
 
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
-from placement.simulator import Report, simulate
+from placement.simulator import SimulationReport, simulate
 from placement.simulator.nodes.disturbances import Disturbances, read_spot
 from placement.simulator.nodes.provider import AutoscaledCluster
 
@@ -53,7 +53,7 @@ def main() -> None:
 _COMMON: dict[str, Any] = {"rules": "live", "policy": "goodput", "knowledge": True}
 
 
-def _scaled(trace: str, value: float, *, spot: bool) -> Report:
+def _scaled(trace: str, value: float, *, spot: bool) -> SimulationReport:
     return simulate(
         trace,
         DATA / "profiles",
@@ -64,7 +64,7 @@ def _scaled(trace: str, value: float, *, spot: bool) -> Report:
     )
 
 
-def _row(number: str, system: str, report: Report) -> dict[str, Any]:
+def _row(number: str, system: str, report: SimulationReport) -> dict[str, Any]:
     return {
         "workload": number,
         "system": system,

@@ -30,7 +30,7 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.cluster.packing import FreeResources
 from placement.policies import FixedPolicy, Policy, Target, make_policy
-from placement.simulator import Report, simulate
+from placement.simulator import SimulationReport, simulate
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.workloads.traces import Lengths, TraceJob
 from tuning import Promise, Sweep
@@ -91,7 +91,7 @@ def lengths(trials: int) -> Lengths:
     return Lengths(epochs=epochs, declared=False)
 
 
-def run(policy: Policy, trials: int, cluster: str = CLUSTER, planner: SweepPlanner | None = None) -> Report:
+def run(policy: Policy, trials: int, cluster: str = CLUSTER, planner: SweepPlanner | None = None) -> SimulationReport:
     """One sweep."""
     jobs = [
         TraceJob(name=f"trial-{i:03d}", time_s=0.0, application="cifar10", num_replicas=1, batch_size=128)
@@ -140,7 +140,7 @@ def main() -> None:
     finish("sweep_deadline", rows=rows, bars=bars)
 
 
-def _gpu_hours(report: Report) -> float:
+def _gpu_hours(report: SimulationReport) -> float:
     return sum(sum(job.gpu_hours.values()) for job in report.jobs)
 
 

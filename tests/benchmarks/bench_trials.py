@@ -60,10 +60,9 @@ def allocator_pid() -> int:
     """Process of the allocator."""
     import ray
 
-    from placement.allocator.actor import NAME
-    from placement.ray_cluster.named_actors import NAMESPACE
+    from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE
 
-    actor: Any = ray.get_actor(NAME, namespace=NAMESPACE)
+    actor: Any = ray.get_actor(ALLOCATOR, namespace=NAMESPACE)
     state = ray._private.state.state.actor_table(actor._actor_id.hex(), None, None)
     return int(state["Pid"])
 

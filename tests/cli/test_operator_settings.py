@@ -10,9 +10,8 @@ import ray
 import yaml
 
 import elastic_ray as er
-from placement.allocator.actor import NAME as ALLOCATOR
 from placement.allocator.actor import get_or_create_allocator
-from placement.ray_cluster.named_actors import find_actor
+from placement.ray_cluster.named_actors import ALLOCATOR, find_actor
 from tests.cli.commands import run
 from tests.job.jobs import start, wait_until
 

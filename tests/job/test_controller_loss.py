@@ -150,14 +150,13 @@ def _joiners(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_twice_in_a_row_and_together_with_the_allocator(ray_cluster: Any, tmp_path: Path) -> None:
-    from placement.allocator.actor import NAME
-    from placement.ray_cluster.named_actors import NAMESPACE
+    from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE
 
     handle = start(tmp_path, workers=2, epochs=60)
     wait_until(lambda: handle.status().workers == 2 and handle.status().step > 10, handle)
     kill_controller(handle)
     wait_until(lambda: EventKind.RECOVERED in kinds(handle), handle)
-    allocator: Any = ray.get_actor(NAME, namespace=NAMESPACE)
+    allocator: Any = ray.get_actor(ALLOCATOR, namespace=NAMESPACE)
     os.kill(ray.get(allocator.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
     kill_controller(handle)
     wait_until(lambda: kinds(handle).count(EventKind.RECOVERED) == 2, handle)

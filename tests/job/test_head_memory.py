@@ -11,8 +11,7 @@ import ray
 import ray.train
 
 import elastic_ray as er
-from placement.allocator.actor import NAME
-from placement.ray_cluster.named_actors import NAMESPACE
+from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE
 from tests.job.jobs import wait_until
 from tests.local_cluster import LocalCluster
 
@@ -79,7 +78,7 @@ def test_a_hundred_jobs_fit_on_a_small_head(ray_cluster: LocalCluster, tmp_path:
     job.resize(1)
     wait_until(lambda: job.status().workers == 1 and job.status().metrics.get("epoch", 0) > 2, job)
     controller = ray.get_actor(f"job:{job.job}", namespace=NAMESPACE)
-    allocator = ray.get_actor(NAME, namespace=NAMESPACE)
+    allocator = ray.get_actor(ALLOCATOR, namespace=NAMESPACE)
     (floor_mb, _), (job_mb, of_job), (allocator_mb, of_allocator) = map(private_mb, (empty, controller, allocator))
     job.stop()
     job.result(timeout=180)

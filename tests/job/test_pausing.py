@@ -11,8 +11,7 @@ import ray
 from elastic_ray.adaptation import Pause, Policy, PolicyView
 from elastic_ray.driver.handle import JobHandle
 from elastic_ray.events import EventKind, JobPhase
-from placement.allocator.actor import NAME as ALLOCATOR
-from placement.ray_cluster.named_actors import find_actor
+from placement.ray_cluster.named_actors import ALLOCATOR, find_actor
 from tests.job import traced
 from tests.job.controllers import kill_controller
 from tests.job.jobs import kinds, start, wait_until

@@ -117,3 +117,43 @@ def test_pass_to_end_with_a_lost_step_draws_again(moment: str, joins: tuple[int,
     (result,) = set(outcome.results.values())
     assert result[1] == undisturbed[1] == STEPS * EPOCHS
     assert result[0] == pytest.approx(undisturbed[0], abs=1e-6)
+
+
+def nested_trainings(*, leaves: bool, first: bool) -> tuple[float, int]:
+    """Updates in a nested loop, all or two of its three, and one of the loop around it: a parameter, the steps."""
+    torch.manual_seed(1)
+    model: Any = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    rows = TensorDataset(torch.arange(SAMPLES).float())
+    loader = er.AdaptiveDataLoader(rows, batch_size=BATCH, seed=3)
+    inner = er.AdaptiveDataLoader(TensorDataset(rows.tensors[0][:18]), batch_size=BATCH, seed=4)
+
+    def train(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (model(x[:, None] / 10) - 1).square().mean().backward()
+        optimizer.step()
+
+    for _ in er.remaining_epochs_until(1):
+        for (x,) in loader:
+            if first:
+                train(x)
+            for (other,) in inner:
+                train(other)
+                if leaves and inner.batches_left == 1:
+                    break
+            if not first:
+                train(x)
+    return model.module.bias.item(), er.get_context().get_global_step()
+
+
+@pytest.mark.parametrize("moment", ["allreduce", "optimizer_step", "edge"])
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_each_update_of_nested_trainings_is_made_once(first: bool, leaves: bool, moment: str) -> None:
+    def train() -> tuple[float, int]:
+        return nested_trainings(leaves=leaves, first=first)
+
+    (undisturbed,) = set(run_job(train, [], first=(1, 2, 3)).results.values())
+    (result,) = set(run_job(train, [Kill(2, 1, moment)], first=(1, 2, 3)).results.values())
+    assert result == (pytest.approx(undisturbed[0], abs=1e-6), undisturbed[1])

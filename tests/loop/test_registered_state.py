@@ -73,6 +73,26 @@ def test_joiner_has_them_and_a_leaver_takes_nothing_along(epochs: str) -> None:
     check([Change(2, (1, 2)), Change(5, (1, 2, 3)), Change(9, (2, 3))], first=(1,), epochs=epochs)
 
 
+def test_a_sum_that_was_read_reaches_a_joiner() -> None:
+    def work() -> Any:
+        model, counter = net(), Counter()
+        er.register_state("samples", counter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped, seen = er.AdaptiveDataParallel(model, optimizer), []
+        for _ in er.remaining_epochs_until(EPOCHS):
+            seen.append(counter.steps)
+            sums = er.Accumulator()
+            for (x,) in er.AdaptiveDataLoader(rows(), batch_size=BATCH):
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+                sums["samples"] += len(x)
+            counter.steps = sums["samples"]  # type: ignore[assignment]
+        return seen[-1]
+
+    found = run_job(work, [Change(8, (1, 2))])
+    assert found.results == {1: 48.0, 2: 48.0}
+
+
 @pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("step", [0, 4, 6])

@@ -247,16 +247,6 @@ def test_plain_pass_is_exact_and_leaves_what_is_owed(sync: Sync) -> None:
         assert torch.equal(before, after) and bool(before.any())
 
 
-def test_without_error_feedback_nothing_is_owed() -> None:
-    def work(side: Side) -> tuple[Tensor, Tensor]:
-        found = [side.step(gradient(side.communicator.rank, 0)) for _ in range(2)]
-        side.operation.commit()
-        return torch.stack(found), side.owed()
-
-    for found, owed in on_sides(2, Reduce(wire=Wire(dtype="int8", error_feedback=False)), work):
-        assert torch.equal(found[0], found[1]) and not bool(owed.any())
-
-
 def test_a_sum_of_low_rank_arrives_whole_after_zeros() -> None:
     """A factor that has come out as zero once finds its matrix again."""
     generator = torch.Generator().manual_seed(5)

@@ -14,7 +14,7 @@ from elastic_ray.sync import Strategy, StrategyError
 from elastic_ray.sync.spec import Average, Owner, Reduce, Rows, Rule, Wire
 
 wires = st.one_of(
-    st.builds(Wire, dtype=st.sampled_from(["native", "bf16", "fp16", "int8"]), error_feedback=st.booleans()),
+    st.builds(Wire, dtype=st.sampled_from(["native", "bf16", "fp16", "int8"])),
     st.builds(Wire, rank=st.integers(1, 64)),
 )
 cast = st.builds(Wire, dtype=st.sampled_from(["native", "bf16", "fp16"]))
@@ -64,7 +64,6 @@ def test_strategy_names_neither_ranks_nor_addresses_nor_the_world() -> None:
         (lambda: Wire(rank=-1), "rank must be a whole number, 0 or more, but got -1"),
         (lambda: Wire(rank=True), "rank must be a whole number"),
         (lambda: Wire(dtype="bf16", rank=4), "rank=4 needs dtype='native'"),
-        (lambda: Wire(error_feedback="yes"), "error_feedback must be True or False"),
         (lambda: Reduce(bucket_bytes=0), "bucket_bytes must be a whole number, 1024 or more"),
         (lambda: Reduce(parts=0), "parts must be a whole number, 1 or more"),
         (lambda: Reduce(wire="bf16"), "wire must be a Wire, but got 'bf16'"),
@@ -133,7 +132,6 @@ def test_json_without_what_has_a_default_is_read() -> None:
         (Strategy(default=Reduce(wire=Wire(dtype="bf16"))), False, True, False),
         (Strategy(default=Reduce(wire=Wire(dtype="int8"))), False, False, True),
         (Strategy(default=Reduce(wire=Wire(rank=4))), False, False, True),
-        (Strategy(default=Reduce(wire=Wire(rank=4, error_feedback=False))), False, False, False),
         (Strategy(average=Average()), False, False, False),
     ],
 )

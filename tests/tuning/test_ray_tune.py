@@ -17,8 +17,7 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 
 from elastic_ray.driver.handle import find_controller
-from placement.allocator.actor import NAME
-from placement.ray_cluster.named_actors import NAMESPACE
+from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, trainable
 
@@ -138,7 +137,7 @@ def test_sweep_is_tenant_with_weight_that_it_was_given(tmp_path: Path) -> None:
 
     class Look(tune.Callback):
         def on_trial_result(self, **_: Any) -> None:
-            allocator: Any = ray.get_actor(NAME, namespace=NAMESPACE)
+            allocator: Any = ray.get_actor(ALLOCATOR, namespace=NAMESPACE)
             jobs = ray.get(allocator.snapshot.remote()).jobs
             seen.update({job: (state.view.tenant, state.view.tenant_weight) for job, state in jobs.items()})
 

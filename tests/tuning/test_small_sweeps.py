@@ -18,8 +18,7 @@ from ray.tune.search import Searcher
 import tuning
 from elastic_ray.cli import cluster
 from elastic_ray.cli.app import cli
-from placement.allocator.actor import NAME
-from placement.ray_cluster.named_actors import NAMESPACE, find_actor
+from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE, find_actor
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, trainable
 from tuning.sweep import SweepRunsError
@@ -84,7 +83,7 @@ class Watch(tune.Callback):
 
 def jobs() -> dict[str, Any]:
     """Jobs that the allocator knows."""
-    allocator: Any = ray.get_actor(NAME, namespace=NAMESPACE)
+    allocator: Any = ray.get_actor(ALLOCATOR, namespace=NAMESPACE)
     found: dict[str, Any] = ray.get(allocator.snapshot.remote()).jobs
     return found
 

@@ -25,8 +25,8 @@ from ray.tune.search.optuna import OptunaSearch
 
 import elastic_ray as er
 import tuning
-from placement.allocator.actor import NAME, get_or_create_allocator
-from placement.ray_cluster.named_actors import NAMESPACE
+from placement.allocator.actor import get_or_create_allocator
+from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, in_tune_words, train, trainable
 
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 
 def slots_of_trials() -> dict[str, int]:
     """Workers that jobs hold now, by job, as the allocator has it."""
-    allocator: Any = ray.get_actor(NAME, namespace=NAMESPACE)
+    allocator: Any = ray.get_actor(ALLOCATOR, namespace=NAMESPACE)
     jobs = ray.get(allocator.snapshot.remote()).jobs
     return {job: sum(state.view.allocation.values()) for job, state in jobs.items()}
 

@@ -88,7 +88,7 @@ def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
 
 
 def read_assessor(given: Any, mode: str) -> Algorithm | None:
-    """Return the assessor that a user specified, in any form that :func:`read_tuner` accepts; None for None."""
+    """Return the assessor that a user specified, in any form accepted by :func:`read_tuner`; None stays None."""
     if given is None:
         return None
     assessor = _read("assessor", ("assessor",), given)

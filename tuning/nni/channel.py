@@ -18,11 +18,11 @@ class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no ty
     """Channel through which NNI's trial functions work in every worker of a trial; only rank 0's reports count."""
 
     def receive_parameter(self) -> Any:
-        """Return the parameters that the tuner chose, which are the same on every worker."""
+        """Return the tuner's record for this trial (id and parameters), which is the same on every worker."""
         return json.loads(os.environ[PARAMETER])
 
     def send_metric(self, type: str, parameter_id: Any, trial_job_id: Any, sequence: int, value: Any) -> None:
-        """Report ``value`` (a metric or a mapping) through the job, which drops repeats after a worker restarts."""
+        """Report ``value`` (number or mapping) to the job, which drops repeats; ``type`` "FINAL" means final result."""
         metrics = dict(value) if isinstance(value, Mapping) else {DEFAULT: value}
         elastic_ray.report({**metrics, FINAL: True} if type == "FINAL" else metrics)
 

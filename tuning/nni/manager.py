@@ -34,11 +34,11 @@ class ExperimentState:
 
 
 class Manager:
-    """Process of NNI's manager, which serves one experiment, its web page and its tuner.
+    """Process of NNI's manager, which serves one experiment, its web page and its tuner; started by :meth:`start`.
 
     Args:
         host: Address that the web page listens on, see ``tuning.nni.Experiment``.
-        settings: Fields of NNI's ``ExperimentConfig``, keyed by name.
+        settings: Other fields of NNI's ``ExperimentConfig``, keyed by name.
 
     Raises ImportError: NNI is not installed.
     """

@@ -63,10 +63,10 @@ class NNISearch(Searcher):
             self._open(self._space)
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
-        """Set the metric, mode and search space that Ray Tune passes; True if they were accepted.
+        """Set the metric, mode and search space that Ray Tune passes; return False if they conflict with earlier ones.
 
-        Returns False if a space is already set and ``config`` contains another one. Raises ValueError if there is no
-        parameter to search or no metric.
+        Parameters to search in ``config`` conflict with a space that is already set. Raises ValueError if there is no
+        parameter to search, or no metric or mode.
         """
         searched, _ = from_tune(config)
         if self._space is not None and searched:
@@ -84,7 +84,7 @@ class NNISearch(Searcher):
         return True
 
     def suggest(self, trial_id: str) -> Any:
-        """Return the next trial's parameters, None while the tuner waits for results, ``FINISHED`` if none are left."""
+        """Return parameters for a new trial, None while the tuner waits for results, ``FINISHED`` if none are left."""
         if self._tuner is None:
             raise RuntimeError("NNISearch has no search space yet: it is to be used by a ray.tune.Tuner")
         if not self._ready and not self._refused:

@@ -60,7 +60,7 @@ class ManagerChannel:
         self._url = url
 
     def parameter(self) -> Mapping[str, Any]:
-        """Wait for the tuner's parameter record for this trial, and return it."""
+        """Wait for the tuner's record for this trial (id and parameters), and return it."""
         self._call("PUT", {"type": "request_parameter"})
         while not (answer := self._call("GET")):
             pass
@@ -111,7 +111,7 @@ class TrialServer:
         threading.Thread(target=self._accept, name="nni-trials", daemon=True).start()
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Return each trial's outcome so far, keyed by NNI's trial id; NNI's manager alone knows the ``status``."""
+        """Return each trial's outcome so far, keyed by NNI's trial id; ``status`` is known to NNI's manager only."""
         with self._lock:
             return dict(self._outcomes)
 

@@ -58,7 +58,7 @@ def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[st
 
     Args:
         final: True if the metric is the trial's final result.
-        index: Number of the intermediate result, from 0.
+        index: Number of the intermediate result, from 0; not used for the final result.
         value: The metrics, including ``default``.
     """
     data = {

@@ -59,7 +59,7 @@ class BatchSchedule(ReadyPolicy):
         return self._at(view, ahead=1)
 
     def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
-        """Return the future batches as (samples from now, batch size); with ``by="step"``, only the next of them."""
+        """Return the future batches as pairs (samples from now, batch size); with ``by="step"``, only the next one."""
         progress, left, per_sample = view.progress, view.samples_left, view.tokens_per_sample
         if self.by == "step":
             ahead = [

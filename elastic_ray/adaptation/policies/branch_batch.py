@@ -12,9 +12,9 @@ _MOST_OFF = 5  # an epoch's last batch may be smaller
 
 
 class BranchBatch(ReadyPolicy):
-    """Policy that keeps the batch size constant and pauses the job after it has trained on ``samples`` samples.
+    """Policy of a branch (short run at one batch size), which keeps the batch and pauses after ``samples`` samples.
 
-    A pause skips the code after the epoch loop, which only the original job should run.
+    A pause, unlike a stop, skips the code after the epoch loop, which only the original job should run.
     """
 
     owns_batch = True

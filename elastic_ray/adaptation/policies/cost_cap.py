@@ -46,7 +46,7 @@ class CostCap(ReadyPolicy):
         self.shrunk = False
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Return a request to stop, or to use fewer workers, if the cost has reached the limit for it; else None."""
+        """Return a request to stop at the cost limit, or to shrink at the fraction ``shrink_at`` of it; else None."""
         asked: list[Request] = []
         spent = self.price * view.worker_s / 3600
         coming = self.price * _STEPS_UNTIL_STOP * view.step_s * view.workers / 3600

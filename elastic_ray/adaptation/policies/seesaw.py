@@ -60,7 +60,7 @@ class Seesaw(ReadyPolicy):
         return SetBatch(self.asked)
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Return a request for the batch of the step after the next one, if the change is large enough; else None."""
+        """Return a request for the batch of the step after the next one; None if the batch would change too little."""
         if not self.asked:
             return self.before_train(view)
         target = self.target(view)
@@ -73,7 +73,7 @@ class Seesaw(ReadyPolicy):
         return SetBatch(target)
 
     def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
-        """Return the next two batches as (samples from now, batch size), assuming that growth continues as before."""
+        """Return the next two batches as pairs (samples from now, batch size), extrapolated from the last two."""
         if len(self.changes) < 2 or self.changes[1][1] <= self.changes[0][1]:
             return ()
         (before, small), (last, large) = self.changes
@@ -82,7 +82,7 @@ class Seesaw(ReadyPolicy):
         return [(float(ahead), min(most, int(size))) for ahead, size in steps if ahead > 0 and large < most]
 
     def target(self, view: PolicyView) -> int:
-        """Return the batch for the scheduled rates, limited by the cap [samples]."""
+        """Return the batch that matches the scheduled learning rate, limited by the cap [samples]."""
         first, most = view.initial_batch_size, self._most(view)
         part = self._decay(view.learning_rates)
         wanted = most if part * most <= first else int(first / part)

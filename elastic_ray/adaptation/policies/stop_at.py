@@ -8,7 +8,7 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class StopAt(Policy):
-    """Policy that ends the training after a given step, so that the run's last stored state is that of this step."""
+    """Policy that ends the training after ``step`` committed steps, so that the last stored state is from that step."""
 
     def __init__(self, step: int) -> None:
         if isinstance(step, bool) or not isinstance(step, int) or step < 1:
@@ -16,5 +16,5 @@ class StopAt(Policy):
         self.step = step  # number of committed steps
 
     def before_step(self, view: PolicyView) -> Stop | None:
-        """Return the stop request in the last step, because a request takes effect after the step carrying it."""
+        """Return a stop request before the last step; the request takes effect once that step is committed."""
         return Stop(f"step {self.step} is reached") if view.step == self.step - 1 else None

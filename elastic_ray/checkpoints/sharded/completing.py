@@ -153,7 +153,7 @@ def _account(storage: RunStorage, directory: str, rank: int, steps: int) -> Part
 
 # It is a pickle, as torch has it. We write it for others, and never read it.
 def torch_metadata(manifest: Manifest, values: Values) -> bytes:
-    """Return the content of the metadata file by which ``torch.distributed.checkpoint`` reads the checkpoint.
+    """Return the content of the metadata file that ``torch.distributed.checkpoint`` needs to read the checkpoint.
 
     A tensor's name is its path joined by dots, as torch names the leaves of nested dicts: ``model/0.layer.weight``.
 

@@ -83,7 +83,7 @@ class Part:
     values: tuple[tuple[Path, tuple[int, int]], ...] = ()
 
     def to_bytes(self) -> bytes:
-        """Return a serialised form for :meth:`from_bytes`, which starts with a digest of the rest."""
+        """Return the description as bytes for :meth:`from_bytes`, preceded by their SHA-256 digest."""
         told = {"version": VERSION, "rank": self.rank, "steps": self.steps, "sha256": self.sha256, "size": self.size}
         content = encode({**told, "tensors": _plain_tensors(self.tensors), "plain": list(self.plain)})
         return hashlib.sha256(content).digest() + content
@@ -147,7 +147,7 @@ class Manifest:
     def check(self) -> None:
         """Check that the pieces of each tensor cover it completely and lie within the files.
 
-        Raises ManifestError: they do not.
+        Raises ManifestError: a tensor has a gap, or a piece lies outside its file.
         """
         if type(self.tree) is not dict:
             raise ManifestError(f"the manifest has no tree of states, but a {type(self.tree).__name__}")

@@ -76,7 +76,7 @@ def load_model_state(
 
 
 def differences(one: tuple[RunStorage, StateFile], other: tuple[RunStorage, StateFile]) -> dict[str, float]:
-    """Return max |a - b| / max |a| of each tensor, keyed by name, between the models of two automatic checkpoints.
+    """Return max |a - b| / max |a| for each tensor of two automatic checkpoints' models, keyed by tensor name.
 
     Raises ValueError: the checkpoints do not hold the same tensors.
     """

@@ -158,7 +158,7 @@ def _size(storage: RunStorage, path: str) -> int:
 
 
 class PartFile:
-    """Reader of one part file. Later reads are compared, block by block, with the first complete read."""
+    """Reader of one rank's part of a checkpoint, which detects changes of the file after the first complete read."""
 
     def __init__(self, storage: RunStorage, path: str) -> None:
         self._storage, self._path = storage, path
@@ -166,10 +166,10 @@ class PartFile:
         self._sums = array.array("I")
 
     def scatter(self, pieces: Sequence[tuple[int, memoryview]] = ()) -> str:
-        """Read the whole file, copy pieces of it to their targets, and return its SHA-256 in hexadecimal.
+        """Read the whole file, copy the given ranges of bytes into buffers, and return its SHA-256 in hexadecimal.
 
         Args:
-            pieces: position of each piece's first byte in the file, and the target for its bytes.
+            pieces: for each range, the position of its first byte in the file, and the buffer to fill.
         """
         digest, at = hashlib.sha256(), 0
         waiting = sorted(pieces, key=lambda piece: piece[0])

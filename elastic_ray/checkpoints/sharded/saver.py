@@ -53,7 +53,7 @@ class CopyBuffers:
         self.made = 0
 
     def fit(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return a buffer of the same shape and dtype for each tensor; None if any tensor has no buffer.
+        """Return a buffer of equal shape and dtype for each tensor, in order; None if any tensor has no buffer.
 
         Some buffers may remain unused, because gradients exist at some steps only.
         """
@@ -153,7 +153,7 @@ class PartSaver:
         self._groups, self._fits = self._groups + 1, -1
 
     def standing(self) -> Readiness:
-        """Return this rank's readiness as last determined by :meth:`readiness`, without starting any preparation."""
+        """Return whether this rank can write its part, judging by what is prepared; prepares nothing more."""
         if self._looking is None:
             return Readiness.NOT_YET
         self._poll(wait=False)
@@ -167,9 +167,10 @@ class PartSaver:
         self._never = why
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Return this rank's readiness to write its part, and start to prepare what is missing, unless ``now``.
+        """Return whether this rank can write its part of a checkpoint: ready, not yet, or never.
 
-        With ``now``, training does not continue during the save, so that no memory for a copy is needed.
+        Unless ``now``, memory for a copy of the state is needed as well; if it is missing, its allocation starts. With
+        ``now``, training does not continue during the save, so that no copy is needed.
         """
         if self._looking is None:
             self._looking = self._calls.start("looking for the run's directory", self._storage.check_reachable)
@@ -225,7 +226,9 @@ class PartSaver:
         self._making = self._calls.start("making memory for a checkpoint", make)
 
     def capture(self, order: SaveOrder | None, resume_point: ResumePoint, *, copy: bool) -> CapturedPart | None:
-        """Capture this rank's state for :meth:`write`; None while memory for a copy of the whole state is allocated.
+        """Capture this rank's state for :meth:`write`; None if memory for a copy must be allocated first.
+
+        None occurs only without ``order``; the allocation then runs in the background.
 
         Args:
             order: the ranks' agreement on this checkpoint; None if this rank alone writes the whole state.

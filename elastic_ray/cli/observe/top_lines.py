@@ -117,7 +117,7 @@ def top_lines(
     """Return the lines of one screen update: a heading, the first jobs in order, and nodes if there is room.
 
     Args:
-        size: Width and height of the terminal [characters]; ``by`` is a key of ``SORTS``.
+        size: Width and height of the terminal [characters]. Jobs are sorted ``by`` this key of ``SORTS``.
         metric: Metric to show; empty for each job's own.
     """
     width, height = max(1, size[0]), max(1, size[1])

@@ -28,7 +28,7 @@ from elastic_ray.run.registry import HookPoint
 
 
 class OnMainProcess(accelerate.Accelerator):
-    """Methods of the ``Accelerator`` that run only on certain ranks, determined by the job's current ranks.
+    """Mixin with the methods of ``Accelerator`` that run only on certain ranks of the job.
 
     Accelerate itself sees each worker as a single process. The first worker with rank 0 starts the trackers. If rank 0
     moves to another worker, that worker starts the trackers when it first logs.
@@ -293,7 +293,7 @@ class Accelerator(OnMainProcess, Collectives):
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Accumulate gradients computed in the block on this worker, without averaging them over the workers."""
+        """Return a context in which gradients of ``model`` accumulate on this worker, without being averaged."""
         with model.no_sync():
             yield
 
@@ -316,7 +316,7 @@ class Accelerator(OnMainProcess, Collectives):
             super().save(obj, f, safe_serialization)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Save the training state, and the position in the data, to a folder; only rank 0 writes."""
+        """Save the training state and the position in the data to a folder, on rank 0 only; return the folder."""
         if not self.is_main_process:
             return output_dir
         if self.project_configuration.automatic_checkpoint_naming:

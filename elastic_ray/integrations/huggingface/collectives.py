@@ -17,7 +17,7 @@ from elastic_ray.loop.api import current_session
 
 
 class SavesAlone:
-    """Mixin whose ``_saves_alone`` flag is True inside the :meth:`_alone` context."""
+    """Mixin with a context (``_alone``) in which this worker saves without communicating with other workers."""
 
     _saves_alone = False
 
@@ -37,14 +37,14 @@ class Collectives(SavesAlone, accelerate.Accelerator):
     flag_tensor: Any
 
     def gather(self, tensor: Any) -> Any:
-        """Return tensors gathered from all workers and concatenated along dimension 0, whose size may differ."""
+        """Return each tensor, gathered from all workers and concatenated along dimension 0; its size may differ."""
         leaves: list[Any] = []
         recursively_apply(leaves.append, tensor, test_type=_every_leaf)
         parts = map(_joined, zip(*er.all_gather(leaves), strict=True))
         return recursively_apply(lambda _: next(parts), tensor, test_type=_every_leaf)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather as :meth:`gather` does, without dropping duplicates, as there are none; join lists of non-tensors."""
+        """Gather as :meth:`gather` does, or join lists of other objects; no duplicates are dropped, as none exist."""
         if use_gather_object or (isinstance(input_data, list) and not _all_tensors(input_data)):
             return [each for part in er.all_gather(list(input_data)) for each in part]
         return self.gather(input_data)

@@ -38,7 +38,7 @@ class StepProgress:
         self._trainer = trainer
 
     def remember(self) -> dict[str, Any]:
-        """Return the current values of this state, for :meth:`roll_back`."""
+        """Return the trainer's current state on this rank, for :meth:`roll_back`."""
         trainer = self._trainer
         return {
             **scalars(trainer),
@@ -49,7 +49,7 @@ class StepProgress:
         }
 
     def roll_back(self, remembered: dict[str, Any]) -> None:
-        """Restore the values that :meth:`remember` returned before the step."""
+        """Restore the trainer's state that :meth:`remember` returned before the step that is repeated."""
         set_scalars(self._trainer, remembered)
         del self._trainer.state.log_history[remembered["logs"] :]
         theirs = self._trainer

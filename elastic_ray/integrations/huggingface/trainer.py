@@ -361,7 +361,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         transformers.utils.logging.set_verbosity(self.args.get_process_log_level())
 
     def is_world_process_zero(self) -> bool:
-        """True if this worker is the one of the job that saves and logs."""
+        """True if this worker has rank 0, which saves and logs."""
         return get_context().get_world_rank() == 0
 
     def is_local_process_zero(self) -> bool:
@@ -390,7 +390,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         super()._maybe_log_save_evaluate(self._tr_loss, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Return metrics over all evaluation data, which every worker processes; in training, those of rank 0."""
+        """Return metrics over all evaluation data; every worker evaluates, and within training all return rank 0's."""
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         return er.broadcast(metrics) if self.is_in_train else metrics
 

@@ -15,7 +15,7 @@ _NOTHING = object()
 
 
 class UnreadStream:
-    """Stand-in for a loader over a dataset without length, so that Lightning's setup does not read from the stream."""
+    """Stand-in for a loader over a dataset without length, which keeps Lightning's setup from reading the stream."""
 
     def __init__(self, loader: er.AdaptiveDataLoader) -> None:
         self.loader = loader
@@ -104,11 +104,11 @@ class ElasticFetcher(_DataFetcher):
         return self.done
 
     def finish(self) -> None:
-        """Mark the pass as done, as there is no further batch."""
+        """Mark the pass as done, because the loader has no further batch."""
         self.done = True
 
     def batches_of_epoch(self, had: int) -> float:
-        """Return the epoch's number of micro-batches, ``had`` of them already started; infinite if unknown."""
+        """Return the epoch's number of micro-batches, if ``had`` of them have been started; infinite if unknown."""
         left = self.loader.batches_left
         if left is None:
             return float("inf")

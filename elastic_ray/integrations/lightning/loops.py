@@ -249,7 +249,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
 
     @property
     def done(self) -> bool:
-        """True if Lightning ends the epoch here; a worker that joined mid-epoch first checks for further batches."""
+        """True if the epoch ends now; a worker that joined mid-epoch first checks whether further batches exist."""
         return not self._came_later and super().done
 
     def reset(self) -> None:

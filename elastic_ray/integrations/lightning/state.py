@@ -54,7 +54,7 @@ class StepState:
         self._trainer = trainer
 
     def remember(self) -> dict[str, Any]:
-        """Return the current values of this state, which the caller must copy."""
+        """Return the trainer's current state on this rank, which the caller must copy, for :meth:`roll_back`."""
         trainer = self._trainer
         results = trainer.fit_loop.epoch_loop._results
         return {
@@ -67,7 +67,7 @@ class StepState:
         }
 
     def roll_back(self, remembered: dict[str, Any]) -> None:
-        """Restore the values that :meth:`remember` returned before the step."""
+        """Restore the trainer's state that :meth:`remember` returned before the step that is repeated."""
         set_counters(self._trainer, remembered["loops"])
         _call_callbacks_load_state_dict(self._trainer, {"callbacks": remembered["callbacks"]})
         theirs: Any = self._trainer

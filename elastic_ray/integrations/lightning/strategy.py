@@ -97,7 +97,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this worker writes files: rank 0 does, even after training failed (``OnExceptionCheckpoint``)."""
+        """True if this worker writes files: it is rank 0, or was when training failed (``OnExceptionCheckpoint``)."""
         return self._writes if self._gone else self.global_rank == 0
 
     @property
@@ -107,7 +107,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of the sampler that Lightning uses in evaluations, with which each worker uses all data."""
+        """Arguments for Lightning's evaluation sampler that make each worker evaluate all of the data."""
         return {"num_replicas": 1, "rank": 0}
 
     def setup(self, trainer: Trainer) -> None:
@@ -223,7 +223,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients computed in the block on this rank, without averaging them over ranks."""
+        """Return a context in which gradients accumulate on this rank, without averaging over ranks."""
         if isinstance(self.model, er.AdaptiveDataParallel):
             with self.model.no_sync():
                 yield

@@ -118,9 +118,10 @@ class DatasetCoordinator:
         return None if rows is None else int(rows)
 
     async def rows(self, wanted: RowsWanted) -> RowsFound:
-        """Wait until the wanted rows are available and return their locations.
+        """Wait until the wanted rows have been read, and return their locations.
 
-        Empty if the reader has left or sent a newer request meanwhile. Raises Exception if the dataset is unreadable.
+        No locations are returned if the reader has left or sent a newer request meanwhile. Raises Exception if the
+        dataset is unreadable.
         """
         stream = self._stream_for(wanted)
         while not await self._has(stream, wanted):

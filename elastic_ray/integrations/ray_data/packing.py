@@ -20,7 +20,7 @@ _run: contextvars.ContextVar[DatasetsOfJob | None] = contextvars.ContextVar("ela
 
 
 class DatasetsOfJob:
-    """Context manager that makes a job's dataset names and coordinator available to the train function.
+    """Context manager that gives the train function access to the job's dataset names and dataset coordinator.
 
     Attributes:
         token: Identifier of this call of the train function, new each time the context is entered.
@@ -93,7 +93,7 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
     """Return datasets checked by :func:`check_datasets`, packed for :func:`unpack` in another process.
 
     This process must be connected to Ray. The seed for shuffles depends only on the job's name, so that a resubmitted
-    job continues in the same order. ``left`` are the resources reserved for the job's workers.
+    job continues in the same order. ``left`` holds the amounts of resources to reserve for the job's workers.
     """
     readable = _readable(datasets)
     pickled, stored = _pickled(readable), ""

@@ -26,7 +26,7 @@ class RowSpan:
         return self.first + self.rows
 
     def behind(self, position: int) -> RowSpan | None:
-        """Return the part of the span from stream position ``position`` on, or None if the span ends before it."""
+        """Return the part of the span from stream position ``position`` on; None if no row of the span remains."""
         known = max(0, position - self.first)
         if known >= self.rows:
             return None
@@ -124,7 +124,7 @@ class RowWindow:
 
 
 class Readers:
-    """Registry of clients (readers of one rank and loader) and the stream that each of them reads.
+    """Registry of the clients that read datasets, each a loader on one rank, and of the stream that each one reads.
 
     Evaluation within a training loop reads with a second loader, possibly in a newer group than the last request of the
     training loader. A request from any client of a run therefore shows that all clients of the run are alive.
@@ -146,7 +146,7 @@ class Readers:
         return self._reads.pop(client, (None, None))[1]
 
     def discard(self, stream: object, *, gone: bool) -> None:
-        """Detach a closed stream's clients, which can then move to another stream; remove them if ``gone``."""
+        """Detach the clients of a closed stream, so that they can read another; remove these clients if ``gone``."""
         for client, (reader, read) in tuple(self._reads.items()):
             if read is stream and gone:
                 del self._reads[client]
@@ -154,11 +154,11 @@ class Readers:
                 self._reads[client] = reader, None
 
     def is_latest(self, reader: Reader) -> bool:
-        """True if ``reader`` is its client's latest request and the client has not left."""
+        """True if ``reader`` is the latest request of its client, and that client has not left."""
         return self._reads.get(reader.client, (None, None))[0] is reader
 
     def has_others(self, stream: object, reader: Reader) -> bool:
-        """True if other living clients read the stream.
+        """True if a living client, other than the client of ``reader``, reads the stream.
 
         A client lives if its run (call of the train function) has sent a request in the reader's generation or later.
         """

@@ -75,7 +75,7 @@ class RowStream:
         return self._window.end if self._window.ended else None
 
     def want(self, reader: Reader, end: int) -> None:
-        """Request rows up to ``end`` for a reader that no longer needs the rows before its position."""
+        """Request rows up to ``end`` (exclusive) for a reader, and release the rows that no reader needs any more."""
         with self._lock:
             self._window.record(reader)
             self._wanted = max(self._wanted, end)
@@ -158,7 +158,7 @@ def _rows(entry: Any) -> int:
 
 
 def hold_order(dataset: Any, *, epoch: int, seed: int) -> None:
-    """Fix the row order of the dataset's next execution, for this epoch. Modifies the dataset, so pass a copy.
+    """Fix the row order of the dataset's next execution, in place, as the order of ``epoch``; pass a copy.
 
     Ray Data counts a dataset's executions, and seeded shuffles depend on that count, which is set to the epoch here.
     Shuffles without a seed get ``seed``. Random numbers drawn in user functions are not controlled.

@@ -81,7 +81,7 @@ INSTRUMENTS = (
 
 
 class JobMetrics:
-    """Writer of the metrics of one job, or one trial of a sweep, used by the job's controller.
+    """Writer of the metrics of one job (or one trial of a sweep), used by the controller of that job.
 
     Args:
         status: Function that returns the job's status; called once a second.
@@ -152,12 +152,12 @@ class JobLabels:
 
     @property
     def values(self) -> tuple[str, str, str]:
-        """Values of the labels, in the order in which all instruments (gauges, counters, histograms) declare them."""
+        """Values of the labels, in the order in which each metric (gauge, counter, histogram) declares its labels."""
         return label_value(self.job), label_value(self.tenant), label_value(self.model)
 
 
 def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> tuple[Sample, ...]:
-    """Return the current values of all gauges that have one; speed gauges have none while the job does not train."""
+    """Return the current values of all gauges that have a value; speed gauges have none unless the job trains."""
     whose, found = labels.values, list[Sample]()
     for name, each in GAUGES.items():
         found += each.sample(getattr(status, name), *whose)
@@ -180,7 +180,7 @@ def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> 
     """Return the samples that these events add to the job's counters and histograms.
 
     Args:
-        steps: Steps committed before the first restart, used if the restart's event lacks this number.
+        steps: Number of steps committed before the first restart, used if the restart's event lacks this number.
     """
     whose, found = labels.values, list[Sample]()
     for event in events:

@@ -34,7 +34,7 @@ def tables(snapshot: PageSnapshot) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as plain JSON: five digits for numbers, two decimals for times, None for NaN and infinity."""
+    """Return a value as plain JSON: numbers with five digits, times with two decimals, None for NaN and infinity."""
     kind = value.__class__
     if value is None or kind in _AS_THEY_ARE:
         return value
@@ -66,7 +66,7 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes between two results of :func:`tables`, keyed by field; empty if only the time differs.
+    """Return the changes from one result of :func:`tables` to the next, keyed by field; empty if only time passed.
 
     A changed table is ``{"set": [new or changed rows], "remove": [keys]}``; any other entry is its new value.
     """
@@ -88,5 +88,5 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def to_json(value: Any) -> bytes:
-    """Return compact JSON with all non-ASCII characters escaped, so that none can break a line of an event stream."""
+    """Return ``value`` as compact ASCII JSON, in which no character can break a line of an event stream."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

@@ -46,11 +46,11 @@ class ClusterPage:
 
     @property
     def known(self) -> tuple[str, int]:
-        """Id of the allocator that answered last, and the number of its latest decision that the page has."""
+        """Id of the allocator that answered last, and the number of the latest of its decisions on this page."""
         return self._life, self._known
 
     def take(self, look: ClusterLook) -> None:
-        """Update the page with the result of a poll."""
+        """Update the page with ``look``, the result of a poll."""
         self._started_s = look.now_s if self._started_s is None else self._started_s
         self._update_nodes(look)
         if look.allocator is not None:
@@ -187,7 +187,7 @@ class ClusterPage:
         self._since = {kind: since_s for kind, since_s in self._since.items() if short.get(kind)}
 
     def snapshot(self, now_s: float, problem: str = "") -> PageSnapshot:
-        """Return everything on the page except the details of individual jobs."""
+        """Return the page at ``now_s``, without job details; ``problem`` is a message on what could not be polled."""
         jobs = tuple(self._row(memory) for memory in self._jobs.values())
         nodes = tuple(sorted(self._nodes.values(), key=lambda row: (row.gone_s is not None, row.label, row.node)))
         look = self._poll
@@ -218,7 +218,7 @@ class ClusterPage:
         )
 
     def detail(self, job: str, answer: JobAnswer, now_s: float) -> JobDetail | None:
-        """Return the details of a job; None if the job is unknown or ended long ago."""
+        """Return the details of a job, given the ``answer`` about it; None if the job is unknown or ended long ago."""
         memory = self._jobs.get(job)
         cluster = self._poll.core.cluster if self._poll is not None else Cluster()
         return job_detail(memory, cluster, answer, now_s) if memory is not None else None
@@ -243,7 +243,7 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
     """Return the details of one job.
 
     Args:
-        cluster: The nodes; the goodput curve covers the sizes that fit on them.
+        cluster: The cluster's nodes; the goodput curve covers the job sizes that fit on these nodes.
         answer: Answers of the job's controller and of the allocator about this job.
     """
     view = memory.state.view if memory.state is not None else None

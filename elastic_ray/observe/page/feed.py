@@ -10,7 +10,7 @@ MOST_WAITING_BYTES = 8 << 20
 
 
 class TooManyClientsError(Exception):
-    """Error raised if the page is already open in the maximum number of browsers."""
+    """Error raised if the maximum number of browsers already has the page open."""
 
 
 class Client:
@@ -56,7 +56,7 @@ class Client:
         self._messages.put_nowait(None)
 
     async def next(self, timeout_s: float) -> bytes | None:
-        """Return the next message; empty if none comes within ``timeout_s`` [s], None if the client was dropped."""
+        """Return the next message; b"" if none comes within ``timeout_s`` [s], None if the client was dropped."""
         try:
             message = await asyncio.wait_for(self._messages.get(), timeout_s)
         except asyncio.TimeoutError:
@@ -93,7 +93,7 @@ class Feed:
         return client
 
     def leave(self, client: Client) -> None:
-        """Remove a browser's queue from the feed."""
+        """Remove a browser, represented by its queue ``client``, from the feed."""
         self._clients.discard(client)
 
     def notify(self, message: bytes) -> None:

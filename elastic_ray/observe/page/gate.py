@@ -74,7 +74,7 @@ class Gate:
         return not is_loopback(self.host)
 
     def refusal(self, asked: Asked) -> tuple[int, str] | None:
-        """Return the HTTP status and reason if the request must be refused; None if it is allowed."""
+        """Return the HTTP status and reason if the request ``asked`` must be refused; None if it is allowed."""
         if not self._knows(asked.host):
             return 403, f"this page is not called {asked.host!r}: open it by the address that it printed"
         if asked.origin and asked.origin not in (f"http://{asked.host}", f"https://{asked.host}"):
@@ -144,7 +144,7 @@ class Doors:
         return len(self._connections)
 
     def open(self, key: Hashable, peer: str, now_s: float) -> Hashable | None:
-        """Add a connection; if there are too many, remove and return the longest idle one, to be closed; else None."""
+        """Add a connection of ``peer``; if too many are open, remove and return the longest idle one, else None."""
         of_peer = [each for each, one in self._connections.items() if one.peer == peer]
         self._connections[key] = _Connection(peer, now_s)
         if len(of_peer) >= self._most_of_one:
@@ -168,7 +168,7 @@ class Doors:
             self._connections[key] = dataclasses.replace(one, asks=one.asks - 1, since_s=now_s)
 
     def late(self, now_s: float) -> list[Hashable]:
-        """Return the connections that must be closed, because no request has arrived on them for too long."""
+        """Return the connections to close at ``now_s``, because no request has arrived on them for too long."""
         return [key for key, one in self._connections.items() if not one.asks and now_s - one.since_s >= LONGEST_WAIT_S]
 
     def _longest_waiting(self, keys: list[Hashable]) -> Hashable:

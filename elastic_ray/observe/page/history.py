@@ -11,7 +11,7 @@ MOST_BARS, MOST_MARKS, MOST_USES = 6000, 2000, 2000
 
 
 class History:
-    """History of which job has which slots, bounded in size; the oldest entries are dropped first."""
+    """History of the slots that each job has held, bounded in size; the oldest entries are dropped first."""
 
     def __init__(self, most_bars: int = MOST_BARS) -> None:
         self._numbers = 0
@@ -22,7 +22,7 @@ class History:
 
     @property
     def bars(self) -> tuple[Bar, ...]:
-        """Bars of the timeline, each one job's slots on one node over a period: the ended bars, then the open ones."""
+        """Bars of the timeline, ended ones first. A bar shows one job's slots on one node over a period of time."""
         return (*self._ended, *(bar for own in self._open.values() for bar in own.values()))
 
     @property
@@ -37,12 +37,12 @@ class History:
 
     @property
     def slots(self) -> int:
-        """Number of slots in use now: those of all open bars."""
+        """Number of slots that jobs have now, which are the slots of all open bars."""
         return sum(bar[5] for own in self._open.values() for bar in own.values())
 
     @property
     def jobs(self) -> frozenset[str]:
-        """Names of the jobs that have slots now (an open bar)."""
+        """Names of the jobs that have slots now, and therefore an open bar."""
         return frozenset(self._open)
 
     def on(self, node: str) -> dict[str, int]:
@@ -53,8 +53,8 @@ class History:
         """Set the job's slots on each node from ``time_s`` on; bars that do not change continue.
 
         Args:
-            nodes: Slots keyed by node id; empty if the job has none any more.
-            decision: Number of the allocator's decision; 0 if the change belongs to none.
+            nodes: Number of slots, keyed by node id; empty if the job has lost all its slots.
+            decision: Number of the allocator's decision that caused the change; 0 if none did.
         """
         own = self._open.setdefault(job, {})
         for node in [node for node, bar in own.items() if bar[5] != nodes.get(node)]:
@@ -78,12 +78,12 @@ class History:
             self._ended.append((number, node, job, from_s, time_s, slots, decision))
 
     def mark(self, time_s: float, job: str, kind: str, text: str) -> None:
-        """Add a mark to the timeline for an event of a job, or of a node if ``job`` is empty."""
+        """Add a mark of the given kind, with a text, for an event of a job, or of a node if ``job`` is empty."""
         self._numbers += 1
         self._marks.append((self._numbers, time_s, job, kind, text))
 
     def measure(self, time_s: float, used: int, waiting: int | None, usd_per_h: float | None) -> None:
-        """Record slots in use, waiting jobs and price [USD/h] at ``time_s``, replacing an entry for the same time."""
+        """Record slots in use, waiting jobs and price [USD/h] at ``time_s``, replacing any values for the same time."""
         last = self._uses[-1] if self._uses else None
         if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] > time_s):
             return

@@ -14,7 +14,7 @@ _DECADES = 100.0  # a parameter whose values differ by such a factor was drawn b
 
 
 def importance(trials: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], str]:
-    """Return the PED-ANOVA importance of each varying parameter, largest first, and a reason if there is none.
+    """Return the PED-ANOVA importance of each varying parameter, largest first, and "" or why it is unknown.
 
     Args:
         trials: Rows of the page, with ``parameters``, ``score`` and ``mode``.

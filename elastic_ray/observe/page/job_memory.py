@@ -39,15 +39,15 @@ class JobMemory:
         return tuple(self._series)
 
     def decided(self, state: JobState) -> None:
-        """Store the allocator's current state of the job, which shows that the job has not ended."""
+        """Store the allocator's current state of the job, and clear the record that the job has ended."""
         self.state, self.ended_s = state, None
 
     def ended(self, now_s: float) -> None:
-        """Record that the job has ended; only the first call counts."""
+        """Record that the job had ended at ``now_s``, unless an earlier call has already recorded this."""
         self.ended_s = now_s if self.ended_s is None else self.ended_s
 
     def receive(self, look: JobLook, now_s: float) -> tuple[JobEvent, ...]:
-        """Store the controller's answer; return those of its new events that the timeline marks."""
+        """Store ``look``, the controller's answer; return the new events in it that the timeline shows as marks."""
         self.events.extend(look.events)
         self.facts = look.facts or self.facts
         if look.status is not None:
@@ -61,7 +61,7 @@ class JobMemory:
         return tuple(event for event in look.events if event.kind in MARKS)
 
     def new_checkpoints(self) -> list[tuple[float, str]]:
-        """Return the checkpoints seen since the previous call, each with its time and path."""
+        """Return (time, path) of each checkpoint that was seen after the previous call of this method."""
         found, self._checkpoints = self._checkpoints, []
         return found
 
@@ -101,7 +101,7 @@ MARKS: Mapping[EventKind, str] = {
 
 
 def noise_scale(state: JobState | None) -> float | None:
-    """Return the gradient noise scale of a job's current model [samples].
+    """Return the gradient noise scale that a job's current goodput model contains [samples].
 
     None without a model, or if the gradient is too small. B = tr(Sigma) / |G|^2 with the variance of a batch of M0
     samples, so that B = M0 var / sqr (McCandlish et al. 2018).
@@ -117,7 +117,7 @@ def pauses(
 ) -> tuple[tuple[float, str, float, dict[str, float]], ...]:
     """Return (time, kind, seconds, {part: seconds}) of each event that paused training; unknown time is ``other``.
 
-    The last pause also gets a part ``first step``, from ``JobStatus.last_pause``, that its seconds do not include.
+    The last pause also gets a part ``first step``, taken from ``last``, on top of the pause's seconds.
     """
     found = []
     for event in events:
@@ -137,5 +137,5 @@ def pauses(
 def shares_of_time(
     events: Iterable[JobEvent], status: JobStatus | None, submitted_s: float, until_s: float
 ) -> dict[str, float]:
-    """Return the seconds since submission that the job spent training, pausing, waiting..., keyed by name."""
+    """Return the seconds since submission by what the job did (training, pausing, waiting and so on), keyed by name."""
     return named_parts(time_spent(events, submitted_s, until_s) if status is None else status)

@@ -23,7 +23,7 @@ class PageSource:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCount:
-    """Number of slots of one GPU type (``CPU`` for nodes without GPUs), by state; the counts sum to all slots."""
+    """Number of slots of one GPU type (``CPU`` for nodes without GPUs) in each state; together, these are all slots."""
 
     type: str
     used: int = 0  # a worker trains there
@@ -152,7 +152,7 @@ class PageDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """Row of one tenant, identified by ``tenant``; shares are of its most heavily used resource, 0 to 1."""
+    """Row of one tenant (such as a team), identified by ``tenant``; shares are of its most used resource, 0 to 1."""
 
     tenant: str
     weight: float  # beside the others'

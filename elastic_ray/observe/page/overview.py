@@ -106,7 +106,7 @@ def _enough(slots: Sequence[int], workers: int) -> Sequence[int]:
 
 
 def tenant_shares(look: AllocatorLook) -> tuple[TenantShare, ...]:
-    """Return each tenant's shares of the cluster, sorted by tenant; empty without jobs or if tenants are not used."""
+    """Return the cluster shares of each tenant (such as a team), sorted by name; empty without jobs or tenants."""
     known = {each.name: each for each in look.tenants}
     states = tuple(look.core.jobs.values())
     names = sorted({state.view.tenant for state in states})

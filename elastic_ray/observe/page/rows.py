@@ -41,7 +41,7 @@ def job_row(
         status: The controller's status; None if the controller has not answered.
         facts: Facts from the job's specification; None if the controller has not sent them.
         state: The allocator's state of the job; None if the allocator does not know the job.
-        ended_s: Time at which the job was found to be gone; None while it exists.
+        ended_s: Time at which the job was found to be gone; None while the job exists.
     """
     view = state.view if state is not None else None
     told: dict[str, Any] = {}
@@ -107,19 +107,19 @@ def _why(status: JobStatus | None, state: JobState | None) -> str:
 
 
 def kind_of(node: NodeLook) -> str:
-    """Return the type of a node's GPUs: ``GPU`` if the node has no label for it, ``CPU`` if it has no GPUs."""
+    """Return the type of a node's GPUs: ``GPU`` if the node has no label for their type, ``CPU`` without GPUs."""
     if not node.total.get("GPU"):
         return CPU
     return node.labels.get(GPU_TYPE_LABEL, "") or "GPU"
 
 
 def slots_of(total: Mapping[str, float]) -> int:
-    """Return the number of a node's GPUs, or of its CPUs if it has no GPUs."""
+    """Return the number of GPUs among a node's resources ``total``, or of CPUs if there are no GPUs."""
     return int(total.get("GPU", 0.0) or total.get("CPU", 0.0))
 
 
 def slots_per_worker(bundle: Mapping[str, float], total: Mapping[str, float]) -> float:
-    """Return how many slots (GPUs, or CPUs without GPUs) of a node a worker occupies, given the resources of both."""
+    """Return how many slots (GPUs, or CPUs without GPUs) of a node with these resources a worker's ``bundle`` uses."""
     return bundle.get("GPU", 0.0) if total.get("GPU") else bundle.get("CPU", 0.0)
 
 
@@ -127,7 +127,7 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
     """Return the row of one living node.
 
     Args:
-        seen: The node as the allocator knows it; None if it does not, or there is no allocator.
+        seen: The node as the allocator knows it; None if the allocator does not know it, or does not exist.
         used: Number of slots granted to workers of elastic jobs.
         failed: Record of workers that failed on this node; None if there is none.
     """
@@ -144,7 +144,7 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
 
 
 def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
-    """Return the number of slots planned for the job on each node, at least 1, keyed by node id."""
+    """Return the number of slots planned for the job on each node, at least 1, keyed by node id like ``totals``."""
     return {
         node: max(1, math.ceil(workers * slots_per_worker(state.view.bundle, totals.get(node, {})) - 1e-6))
         for node, workers in by_node(state.target).items()

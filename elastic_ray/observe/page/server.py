@@ -326,7 +326,7 @@ def _message(kind: str, version: int, value: Any) -> bytes:
 
 
 def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
-    """Return a socket that listens on an address of this machine.
+    """Return a socket that listens at an address of this machine, given as ``host``.
 
     Args:
         port: Port number; 0 for any free port.

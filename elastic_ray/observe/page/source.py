@@ -25,7 +25,7 @@ class JobFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobLook:
-    """Answers of a job's controller in one poll."""
+    """Answers that a job's controller gave in one poll."""
 
     job: str
     status: JobStatus | None = None
@@ -35,7 +35,7 @@ class JobLook:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLook:
-    """Living node, as Ray lists it."""
+    """Description of a living node, as listed by Ray."""
 
     node: str
     address: str
@@ -88,7 +88,7 @@ class Source(Protocol):
         """Return the details of a job; None if the job is unknown."""
 
     def process(self, job: str, rank: int, what: str) -> str:
-        """Return a worker's last output (``logs``) or thread stacks (``stack``); may run in parallel with other calls.
+        """Return a worker's last output (``what="logs"``) or thread stacks (``"stack"``), even during other calls.
 
         Raises ActionRefusedError: no such worker exists, or its process cannot be inspected.
         """
@@ -96,8 +96,8 @@ class Source(Protocol):
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
         """Return the outlook (expected size and end) of each running job, on the existing nodes and on ``nodes``.
 
-        ``nodes`` is text such as ``T4:4x8``; ``policy`` names the policy used on it. Raises InputError: either is
-        invalid, or no job runs.
+        ``nodes`` is text such as ``T4:4x8``; ``policy`` names the allocation policy used there. Raises InputError: one
+        of the two is invalid, or no job runs.
         """
 
     def act(self, job: str, action: str, workers: int | None) -> str:

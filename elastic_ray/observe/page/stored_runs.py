@@ -21,7 +21,7 @@ _MOST_DECISIONS = 2000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRun:
-    """Contents of one run's directory, from which the page is built."""
+    """Contents of one run's directory, of which the page shows a summary."""
 
     job: str  # name of its directory, from the path that was given on
     where: str
@@ -32,7 +32,7 @@ class StoredRun:
 def stored_page(
     name: str, runs: Sequence[StoredRun], *, problem: str = ""
 ) -> tuple[PageSnapshot, dict[str, JobDetail]]:
-    """Return the page of all runs, and the details of each run keyed by job name.
+    """Return a page called ``name`` that shows all runs, and the details of each run keyed by job name.
 
     Args:
         problem: Message about runs that are not shown; empty if all are shown.

@@ -112,7 +112,7 @@ _MOST_STATE = 1 << 16  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """Description of a run for trackers that call the user's callbacks."""
+    """Description of a run that trackers need to call the user's callbacks."""
 
     job: str  # its name
     run_id: str  # the same for the whole run, whatever controllers it has
@@ -121,7 +121,7 @@ class TrackedRun:
 
 
 class Callbacks:
-    """Callbacks of a run, which are unpickled by the first thread that needs one."""
+    """Callbacks of a run, which are unpickled by the first thread that needs any of them."""
 
     def __init__(self, packed: bytes, run_id: str) -> None:
         self._packed, self._run_id = packed, run_id
@@ -158,7 +158,7 @@ class CallbackTracker:
             self.note = note
 
     def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """Unpickle the callback and notify it that the run starts."""
+        """Unpickle the callback and notify it that the run starts; for the arguments, see :meth:`Tracker.start`."""
         callback, context = self._callbacks.get(self._index)
         if not again:
             self._seen = SeenReports(reports)
@@ -182,7 +182,7 @@ class CallbackTracker:
         self._numbers = numbers.values
 
     def event(self, event: JobEvent) -> None:
-        """Pass an event for the job to the callback, which is notified of changes of size only."""
+        """Pass an event for the job to the callback, if the event changes the job's size."""
         if self._target is not None:
             self._target.event(event)
 
@@ -201,7 +201,7 @@ class CallbackTracker:
         """Do nothing, because this tracker buffers no calls."""
 
     def finish(self, phase: JobPhase) -> None:
-        """Notify the callback that the run has ended."""
+        """Notify the callback that the run has ended, successfully or not according to ``phase``."""
         target, self._target = self._target, None
         if target is not None:
             try:
@@ -338,7 +338,7 @@ class _LoggerCallback:
 
 
 def folder_of(run: TrackedRun) -> str:
-    """Create and return the loggers' directory; unless storage is local, it is temporary and copied at the end."""
+    """Create and return the loggers' directory: in local storage or, if storage is remote, a temporary directory."""
     storage = run.storage
     if storage.local:
         path = os.path.join(storage.path, FOLDER)
@@ -383,7 +383,7 @@ def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
 
 
 def state_of(logger: Any, trial: TrialView | None) -> str | None:
-    """Return the state from which a logger can resume its run; None if it is missing, too large or not JSON."""
+    """Return the state from which a logger can resume its run; None if this state is missing, too large or not JSON."""
     runs = getattr(logger, "_trial_runs", None)
     if _is(logger, "MLflowLoggerCallback") and isinstance(runs, dict) and trial in runs:
         return f"mlflow:{runs[trial]}"
@@ -401,7 +401,7 @@ def state_of(logger: Any, trial: TrialView | None) -> str | None:
 def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
     """Return the indices of the reports that a logger's MLflow run already has; empty for other loggers.
 
-    They are needed because a process may die after it has logged a report and before its note says so.
+    They are needed because a process may die after it has logged a report and before the tracker's note records this.
     """
     runs = getattr(logger, "_trial_runs", None)
     if not _is(logger, "MLflowLoggerCallback") or not isinstance(runs, dict) or trial not in runs:
@@ -425,7 +425,7 @@ class RunContext:
     scaling_config: Any  # the user's
 
     def get_run_config(self) -> Any:
-        """Return the user's ``RunConfig``."""
+        """Return the ``RunConfig`` that the user passed to the trainer."""
         return self.run_config
 
 
@@ -451,7 +451,7 @@ def pack_callbacks(
 
 
 def unpack_callbacks(packed: bytes, run_id: str) -> tuple[tuple[Any, ...], RunContext]:
-    """Return the callbacks that the user submitted, and the run context that they receive.
+    """Return the callbacks in ``packed``, the result of :func:`pack_callbacks`, and the context of run ``run_id``.
 
     Unpickling runs user code, so call this only in a thread that nothing waits for.
 

@@ -92,7 +92,7 @@ def frame(record: bytes) -> bytes:
 
 
 def records(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the records of a TensorBoard event file, up to the first one that is truncated or damaged."""
+    """Yield the records of the event file ``stream``, up to the first record that is truncated or damaged."""
     while True:
         head = stream.read(_LENGTH + _SUM)
         if len(head) < _LENGTH + _SUM or _masked(head[:_LENGTH]) != head[_LENGTH:]:
@@ -112,7 +112,7 @@ def version_event(time_s: float) -> bytes:
 
 
 def restart_event(time_s: float, step: int) -> bytes:
-    """Return a TensorBoard event that invalidates all earlier events at this step or later steps."""
+    """Return a TensorBoard event that invalidates all earlier events at or after ``step``."""
     return _packed(wall_time=time_s, step=step, session_log={"status": _START})
 
 
@@ -128,7 +128,7 @@ def scalar_event(time_s: float, step: int, values: Mapping[str, float]) -> bytes
 
 
 def text_event(time_s: float, step: int, tag: str, text: str) -> bytes:
-    """Return an event with a text under a tag, at a step; TensorBoard renders the text as Markdown."""
+    """Return a TensorBoard event with a text under a tag, at a step; TensorBoard renders the text as Markdown."""
     tensor = {"dtype": _STRING, "tensor_shape": {"dim": [{"size": 1}]}, "string_val": [_utf8(text)]}
     value = {"tag": _utf8(tag), "tensor": tensor, "metadata": {"plugin_data": {"plugin_name": b"text"}}}
     return _packed(wall_time=time_s, step=step, summary={"value": [value]})

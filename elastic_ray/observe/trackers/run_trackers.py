@@ -71,7 +71,7 @@ class RunTrackers:
             self._threads.append(TrackerThread(f"callback {name}", tracker))
 
     def recall(self, notes: Mapping[str, str], events: tuple[JobEvent, ...]) -> None:
-        """Restore the trackers' notes and the events of an earlier controller; must be called before :meth:`begin`."""
+        """Restore the trackers' notes and the events of an earlier controller; must be called before :meth:`start`."""
         for event in events:
             self._count(event)
         if _BEGUN not in notes:
@@ -87,7 +87,7 @@ class RunTrackers:
         return {**found, _BEGUN: ""} if self._begun else {}
 
     def start(self, point: ResumePoint | None) -> None:
-        """Start the run at ``point``, or from scratch if that is None; a run that has already started continues."""
+        """Start the run at ``point`` (None: from scratch); a run that has already started continues."""
         if not self._begun:
             steps, reports = (point.steps, point.reports) if point is not None else (0, 0)
             self._start(steps, reports, again=False)
@@ -143,7 +143,7 @@ class RunTrackers:
             thread.call("after_exception", functools.partial(tell, tracker))
 
     def tick(self, now_s: float, planner: BatchPlanner, group: GenerationSpec | None) -> None:
-        """Pass new numbers of the job to all trackers, and trackers' problems to the user; ``now_s`` is monotonic."""
+        """Pass new numbers of the job to all trackers, and report the trackers' problems; ``now_s`` is monotonic."""
         if group is not None and (not self._groups or self._groups[-1].generation != group.generation):
             self._groups.append(group)
         if planner.latest is not None and planner.latest is not self._seen:
@@ -166,7 +166,7 @@ class RunTrackers:
     async def finish(self, phase: JobPhase, error: BaseException | Raised | None) -> None:
         """End all trackers with the job, waiting at most ``ElasticConfig(tracker_timeout_s)`` for callbacks.
 
-        TensorBoard gets at most a few seconds, because its writer waits only for storage, which may hang.
+        TensorBoard gets at most a few seconds, because its writer only waits for storage, which may hang.
         """
         if not self._begun:
             return  # it has ended before it was known where it begins

@@ -40,7 +40,7 @@ _SIZES = frozenset({EventKind.RESIZE, EventKind.FAILURE, EventKind.PREEMPTED, Ev
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobNumbers:
-    """Numbers that describe a job's training at one moment, for trackers."""
+    """Numbers that describe a job's training at one moment, as passed to trackers."""
 
     time_s: float  # when [s since the epoch]
     step: int  # optimizer steps committed then
@@ -81,7 +81,7 @@ def job_numbers(
 
 
 def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers among reported metrics, keyed by name; a nested number is named ``outer/inner``.
+    """Return the numbers among reported metrics, keyed by ``prefix`` + name; nested ones are named ``outer/inner``.
 
     Values that are not numbers are left out.
     """
@@ -108,7 +108,7 @@ def is_change_of_size(event: JobEvent) -> bool:
 
 
 def changes_workers(event: JobEvent) -> bool:
-    """True if a job trains with a different number of workers after the event, including at a start."""
+    """True if, after the event, a job trains with another number of workers than before, as also at its start."""
     return event.kind in _STARTS or is_change_of_size(event)
 
 
@@ -119,7 +119,7 @@ def mark_text(event: JobEvent) -> str:
 
 
 class SeenReports:
-    """Set of the report numbers that a tracker has received; all numbers up to a moving floor count as received."""
+    """Set of the report numbers that a tracker has received; all numbers up to a rising limit count as received."""
 
     _MOST = 1000
 

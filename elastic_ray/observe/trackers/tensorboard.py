@@ -44,8 +44,9 @@ _KNOWN = 1000  # reports that are looked for in the files of an earlier controll
 class TensorBoardWriter:
     """Writer of one directory of event files, for a run whose controller and rank 0 may be replaced.
 
-    When a run returns to a checkpoint, an event invalidates later values and repeated steps replace them; marks stay.
-    The x axis is the optimizer step, or the report's number if the run reports without making optimizer steps.
+    When a run returns to a checkpoint, a restart event invalidates later values, which repeated steps then replace;
+    marks stay. The x axis is the optimizer step, or the report's number if the run reports without making optimizer
+    steps.
     """
 
     def __init__(self, filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> None:
@@ -55,7 +56,7 @@ class TensorBoardWriter:
         self._marks = collections.deque[tuple[int, JobEvent]](maxlen=_MOST_MARKS)
 
     def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """Read the existing files, and invalidate values after the starting point unless the run just continues.
+        """Read existing files and, unless the run just continues (``again``), invalidate values after ``step``.
 
         Raises OSError: the files cannot be read or written.
         """
@@ -130,7 +131,7 @@ class TensorBoardWriter:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Found:
-    """Contents found in earlier event files that no restart has invalidated."""
+    """Contents of earlier event files, without those that a restart has invalidated."""
 
     reports: dict[int, int] = dataclasses.field(default_factory=dict)  # the last reports, with their steps
     # when each mark was made [s since the epoch], with its step
@@ -165,7 +166,7 @@ class EventFiles:
         self._not_before_s = self._again_s = 0.0
 
     def find(self) -> Found:
-        """Return those contents of earlier controllers' event files that no restart has invalidated.
+        """Return the contents of earlier controllers' event files, without those that a restart has invalidated.
 
         Raises OSError: the directory cannot be read.
         """

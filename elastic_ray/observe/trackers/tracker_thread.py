@@ -52,7 +52,7 @@ class Tracker(Protocol):
         """Write out buffered data; called about once a second."""
 
     def finish(self, phase: JobPhase) -> None:
-        """End the run when the job ends; no further method is called."""
+        """End the run when the job ends in this final ``phase``; no further method is called."""
 
 
 class TrackerThread:
@@ -76,11 +76,11 @@ class TrackerThread:
         self._thread: threading.Thread | None = None
 
     def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
-        """Queue a call of :meth:`Tracker.start`, which is repeated if it raises."""
+        """Queue a call of :meth:`Tracker.start`; if that call raises, it is repeated."""
         self._put("begin", lambda: self._tracker.start(step, reports, again=again, events=events))
 
     def report(self, report: Report, time_s: float) -> None:
-        """Queue a report of rank 0."""
+        """Queue a report of rank 0, made at ``time_s`` [s since the epoch]."""
         self._put("report", lambda: self._tracker.report(report, time_s), size=len(report.to_json()))
 
     def numbers(self, numbers: JobNumbers) -> None:
@@ -88,7 +88,7 @@ class TrackerThread:
         self._put("numbers", lambda: self._tracker.numbers(numbers))
 
     def event(self, event: JobEvent) -> None:
-        """Queue an event of the job."""
+        """Queue an event for the job, such as a change of its size."""
         self._put("event", lambda: self._tracker.event(event))
 
     def call(self, what: str, call: Callable[[], None]) -> None:
@@ -96,7 +96,7 @@ class TrackerThread:
         self._put(what, call)
 
     def finish(self, phase: JobPhase) -> None:
-        """Queue the job's end, after which the thread exits as soon as all queued calls are done."""
+        """Queue the job's end in this final ``phase``; the thread then exits as soon as all queued calls are done."""
         with self._news:
             self._calls.append(("finish", lambda: self._tracker.finish(phase), 0))
             self._closed = True
@@ -119,7 +119,7 @@ class TrackerThread:
         return f"{self.name} was given up at the job's end: {waiting} calls waited{inside}"
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        """Return the tracker's problems since the previous call of this method (``now_s`` in [s, monotonic])."""
+        """Return the tracker's problems since the previous call of this method, given the time [s, monotonic]."""
         running = self._running
         if running is not None and now_s - running[1] > self._hangs_s:
             self._warn(f"hangs {running[0]}", f"does not return from {running[0]} for {self._hangs_s:g} s")

@@ -34,10 +34,10 @@ class Averager(Protocol):
         """Start the collectives that :meth:`run` needs, while the ranks still vote on whether to commit the steps."""
 
     def start(self, model: Replica) -> None:
-        """Initialise the algorithm's state, or that of new parameters, from parameters that are equal on all ranks."""
+        """Initialise the algorithm's state, or extend it to added parameters; values must be equal on all ranks."""
 
     def capture(self) -> Any:
-        """Return the averager's state, which is equal on all ranks, for joiners and checkpoints."""
+        """Return the averager's state, which is equal on all ranks, for joining ranks and checkpoints."""
 
     def restore(self, tree: Any) -> None:
         """Restore a state that was captured by the same algorithm."""
@@ -47,14 +47,14 @@ class Stateless:
     """Base class of algorithms without state between averages."""
 
     def prepare(self, model: Replica) -> None:
-        """Start to sum the ranks' models, for the mean that :meth:`run` needs."""
+        """Start the sum of all ranks' models, from which :meth:`run` computes their mean."""
         model.start_mean()
 
     def start(self, model: Replica) -> None:
         """Do nothing, because the algorithm has no state."""
 
     def capture(self) -> Any:
-        """Return an empty state."""
+        """Return the empty state of an algorithm that keeps no state."""
         return {}
 
     def restore(self, tree: Any) -> None:
@@ -109,7 +109,7 @@ class PairAverager(Stateless):
 
     @torch.no_grad()
     def mix(self, model: Replica) -> None:
-        """Average this rank's model with the pulled model (if any), publish the result, and start another pull."""
+        """Average this rank's model with the pulled model (if any), publish the result, and request another model."""
         away = model.pulled()
         if away is not None:
             params = list(model.named.values())
@@ -136,7 +136,7 @@ class DiLoCoAverager:
 
     @torch.no_grad()
     def start(self, model: Replica) -> None:
-        """Set the anchor of new parameters to their current values, and their momentum to zero."""
+        """Set the anchor (outer model) of new parameters to their current values, and their outer momentum to zero."""
         for name, p in model.named.items():
             anchor = self._anchor.get(name)
             if anchor is not None and anchor.shape == p.shape:  # those of a checkpoint are on the CPU
@@ -146,12 +146,12 @@ class DiLoCoAverager:
                 self._momentum[name] = torch.zeros_like(self._anchor[name])
 
     def prepare(self, model: Replica) -> None:
-        """Start to sum the ranks' models, for the mean that :meth:`run` needs."""
+        """Start the sum of all ranks' models, from which :meth:`run` computes their mean."""
         model.start_mean()
 
     @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:
-        """Make the outer step, and set this rank's model to the new anchor."""
+        """Make the outer step, and set this rank's parameters to the new anchor (the model after that step)."""
         mean = model.mean()
         names = list(model.named)
         anchor, momentum = [self._anchor[name] for name in names], [self._momentum[name] for name in names]
@@ -163,16 +163,16 @@ class DiLoCoAverager:
         _move_towards(model, anchor, 1.0)
 
     def capture(self) -> Any:
-        """Return the anchor and the momentum."""
+        """Return the anchor (the model after the last outer step) and the outer momentum."""
         return {"anchor": dict(self._anchor), "momentum": dict(self._momentum)}
 
     def restore(self, tree: Any) -> None:
-        """Restore the anchor and the momentum."""
+        """Restore the anchor and the outer momentum that :meth:`capture` returned."""
         self._anchor, self._momentum = dict(tree["anchor"]), dict(tree["momentum"])
 
 
 def make_averager(average: Average) -> Averager:
-    """Return the averager for a strategy's averaging algorithm."""
+    """Return the averager for the averaging algorithm that a strategy's ``average`` describes."""
     match average.algorithm:
         case "diloco":
             return DiLoCoAverager(average.outer_lr, average.outer_momentum)

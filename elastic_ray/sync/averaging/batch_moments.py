@@ -18,11 +18,12 @@ _MOST = 1 - 2**-6  # with all of g^2 taken out, rounding could leave a negative 
 
 
 def weight(shares: float, beta1: float, step: float) -> float:
-    """Return w such that (1 - w) g^2 + w m^2 has the expectation of G^2, where G is the mean of K gradients like g.
+    """Return the weight w with which (1 - w) g^2 + w m^2 has the expected value of the whole batch's G^2.
 
-    m is Adam's bias-corrected first moment after t steps, an average of past gradients g: E[g^2] = s + n,
-    E[G^2] = s + n / K, and E[m^2] = s + a n with a = (1 - beta1) / (1 + beta1) (1 + beta1^t) / (1 - beta1^t), if s, the
-    square of the expected gradient, changes slowly. So w = (1 - 1 / K) / (1 - a), at most 63/64.
+    g is the gradient of one rank's share, and G the mean of K such gradients. m is Adam's bias-corrected first moment
+    after t steps, an average of past gradients g: E[g^2] = s + n, E[G^2] = s + n / K, and E[m^2] = s + a n with
+    a = (1 - beta1) / (1 + beta1) (1 + beta1^t) / (1 - beta1^t), if s, the square of the expected gradient, changes
+    slowly. So w = (1 - 1 / K) / (1 - a), at most 63/64.
 
     Args:
         shares: K, the size of the whole batch divided by the size of one rank's share.

@@ -81,7 +81,7 @@ class Drift:
 
     @property
     def steps_to_average(self) -> int:
-        """Number of steps until the next average; 1 if gradients are reduced."""
+        """Number of steps until the next average of the model; 1 if gradients are reduced in every step."""
         average, steps = self.average, self._context.states.progress.steps
         if average is None or not self.on:
             return 1
@@ -98,14 +98,13 @@ class Drift:
     def marker(self) -> int:
         """Number that identifies the last average that this rank completed: larger for later ones, 0 before the first.
 
-        If the group broke during an average, some ranks may have completed it and others not. Only the ranks that
-        completed it contribute to the next mean, because their models already include the contributions of the other
-        ranks.
+        If the group broke during an average, perhaps only some ranks have completed it. Only these ranks contribute to
+        the next mean, because their models already include the contributions of all other ranks.
         """
         return self._marker
 
     def start_step(self) -> None:
-        """Initialise averaging at a loader's first step; until then, replicas need not be identical."""
+        """Initialise averaging at a loader's first step, before which replicas need not be identical."""
         if (
             not self._begun
             and self.average is not None
@@ -117,7 +116,7 @@ class Drift:
             self._averager.start(self._replica)
 
     def record_update(self) -> None:
-        """Record an optimizer step; outside of a loader's loop, where models are not averaged, warn once."""
+        """Record an optimizer step; warn once if it is outside of a loader's loop, where models are not averaged."""
         if self.average is None or not self.on:
             return
         self._changed = True
@@ -129,13 +128,13 @@ class Drift:
             self._context.notify("warning", _OUTSIDE)
 
     def prepare(self) -> None:
-        """Start a due average while the ranks still vote on the steps before it; raises like :meth:`after_step`."""
+        """Start a due average while the ranks still vote on its last steps; raises like :meth:`after_step`."""
         average, steps = self.average, self._context.states.progress.steps
         if average is not None and self._averager is not None and steps != average.until and not steps % average.period:
             self._averager.prepare(self._replica)
 
     def after_step(self, *, ends: bool) -> None:
-        """Average the replicas if the committed step ends a period; if averaging ``ends``, make them identical.
+        """Average the replicas if the committed step completes a period, or make them identical if averaging ``ends``.
 
         Raises CommunicationFailedError: the group broke.
         """
@@ -192,7 +191,7 @@ class Drift:
         Args:
             marker: Latest :attr:`marker` of any of these ranks.
             holds: Whether this rank holds a trained state.
-            counts: Whether this rank contributes to the mean, because it completed the latest average.
+            counts: Whether this rank contributes to the mean, because it completed that latest average.
 
         Raises CommunicationFailedError: the group broke; this rank's model is unchanged.
         """
@@ -216,14 +215,14 @@ class Drift:
         self._changed, self._settled_at = False, self._context.states.progress.steps
 
     def capture(self) -> dict[str, Any]:
-        """Return the state for joiners and checkpoints; empty if models are not averaged and never were."""
+        """Return the state for joining ranks and checkpoints; empty if models are not averaged and never were."""
         found: dict[str, Any] = {"marker": self._marker} if self._marker else {}
         if self.average is not None and self._averager is not None:
             found |= {"algorithm": self.average.algorithm, "averager": self._averager.capture()}
         return found
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Restore a captured state; if it belongs to a different algorithm, the averager is initialised instead."""
+        """Restore a captured state; if another algorithm captured it, initialise the averager instead."""
         self._begun, self._marker = False, tree.get("marker", 0)
         if self.average is not None and self._averager is not None:
             if tree.get("algorithm") == self.average.algorithm:
@@ -265,8 +264,8 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
         scaler: This rank's ``GradScaler``, enabled; None on all ranks without AMP.
         counts: Whether this rank contributes its scale.
 
-    Returns the scale and its growth counter: the fewest steps since the last change on any rank with that scale. None
-    without AMP, or if no rank contributes.
+    Returns the scale and its growth counter: the number of steps since the scale last changed, which is the smallest on
+    any rank with that scale. None without AMP, or if no rank contributes.
     """
     if scaler is None:
         return None
@@ -282,7 +281,7 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
 
 
 def set_scale(scaler: Any, agreed: tuple[float, int] | None) -> None:
-    """Set the scaler to the agreed scale; do nothing if it is None."""
+    """Set the scaler to the scale and growth counter in ``agreed``; do nothing if ``agreed`` is None."""
     if agreed is not None:
         scaler.load_state_dict({**scaler.state_dict(), _SCALE: agreed[0], _TRACKER: agreed[1]})
 
@@ -299,8 +298,8 @@ class _Flat:
 class Replica:
     """Access of averagers to this rank's model and to the models of other ranks.
 
-    Half-precision parameters are summed in float32. If a collective fails, its buffers are abandoned and new
-    ones are allocated for the next average.
+    Half-precision parameters are summed in float32. If a collective fails, the buffers that it used are abandoned, and
+    new ones are allocated for the next average.
     """
 
     def __init__(self, trainable: Trainable, context: Run) -> None:
@@ -317,7 +316,7 @@ class Replica:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks whose models are averaged."""
         return self._communicator.world_size
 
     @property
@@ -330,7 +329,7 @@ class Replica:
         return self._context.group.communicator
 
     def start_mean(self) -> None:
-        """Start to sum all ranks' current parameters; :meth:`mean` waits for the sum."""
+        """Start the sum of all ranks' current parameters, for which :meth:`mean` waits."""
         self._fill()
         group = self._communicator
         try:
@@ -363,7 +362,7 @@ class Replica:
         return _in_order(self._flats)
 
     def enter_exchange(self, communicator: Communicator) -> None:
-        """Connect to the group's ranks, to pull their models; called on every rank, raises CommunicationFailedError."""
+        """Connect all ranks, to pull models from each other; raises CommunicationFailedError if the group breaks."""
         membership = self._context.membership
         self._incoming = []  # a pull of the former group may still write there
         self.exchange.enter(communicator, called_off=lambda: membership.voided)
@@ -381,14 +380,14 @@ class Replica:
                 self._asked = [each.flat.to("cpu", copy=True) for each in self._flats]
 
     def pulled(self) -> list[torch.Tensor] | None:
-        """Return the pulled model minus this rank's model at the time of the request; None if no valid one has come."""
+        """Return the pulled model minus this rank's model at the time of the request; None if none has arrived."""
         if not self.exchange.arrived(self._into) or not self._asked or self._outdated(list(self.named.values())):
             return None
         torch._foreach_sub_(self._into, self._asked)
         return _in_order(self._incoming)
 
     def drop_pull(self) -> None:
-        """Ignore the model that is being pulled, because this rank's own model was replaced after the request."""
+        """Ignore the model that is being pulled, because this rank's own model has been replaced since the request."""
         self._asked = []
 
     def _outdated(self, params: Sequence[torch.Tensor]) -> bool:

@@ -23,8 +23,8 @@ _UNKNOWN_ROWS = 0.1  # share of a table's rows that a rank is taken to touch in 
 def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[ParamInfo], world_size: int) -> int:
     """Return the bytes, after compression, that each rank sends in one step for the given buckets of the plan.
 
-    For tables of which touched rows are sent, the result is an estimate until rows have been observed. For averaged
-    models, it is the traffic of one period divided by its number of steps.
+    For tables that send only their touched rows, the result is an estimate until touched rows have been counted. For
+    averaged models, it is the traffic of one period divided by its number of steps.
     """
     average = plan.strategy.average
     if world_size == 1:
@@ -35,7 +35,7 @@ def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[P
 
 
 def traffic(plan: SyncPlan, params: Sequence[ParamInfo], world_size: int) -> int:
-    """Return the bytes that a rank's link carries in one step, to compare plans but not to predict their duration.
+    """Return the bytes that a rank's link carries in a step; meant to compare plans, not to predict step times.
 
     With W ranks, an all-reduce of n bytes counts 2 n. A reduction to one rank also counts 2 n, and the
     broadcast of its result ceil(log2 W) n. An all-gather of n bytes from each rank counts W n.
@@ -44,7 +44,7 @@ def traffic(plan: SyncPlan, params: Sequence[ParamInfo], world_size: int) -> int
 
 
 def collectives(plan: SyncPlan) -> int:
-    """Return the number of collectives in one step."""
+    """Return the number of collectives that a step under the plan requires."""
     return sum(each.sync.parts if isinstance(each.sync, Reduce) else 2 for each in plan.buckets)
 
 
@@ -167,7 +167,7 @@ def consider(
 ) -> tuple[Strategy, ...]:
     """Return the strategies to race: first the equivalent of the current strategy, then those with least traffic.
 
-    Plain all-reduce is included, unless its traffic is far too high to win.
+    The result includes plain all-reduce, unless its traffic is far too high to win the race.
 
     Args:
         profile: Profile of the model, with the number of touched rows of its tables.

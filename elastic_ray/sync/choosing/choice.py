@@ -33,7 +33,7 @@ class Standing:
 
 
 def most_candidates(steps: int) -> int:
-    """Return the largest number of candidates that can race within `steps` steps, at least 2."""
+    """Return how many candidates can race within ``steps`` steps at most; the result is at least 2."""
     count = 2
     while _in_round(count + 1, steps) >= _FEWEST_IN_ROUND and _in_last(count + 1, steps) >= _FEWEST_IN_LAST:
         count += 1
@@ -44,7 +44,7 @@ def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
     """Return the state of a race between `count` candidates after the steps made so far.
 
     Args:
-        history: Candidate and duration of each step.
+        history: For each step so far, the index of the candidate that ran it and its duration [s], or None if unknown.
         steps: Maximum number of steps in the race.
     """
     times: list[list[float]] = [[] for _ in range(count)]
@@ -120,7 +120,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """State of the automatic choice of a strategy, for a group whose ranks are placed on nodes in one given way."""
+    """State of the automatic choice of a strategy, for groups with the same distribution of ranks over nodes."""
 
     strategy: Strategy  # to be in force
     settled: bool = False  # it is kept
@@ -134,7 +134,7 @@ class Choice:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Step times of the strategies that were measured [s], keyed by name."""
+        """Step times of the strategies that the race has measured so far [s], keyed by strategy name."""
         found = zip(self.options, self.times, strict=False)
         return {option.name: took_s for option, took_s in found if took_s is not None}
 
@@ -163,15 +163,15 @@ Consider = Callable[[Mapping[str, int], Strategy], Sequence[Strategy]]
 
 
 def leave(choice: Choice) -> Strategy:
-    """Return the strategy with which to continue in a new group: the chosen one, not one that is only being tried."""
+    """Return the strategy with which to continue in a new group: the chosen one, not one that is still on trial."""
     return choice.strategy if choice.settled or not choice.options else choice.options[0]
 
 
 def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) -> Choice:
-    """Return the choice after one more training step with its current strategy.
+    """Return the choice after one more training step, made with the strategy that it currently names.
 
     Args:
-        steps: Maximum number of steps in a race.
+        steps: Maximum number of steps in a race. ``measured`` is the step's measurement.
         consider: Returns the strategies that take part in a race.
     """
     if choice.settled:

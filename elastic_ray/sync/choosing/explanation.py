@@ -27,7 +27,7 @@ class StrategyRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateRow:
-    """Table row for a strategy that was considered in the choice."""
+    """Table row for a strategy that was considered as a candidate in the choice."""
 
     name: str
     measured_s: float | None = None  # of a step [s]; None before
@@ -41,7 +41,7 @@ class StrategyTable:
     Attributes:
         candidates: Strategies that were considered, in the order of their trials; empty if the user set the strategy.
         measured_s: Median duration of the latest steps [s]; None before the first measurement.
-        reason: Reason for the choice; empty if there was no choice.
+        reason: Reason why the current strategy was chosen; empty if the user set it.
     """
 
     strategy: str
@@ -83,7 +83,7 @@ def explain(
 
     Args:
         profile: Profile of the model, with the number of touched rows if known.
-        choice: Choice that led to the plan; None if the user set the strategy.
+        choice: State of the choice that led to the plan; None if the user set the strategy.
         step_s: Measured duration of a step under the plan [s].
         bucket_s: Measured duration of each bucket's collectives in one step [s], keyed by bucket index.
     """

@@ -59,7 +59,7 @@ class CarriedGradients:
         return self._steps > 0
 
     def add(self, step: LoaderStep | None, *, local: bool = False) -> None:
-        """Record a backward pass that adds to ``.grad``; ``local`` if its gradients will not be reduced."""
+        """Record a backward pass that adds to ``.grad``; ``local`` if the pass's gradients will not be reduced."""
         if step is None or (self._asked and self._throws_away):
             return
         if step is not self._step or not self._steps:
@@ -71,18 +71,18 @@ class CarriedGradients:
 
     @property
     def note(self) -> int:
-        """Flag, equal on all reducing ranks: 1 if ``.grad`` was not zeroed after the last update but added to.
+        """Flag: 1 if gradients were added to ``.grad`` after the last update without zeroing it, else 0.
 
-        It is 0 until the first update in a group, because a joiner lacks the gradients that other ranks have added
-        since their last update. It does not depend on the number of passes within ``no_sync``, in which ranks may
-        differ, as under DDP (for example if batches are divided by tokens).
+        The flag is equal on all ranks that reduce. It is 0 until the first update in a group, because a joiner lacks
+        the gradients that other ranks have added since their last update. Passes within ``no_sync`` do not affect it,
+        because their number may differ between ranks, as under DDP.
         """
         if not self._alike:
             return 0
         return int(self._beneath)
 
     def check(self, param: torch.Tensor) -> None:
-        """Check after a pass whether a parameter watched as a sample was added to the gradient of the last update."""
+        """Check, using one sample parameter, whether the pass added to a gradient that was already applied."""
         if self._updated is None:
             self.watched = None
         grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)
@@ -100,8 +100,8 @@ class CarriedGradients:
     def refuse_own(self) -> None:
         """Refuse an optimizer step whose gradients were not averaged over the ranks.
 
-        Raises RuntimeError: some gradients exist only on this rank: they are not zero, were not reduced, do not lie in
-            slices, and are not left over from the last update.
+        Raises RuntimeError: some gradients exist only on this rank: they are not zero, were not reduced, are not
+            ``SlicedGradient`` objects, and are not left over from the last update.
         """
         ledger = self._context.ledger
         step = ledger.step
@@ -153,7 +153,7 @@ class CarriedGradients:
                 return
 
     def capture(self) -> Any:
-        """Return the state for joiners and checkpoints; of gradients that differ between ranks, only the step count."""
+        """Return the state for joiners and checkpoints; only the step count if gradients differ between ranks."""
         if self.local:
             return {"lost": self._steps}
         gradients = self._gradients() if self._steps else {}
@@ -285,8 +285,8 @@ class OwedGradients:
         """Move residuals and low-rank factors to the buckets of a new layout, parameter by parameter.
 
         Args:
-            layout: New layout, whose operations receive the residuals.
-            places: For each bucket, the indices of its parameters in ``params``.
+            layout: New bucket layout, whose operations receive the residuals.
+            places: For each new bucket, the indices of its parameters in ``params``, the model's parameters.
         """
         owed: dict[str, torch.Tensor] = {}
         folded: dict[str, torch.Tensor] = {}
@@ -325,7 +325,7 @@ class OwedGradients:
         self._settling.append(dataclasses.replace(self._plain.pop(index), residual=residual))
 
     def before_change(self) -> None:
-        """Sum the residuals over all ranks before a planned change of group, so that no rank's residual is lost.
+        """Sum the residuals (unsent gradients) of all ranks before a planned change of group, so that none is lost.
 
         Raises CommunicationFailedError: the group broke; each rank keeps its own residual.
         """
@@ -377,7 +377,7 @@ class OwedGradients:
             )
 
     def capture(self) -> Any:
-        """Return the state that all ranks share: low-rank factors, and the sum of residuals if it was computed."""
+        """Return the state shared by all ranks: low-rank factors and, if computed, the sum of unsent gradients."""
         if not self._members or not self._all:
             return {}
         factors: dict[str, torch.Tensor] = {}
@@ -389,7 +389,7 @@ class OwedGradients:
         return {"owed": {"members": self._members, "factors": factors, "folded": folded}}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state, and discard this rank's own residual."""
+        """Restore a captured state, and discard this rank's own residual (gradients not sent yet)."""
         state = tree.get("owed", {})
         self._members, self._holds = state.get("members", 0), False
         self._continue_from({}, state.get("folded", {}), state.get("factors", {}))

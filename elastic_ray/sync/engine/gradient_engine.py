@@ -111,7 +111,7 @@ class GradientEngine(Participant):
 
     @property
     def plan(self) -> SyncPlan:
-        """Current synchronisation plan: buckets, the operation of each, and owners."""
+        """Current synchronisation plan: buckets, the operation that reduces each bucket, and owners."""
         return self._in_force.plan
 
     @property
@@ -121,12 +121,12 @@ class GradientEngine(Participant):
 
     @property
     def strategy_name(self) -> str:
-        """Name of the current strategy; ``"by hand"`` if it has none."""
+        """Name of the current strategy; ``"by hand"`` if the user built a strategy without a name."""
         return self.plan.strategy.name or "by hand"
 
     @property
     def strategy_key(self) -> str | None:
-        """Key under which step times are recorded, comparable if keys are equal; None while a strategy is chosen."""
+        """Key under which step times are recorded; times with equal keys are comparable. None during a race."""
         force = self._in_force
         return force.own_key if force.tuner is None else force.key
 
@@ -163,7 +163,7 @@ class GradientEngine(Participant):
 
     @property
     def is_open(self) -> bool:
-        """True if gradients of earlier steps are accumulated in ``.grad`` and have not been applied yet."""
+        """True if ``.grad`` holds gradients of earlier steps that no optimizer step has applied yet."""
         return self._carried.is_open
 
     @property
@@ -174,16 +174,16 @@ class GradientEngine(Participant):
     def set_strategy(self, strategy: object) -> None:
         """Switch to another strategy from the next step on; all ranks must request the same one in the same step.
 
-        Raises StrategyError, TypeError: the strategy does not exist, or cannot be used with this model.
+        Raises StrategyError, TypeError: the strategy is unknown, or cannot be used with this model.
         """
         self._in_force.ask(strategy)
 
     def keep_strategy(self) -> None:
-        """Cancel the pending switch to another strategy."""
+        """Cancel a requested switch to another strategy that has not taken effect yet."""
         self.set_strategy(self.strategy)
 
     def set_topology(self, topology: str) -> None:
-        """Switch to another all-reduce topology from the next step on. Raises StrategyError if it does not exist."""
+        """Switch to another all-reduce topology from the next step on; raises StrategyError if the name is unknown."""
         self._in_force.ask_topology(topology)
 
     def explain_strategy(self) -> StrategyTable:
@@ -256,7 +256,7 @@ class GradientEngine(Participant):
             self._expect_examples(self._statistics.examples)
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
-        """Measure noise from single samples' gradients if ``wanted`` and possible; return True if it is measured.
+        """Set whether noise is measured from the gradients of single samples; return True if it will be.
 
         Args:
             every: Number of steps between measurements; None lets the meter choose.
@@ -300,13 +300,13 @@ class GradientEngine(Participant):
         return self._reducer.no_sync()
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Complete the reductions of a backward pass that raised; ``give_zeros`` supplies missing gradients."""
+        """Complete the reductions of a backward pass that raised; ``give_zeros(params)`` zeroes missing gradients."""
         self._reducer.end_lost_pass(give_zeros)
 
     def before_update(self) -> None:
-        """Stop the accumulation of gradients before the optimizer's update; later gradients belong to another loss.
+        """Close the accumulation of gradients before an update; gradients computed later belong to another loss.
 
-        Raises RuntimeError: gradients of parameters in tiles were not averaged over the ranks.
+        Raises RuntimeError: gradients of parameters whose optimizer state is divided were not averaged over the ranks.
         """
         if self._in_unit is not None and self._context.wishes is not None:
             self._settle_in_unit(self._in_unit, self._context.wishes)
@@ -334,7 +334,7 @@ class GradientEngine(Participant):
                 statistics.add_up(wishes.measured, self._statistics_for)
 
     def applied(self) -> None:
-        """Record, just before the update, that it will be applied: a step lost later has no gradients to restore."""
+        """Record, just before an update, that gradients are applied, so that a lost step does not restore them."""
         self._carried.applied = True
         self._reducer.reduction.applied()
         if self._drift.average is not None:
@@ -368,7 +368,7 @@ class GradientEngine(Participant):
 
     @property
     def gives_back(self) -> bool:
-        """True if ranks that fall behind between two averages hand steps to other ranks."""
+        """True if ranks that fall behind between two averages hand steps over to other ranks."""
         return self._drift.average is not None and self._drift.average.give_back
 
     @property
@@ -377,7 +377,7 @@ class GradientEngine(Participant):
         return self._drift.pulls
 
     def enter_exchange(self, communicator: Communicator) -> None:
-        """Start to exchange models in a new group (pair averaging); raises CommunicationFailedError if it breaks."""
+        """Start pair averaging in a new group; raises CommunicationFailedError if the group breaks."""
         self._drift.enter_exchange(communicator)
 
     @property
@@ -469,7 +469,8 @@ class GradientEngine(Participant):
     def before_change(self, stays: Sequence[bool]) -> None:
         """Prepare a change of group, in which ``stays[r]`` is True if rank r stays; called on every rank.
 
-        Residuals are summed, replicas are made identical, and state that only leaving ranks hold is sent to others.
+        Residuals are summed, replicas are made identical, and state that only leaving ranks hold is sent to staying
+        ranks.
         """
         for table in self._sharded.tables:
             table.hand_over(stays)
@@ -518,7 +519,7 @@ class GradientEngine(Participant):
         return {**self._carried.capture(), **self._in_force.capture(), **self._owed.capture(), **average}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state, without its strategy if the run started with a different one."""
+        """Restore a captured state; its strategy is ignored if this run started with a different strategy."""
         if self._in_force.restore(tree):
             self._reducer.rebuild()
         for each in self._row_steps:

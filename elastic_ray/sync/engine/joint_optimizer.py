@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class JointOptimizer(torch.optim.Optimizer):
     """View of all optimizers of one model as a single optimizer, with all parameter groups and states.
 
-    It can be read and written like a single optimizer, but never steps: each of its optimizers steps separately.
+    The view can be read and written like an optimizer, but is never stepped: the optimizers step separately.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -44,7 +44,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 class JointStates(MutableMapping[Any, Any]):
-    """Mapping of the states of several optimizers; the state of a parameter is held by its own optimizer."""
+    """Mapping from parameter to optimizer state, over several optimizers, each of which holds its own states."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
@@ -78,7 +78,7 @@ class JointStates(MutableMapping[Any, Any]):
 
 
 def optimizers_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers that form a joint optimizer, or the optimizer itself if it is not a joint one."""
+    """Return the optimizers of which a ``JointOptimizer`` consists, or a tuple of only ``optimizer`` otherwise."""
     return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
 
 
@@ -104,7 +104,7 @@ class JointDenominators:
 
     @property
     def idle(self) -> bool:
-        """True if the optimizers themselves hold all denominators."""
+        """True if the optimizers hold all denominators themselves, so that none must be gathered."""
         return all(each.idle for each in self._parts)
 
     @property
@@ -137,14 +137,14 @@ class JointTiles:
 
     @property
     def owners(self) -> object:
-        """Ranks that own each tile; a new object whenever owners change, so that callers can compare by identity."""
+        """Ranks that own each tile (part of the state); a new object whenever owners change, so compare with ``is``."""
         found = tuple(each.owners for each in self._parts)
         if len(found) != len(self._owners) or any(a is not b for a, b in zip(found, self._owners, strict=True)):
             self._owners = found
         return self._owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return the ranges of each parameter with the ranks that own them; all parameters must be in tiles."""
+        """Return each parameter's ranges with the ranks that own them; the state of all of them must be divided."""
         found: dict[int, list[OwnedSpan]] = {}
         for each in self._parts:
             held = {id(p) for p in each.tiled}
@@ -159,7 +159,7 @@ class JointTiles:
 
     @property
     def idle(self) -> bool:
-        """True if no optimizer has tiles now or after a pending change."""
+        """True if no optimizer's state is divided into tiles, now or after a pending change."""
         return all(each.idle for each in self._parts)
 
     @property
@@ -168,7 +168,7 @@ class JointTiles:
         return any(each.unsettled for each in self._parts)
 
     def divide_between_steps(self) -> None:
-        """Divide the states as a new strategy requires; called on every rank."""
+        """Divide the optimizers' states among the ranks as a new strategy requires; called on every rank."""
         for each in self._parts:
             if each.unsettled:
                 each.divide_between_steps()
@@ -184,7 +184,7 @@ class JointTiles:
             each.gather()
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send optimizer states that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
+        """Send states that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
         for each in self._parts:
             each.hand_over(stays)
 

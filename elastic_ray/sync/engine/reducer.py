@@ -137,7 +137,7 @@ class GradientReducer:
         self._hooks = []
 
     def enter_group(self) -> None:
-        """Mark the buckets' layout as not yet compared, so that the ranks of a new group announce it again."""
+        """Mark the buckets' layout as not compared, so that the ranks of the new group announce it again."""
         self._announcements = Announcements(self._number, self._layout)
         if self._group.group.world_size == 1:
             self._layout.release()
@@ -162,7 +162,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients only locally in backward passes within the context, as DDP's ``no_sync`` does."""
+        """Accumulate gradients only locally in backward passes within the context, like DDP's ``no_sync``."""
         self._sync = False
         try:
             yield
@@ -170,7 +170,7 @@ class GradientReducer:
             self._sync = True
 
     def drop_halves(self) -> None:
-        """Release the buffers of a step that was split in half for a measurement."""
+        """Release the buffers of a step whose samples were split in half for a measurement."""
         if self._step is not None and self._step.halved:
             self._layout.release()  # a rank that is alone uses it in such steps only
 
@@ -436,7 +436,7 @@ class GradientReducer:
             self.reduction.complete()
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """End a backward pass that raised an exception, with zeros for missing gradients; the step is lost."""
+        """End a lost step's backward pass, which raised; ``give_zeros(params)`` sets missing gradients to zero."""
         if self._ledger.failed:
             self._running = False
         elif self._running:
@@ -476,7 +476,7 @@ class GradientReducer:
         self._consensus.conclude(values[: layout.norms.start], self._group.group.world_size)
         self._statistics.set_shared(values[layout.shared], first=first)
         self._write_back(layout.used_anywhere)
-        self._ledger.reduced = True
+        self._ledger.reduced |= step is self._ledger.outermost
         self._carried.local = False
         if step is not None and self._measures:
             self._conclude_statistics(step, values[layout.norms])

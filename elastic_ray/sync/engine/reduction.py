@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 
 def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
-    """True if control values can be sent with the bucket's reduction, because it sums them exactly."""
+    """True if control values can be sent with a bucket of this dtype, because its reduction sums them exactly."""
     return is_plain(plan) and dtype.to_real() in (torch.float32, torch.float64)
 
 
 def is_plain(plan: BucketPlan) -> bool:
-    """True if the bucket itself is all-reduced and its memory is not used for anything else."""
+    """True if the bucket's own buffer is all-reduced in one piece and unchanged, and not used for anything else."""
     return isinstance(plan.sync, Reduce) and plan.sync.wire.exact and plan.sync.parts == 1
 
 
@@ -69,7 +69,7 @@ def make_bucket(
 
 
 def make_operation(plan: BucketPlan) -> BucketOperation:
-    """Return the operation that reduces a bucket as planned. Raises StrategyError if there is none."""
+    """Return the operation that reduces a bucket as planned. Raises StrategyError: no such operation exists."""
     sync = plan.sync
     if isinstance(sync, Reduce):
         if sync.topology != "native" and len(plan.nodes) > 1:
@@ -89,7 +89,7 @@ def _reduction(sync: Reduce, places: Sequence[int]) -> BucketOperation:
     wire = sync.wire
     if wire.compresses:
         compression = LowRankCompression(wire.rank) if wire.rank else Int8Compression()
-        return CompressedOperation(compression, places, feeds_back=wire.error_feedback)
+        return CompressedOperation(compression, places)
     if sync.parts > 1:
         return PartitionedReduceOperation(sync.parts, sync.axis, sync.seed, places, WireForm(wire.dtype))
     return AllReduceOperation() if wire.exact else CastReduceOperation(WireForm(wire.dtype))
@@ -158,14 +158,14 @@ class BucketLayout:
         return digest((*self._layout, self.sequel.takes))
 
     def send_residual_first(self, index: int) -> SettlingOperation:
-        """Wrap bucket ``index``'s operation so that its next pass also sends the residual of an earlier strategy."""
+        """Wrap bucket ``index``'s operation, so that its next pass also sends what an earlier strategy left unsent."""
         settling = SettlingOperation(self.operations[index])
         self.operations[index] = settling
         return settling
 
     @property
     def tail(self) -> torch.Tensor:
-        """Tail of control values, in its current memory."""
+        """Tail (extra elements) that holds the control values, in its current memory."""
         last = self.buckets[-1]
         if self.tail_rides and isinstance(last, Bucket):
             self._numbers = last.tail_numbers
@@ -206,7 +206,7 @@ class BucketLayout:
                 tail[at].copy_(norm)
 
     def read_tail(self, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
-        """Return the tail's sums up to ``own_sum``, and ``numbers`` as floats, waiting for the GPU only once."""
+        """Return the tail's sums up to ``own_sum``, and ``numbers`` as floats, with a single wait for the GPU."""
         if self._numbers is not None:
             return self._numbers[: self.own_sum + 1].tolist(), read(numbers) if numbers else []
         self._sums, found = read_with(self.tail, numbers)
@@ -323,8 +323,8 @@ class Reduction:
         are already written to ``.grad``.
 
         Args:
-            checks: Whether the caller checks in every pass that gradients are finite. For buckets whose elements each
-                rank summed before the reduction, the total of these sums shows this.
+            checks: Whether to check that the summed gradients are finite. Buckets for which each rank has already
+                computed the sum of its elements are skipped, because the total of these sums shows the same.
         """
         communicator, operations = self._group.group.communicator, self._layout.operations
         looks, self.totals = checks or bool(self.owing), []
@@ -397,7 +397,10 @@ class Reduction:
         return self._finite is True
 
     def check_totals(self, values: Sequence[float]) -> None:
-        """Find out if the pass was finite from the ranks' sums of :attr:`totals`, or from all buckets on overflow."""
+        """Determine whether the pass was finite, given ``values``, the sums of :attr:`totals` over all ranks.
+
+        As a sum can overflow where no gradient has, all buckets are checked if the sum of ``values`` is not finite.
+        """
         if values and self._finite is None:
             # A sum may overflow where no gradient has.
             self._finite = math.isfinite(sum(values)) or all(bucket.is_finite() for bucket in self._layout.buckets)
@@ -423,7 +426,7 @@ class Reduction:
                     operation.complete(bucket, scale)
 
     def applied(self) -> None:
-        """Commit the operations' state after the last pass, so that losing the step later does not change it."""
+        """Commit the operations' state after the last pass, so that a later loss of the step does not change it."""
         self.asked = False
         for operation in self._layout.operations:
             if type(operation) is not AllReduceOperation:  # which keeps nothing
@@ -439,7 +442,7 @@ class Reduction:
                 operation.commit()
 
     def void(self) -> None:
-        """Discard the changes that the last passes made to the operations' state."""
+        """Discard the changes that the current step's passes made to the operations' state (such as residuals)."""
         self.asked = False
         self._works = [[] for _ in self._layout.buckets]
         self._rounds = [0] * len(self._works)
@@ -495,9 +498,9 @@ class StepWeights:
 
     @torch.no_grad()
     def leave_out(self, step: LoaderStep, buckets: Sequence[GradientBucket]) -> bool:
-        """Set ``.grad`` to 0 if this rank trains alone and its step has no samples with weight; return True then.
+        """Set ``.grad`` to 0, and return True, if this rank trains alone and its step has no samples with weight.
 
-        The gradient of a mean over no samples may be NaN. A sum over several ranks would be 0 without this.
+        The gradient of a mean over no samples may be NaN. With several ranks, the sum is 0 without this.
         """
         if not step.is_last_micro or any(step.own_counts):
             return False
@@ -517,14 +520,14 @@ class StepWeights:
 
 
 class Announcements:
-    """Announcements of one model's backward pass, with which ranks check that all are about to reduce the same.
+    """Announcements of a model's backward pass, by which ranks check that all are about to reduce the same buckets.
 
     Args:
         layout: Layout of the model's buckets in the current group.
 
     Attributes:
-        plain: Announcement if micro-batches are weighted by their numbers of samples.
-        weighed: Announcement if the loop sets the weights, which requires one more collective.
+        plain: Announcement that is made if micro-batches are weighted by their numbers of samples.
+        weighed: Announcement that is made if the loop sets the weights, which requires one more collective.
     """
 
     def __init__(self, number: int, layout: BucketLayout) -> None:
@@ -549,7 +552,7 @@ def refuse_weights(step: LoaderStep | None) -> None:
 class SummingGroup:
     """Group of ranks whose gradients are summed, which is this rank alone while replicas diverge.
 
-    If this rank is alone, nothing is reduced, and ``.grad`` is the mean over its own samples.
+    A rank alone reduces nothing, and its ``.grad`` is the mean over its own samples.
     """
 
     def __init__(self, context: Run, model: Drift) -> None:
@@ -567,5 +570,5 @@ class SummingGroup:
         return self.group.world_size if self.model.average is None or not self.model.on else 1
 
     def share(self, step: LoaderStep) -> float:
-        """Return the current micro-batch's weight in the step's mean, or in this rank's own if replicas diverge."""
+        """Return the current micro-batch's weight in the step's mean or, if replicas diverge, in this rank's mean."""
         return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)

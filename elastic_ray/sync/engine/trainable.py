@@ -74,7 +74,7 @@ class Trainable:
         self._lay_out(wrapped=True)
 
     def drop_strangers(self) -> None:
-        """Drop gradients of parameters that are not synchronised yet, because they would differ between ranks."""
+        """Drop gradients of parameters that are not synchronised yet, because ranks would have different gradients."""
         for p in self.left_out:
             if p.requires_grad:
                 p.grad = None
@@ -115,7 +115,7 @@ class Trainable:
         self._sizes = [len(group["params"]) for group in self._optimizer.param_groups]
 
     def capture(self) -> dict[str, Any]:
-        """Return three lists of parameter names: trainable, synchronised, and by the optimizer's parameter group."""
+        """Return the names of the trainable and of the synchronised parameters, and all names by parameter group."""
         names = {id(p): name for name, p in self._module.named_parameters()}
         return {
             "requires_grad": [name for name, p in self._module.named_parameters() if p.requires_grad],
@@ -201,7 +201,7 @@ class TrainedState(OptimizerState):
         return {**captured, "state": states} if rank == 0 else {"state": states}
 
     def capture_to_keep(self) -> Any:
-        """Return the state that all ranks share, and the tiles that this rank holds, for a rerun in this process."""
+        """Return the state that all ranks share, and this rank's part of divided state, for a rerun in this process."""
         captured, kept = self.capture(), self._divided.kept()
         if "divided" not in captured:
             return captured

@@ -50,12 +50,12 @@ class UnitStatistics:
                 bucket.count_elsewhere(left_out)
 
     def before_forward(self) -> None:
-        """Update the exclusion of parameters that other workers count, if their list has changed."""
+        """Update the exclusion of parameters that other workers of the unit count, if their list has changed."""
         if self._left_out is not self._statistics.noise.counted_elsewhere:
             self.adapt(self._buckets)
 
     def due(self) -> float:
-        """Return the number of parameter groups if this step is measured and not yet added up, else 0."""
+        """Return the number of parameter groups if this step was measured and must still be summed, else 0."""
         statistics = self._statistics
         return float(statistics.noise.groups if statistics.due and not statistics.added_up else 0)
 

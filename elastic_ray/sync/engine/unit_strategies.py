@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def why_not_in_units(plan: SyncPlan, params: Sequence[ParamInfo], held: Set[str]) -> str:
-    """Return why a model divided within a unit cannot use a plan, and what to do instead; empty if it can.
+    """Return why a model divided within a unit cannot use ``plan``, with a suggestion; empty if it can use it.
 
     Args:
         params: Parameters of the model, to which the plan refers.
@@ -51,7 +51,7 @@ def _mixed(bucket: BucketPlan, params: Sequence[ParamInfo], held: Set[str]) -> l
 
 
 def held_by_several(unit: UnitGroup, module: torch.nn.Module) -> frozenset[str]:
-    """Return the names of parameters of which several workers of the unit hold a whole copy; a collective."""
+    """Return the names of parameters of which several workers of a unit hold a whole copy; a collective of the unit."""
     names = [name for name, p in module.named_parameters() if not _is_divided(p, unit.place.size)]
     most = round(max(row[0] for row in unit.gather([float(len(names))])))
     rows = unit.gather([*(float(digest(name)) for name in names), *[0.0] * (most - len(names))])

@@ -44,8 +44,8 @@ class BucketOperation(Protocol):
     """Protocol of operations that sum one bucket's weighted gradients over all ranks, in rounds of collectives.
 
     :meth:`launch` is called when backward has filled the bucket. Whenever all works of a round have ended,
-    :meth:`go_on` is called for all buckets in order, until it returns no works. State that an operation keeps between
-    steps changes in two phases: :meth:`commit` makes the outcome of a step final, and :meth:`void` discards it.
+    :meth:`next_round` is called for all buckets in order, until it returns no works. State that an operation keeps
+    between steps changes in two phases: :meth:`commit` makes the outcome of a step final, and :meth:`void` discards it.
     """
 
     def launch(self, bucket: Any, group: GradientGroup) -> Sequence[Any]:
@@ -55,10 +55,10 @@ class BucketOperation(Protocol):
         """Start the next round after ``finished`` rounds and return its works; none once the bucket holds the sum."""
 
     def commit(self) -> None:
-        """Make the changes of the step to the operation's state (such as residuals) final."""
+        """Make the changes that the step made to the operation's state (such as residuals) final."""
 
     def void(self) -> None:
-        """Discard the passes of the current step, and restore the operation's state from before them."""
+        """Discard the passes of the current step, and restore the operation's state from before the step."""
 
 
 _FORMS = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -91,7 +91,7 @@ class WireForm:
         return self._buffer.copy_(flat)
 
     def unpack(self, flat: torch.Tensor) -> None:
-        """Copy the received values back into `flat`."""
+        """Copy the values received in the buffer from :meth:`pack` back into ``flat``."""
         if self._buffer is not None and self.of(flat.dtype) != flat.dtype:
             flat.copy_(self._buffer)
 

@@ -45,7 +45,8 @@ class Bucket:
         is_summed_up: Whether :meth:`put` has computed the sum that shows whether this rank's gradients are finite.
         has_gradient: For each parameter, whether it had a gradient on this rank when the buffer was filled.
         grads: Gradients in separate memory, into which the sum is copied; None for parameters without one.
-        carried: Sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
+        carried: Sum of the earlier micro-steps' gradients, in the layout of ``body``; None before the first
+            accumulation.
         used: For each parameter, whether it had a gradient in any micro-step of an accumulation.
         written: A parameter, the ``.grad`` that the step's reduction wrote to, and its version at that time.
         additions: Number of times that the pass adds to that ``.grad``.
@@ -116,7 +117,7 @@ class Bucket:
         Args:
             first: Whether the pass is the first of its step; state of earlier steps is then discarded.
             reduces: Whether the pass ends in a reduction.
-            accumulates: Whether its gradients are added to those of other micro-steps.
+            accumulates: Whether the pass's gradients are added to those of other micro-steps.
         """
         self.complete, self.is_summed_up, self.additions, self._sum = True, False, 1, None
         if first:
@@ -144,7 +145,7 @@ class Bucket:
                 param.grad = view.clone()
 
     def adopt(self, places: Sequence[int]) -> None:
-        """Move new gradients of the parameters at these positions into the buffer, so that few are in memory twice."""
+        """Move new gradients of the parameters at these positions into the buffer, so that few are stored twice."""
         taken = [place for place in places if not self._there[place]]
         params = [self.params[each] for each in taken]
         grads = [param.grad for param in params]
@@ -170,13 +171,13 @@ class Bucket:
         self.complete = False
 
     def carry(self) -> None:
-        """Copy the buffer's gradients to ``carried``, so that another micro-step can use the buffer."""
+        """Copy the gradients from the buffer to ``carried``, so that another micro-step can use the buffer."""
         if self.carried is None:
             self.carried = torch.empty_like(self.body)
         self.carried.copy_(self.body)
 
     def share(self, factor: float) -> torch.Tensor:
-        """Return a copy of the gradients multiplied by ``factor``, which :meth:`add` can add to the buffer."""
+        """Return a copy of the gradients multiplied by ``factor``, to be added to the buffer with :meth:`add`."""
         return self.body * factor
 
     def carried_share(self, factor: float = 1.0) -> torch.Tensor | None:
@@ -184,7 +185,7 @@ class Bucket:
         return self.carried if self.carried is None or factor == 1.0 else self.carried * factor
 
     def flat_gradient(self) -> torch.Tensor:
-        """Return the buffer as one vector."""
+        """Return the gradients in the buffer as one vector."""
         return self.body
 
     def add(self, share: torch.Tensor) -> None:
@@ -192,7 +193,7 @@ class Bucket:
         self.body.add_(share)
 
     def add_vector(self, vector: torch.Tensor) -> None:
-        """Add a flat vector to the buffer."""
+        """Add a flat vector, in the layout of the buffer, to the buffer."""
         self.body.add_(vector)
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> FlatPreconditioner | None:
@@ -344,7 +345,7 @@ class BucketMemory:
     """Flat buffer of a bucket, with one view of the buffer per parameter.
 
     Attributes:
-        views: View for each parameter, each with its own version counter.
+        views: One view per parameter, each with its own version counter.
         storage, users: Storage of the buffer, and its reference count while user code does not reference it.
     """
 

@@ -38,7 +38,7 @@ class Int8Compression:
         self._rank = 0
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
-        """Launch the exchange of all ranks' shares."""
+        """Launch the all-to-all in which each rank sends every other rank its share of the vector."""
         world, self._rank = group.world_size, group.rank
         blocks = -(-vector.numel() // (BLOCK * world))
         if self._work.shape != (world, blocks, BLOCK):
@@ -52,9 +52,9 @@ class Int8Compression:
         return (group.all_to_all(self._received, self._sent),)
 
     def next_round(
-        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
+        self, vector: torch.Tensor, left_out: torch.Tensor, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
-        """Launch the all-gather of the summed shares; in the second call, write the result to ``vector``."""
+        """Launch the all-gather of the summed shares after round 1; after round 2, write the result to ``vector``."""
         blocks = self._work.shape[1]
         if finished == 1:
             share = torch.zeros(1, blocks, BLOCK, dtype=torch.float32, device=vector.device)
@@ -63,8 +63,7 @@ class Int8Compression:
             _quantise(share, self._mine.unsqueeze(0))
             self._work[self._rank].add_(share[0])
             return (group.all_gather(self._received.view(-1), self._mine),)
-        if left_out is not None:
-            left_out.copy_(self._work.view(-1)[: vector.numel()])
+        left_out.copy_(self._work.view(-1)[: vector.numel()])
         self._work.zero_()
         for each, place in zip(self._received, self._work, strict=True):
             _add_dequantised(each, place)
@@ -75,7 +74,7 @@ class Int8Compression:
         """Do nothing: the compression keeps no state."""
 
     def void(self) -> None:
-        """Drop the buffers, because abandoned collectives may still write to them."""
+        """Drop the buffers of the current pass, to which abandoned collectives may still write."""
         self._work = torch.empty(0)
 
     def drop(self) -> None:

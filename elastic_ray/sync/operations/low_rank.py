@@ -55,7 +55,7 @@ class LowRankCompression:
         self._first = self._second = torch.empty(0, dtype=torch.float32)
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
-        """Launch the all-reduce of P for all matrices, and of the uncompressed tensors."""
+        """Launch the all-reduce of the factor P of all matrices, and of the tensors that are not compressed."""
         if self._laid_out != vector.numel():
             self._lay_out(params, vector)
         factors = self._fresh or self._factors
@@ -68,9 +68,9 @@ class LowRankCompression:
         return (group.all_reduce(self._first),)
 
     def next_round(
-        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
+        self, vector: torch.Tensor, left_out: torch.Tensor, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
-        """Launch the all-reduce of Q for all matrices; in the second call, write the result to ``vector``."""
+        """Launch the all-reduce of Q for all matrices after round 1; after round 2, write the result to ``vector``."""
         if finished == 1 and self._matrices:
             self._second = vector.new_empty(sum(m.rank * m.columns for m in self._matrices))
             self._fresh = self._cut_second()
@@ -81,16 +81,14 @@ class LowRankCompression:
             return (group.all_reduce(self._second),)
         old = self._factors
         for number, (matrix, basis, factor) in enumerate(zip(self._matrices, self._bases(), self._fresh, strict=True)):
-            mine, rest = matrix.of(vector), None if left_out is None else matrix.of(left_out)
+            mine, rest = matrix.of(vector), matrix.of(left_out)
             for rows, product in product_of(basis, factor):
-                if rest is not None:
-                    torch.sub(mine[rows], product, alpha=1.0 / group.world_size, out=rest[rows])
+                torch.sub(mine[rows], product, alpha=1.0 / group.world_size, out=rest[rows])
                 mine[rows].copy_(product)
             self._fresh[number] = torch.where((factor != 0).any(1, keepdim=True), factor, old[number])
         self._copy_whole(vector, back=True)
-        if left_out is not None:
-            for each in self._whole:
-                left_out[each].zero_()
+        for each in self._whole:
+            left_out[each].zero_()
         return ()
 
     def commit(self) -> None:
@@ -107,13 +105,13 @@ class LowRankCompression:
         self._fresh = []
 
     def factors(self) -> dict[int, torch.Tensor]:
-        """Return Q^T of each matrix, keyed by its parameter's position in the bucket."""
+        """Return the factor Q^T of each matrix, keyed by the position of its parameter in the bucket."""
         if not self._laid_out:
             return dict(self._given)
         return {matrix.place: factor for matrix, factor in zip(self._matrices, self._factors, strict=True)}
 
     def set_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Start the next pass from these factors, which come from another rank or another layout."""
+        """Use the given factors, which come from another rank or another layout, as the start of the next pass."""
         self._given = factors
         self._laid_out = 0
 

@@ -43,17 +43,17 @@ class Residual:
 
     @property
     def in_use(self) -> bool:
-        """True if there is a residual that the next pass must add."""
+        """True if there is a residual (unsent part of the gradients) that the next pass must add."""
         return self.owed is not None or self.folded is not None
 
     def add_to(self, flat: torch.Tensor, scale: float) -> None:
-        """Add the residual, multiplied by ``scale``, to ``flat``, the gradients of a new pass."""
+        """Add the residual (unsent gradients), multiplied by ``scale``, to ``flat``, the gradients of a new pass."""
         owed = self._start_pass()
         if owed is not None and owed.flat is not None:
             flat.add_(owed.flat, alpha=scale / owed.scale)
 
     def take(self, scale: float) -> torch.Tensor | None:
-        """Return the residual, multiplied by ``scale``, for a pass without gradients; None if there is no residual."""
+        """Return the residual (unsent gradients) x ``scale``, for a pass without gradients; None if there is none."""
         owed = self._start_pass()
         return None if owed is None or owed.flat is None else owed.flat * (scale / owed.scale)
 
@@ -68,15 +68,15 @@ class Residual:
         return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
 
     def leave(self, flat: torch.Tensor | None, scale: float) -> None:
-        """Set the residual that a pass leaves, multiplied by AMP's loss scale ``scale``; None if it leaves none."""
+        """Set the residual of a pass to ``flat`` (None: no residual), which includes AMP's loss scale ``scale``."""
         self._fresh = Owed(flat, scale)
 
     def drop(self) -> None:
-        """Drop the residual that the last pass has left."""
+        """Drop the residual (unsent gradients) of the last pass."""
         self._fresh = None
 
     def commit(self) -> None:
-        """Make the residual that the step's last pass has left final."""
+        """Make the residual of the step's last pass final."""
         new = self._fresh or self._latest
         if new is not None:
             self._spare = self.owed.flat if self.owed is not None else None
@@ -84,11 +84,11 @@ class Residual:
         self._latest = self._fresh = None
 
     def void(self) -> None:
-        """Discard the step's passes, and restore the residual from before them."""
+        """Discard the step's passes, and restore the residual (unsent gradients) from before the step."""
         self._latest = self._fresh = None
 
     def fold(self, total: torch.Tensor) -> None:
-        """Store ``total``, the sum of all ranks' residuals (without a loss scale), before the ranks leave the group."""
+        """Store ``total``, the sum of all ranks' residuals without a loss scale, before the ranks leave their group."""
         self.folded = total
 
     def share(self, ranks: int) -> None:
@@ -99,13 +99,13 @@ class Residual:
             self.folded = total
 
     def become(self, flat: torch.Tensor | None) -> None:
-        """Replace the residual by `flat`, which includes no loss scale; None removes the residual."""
+        """Set the residual to ``flat``, which includes no loss scale; None removes the residual."""
         self._latest = self._fresh = self._spare = self.folded = None
         self.owed = None if flat is None else Owed(flat, 1.0)
 
 
 class OwingOperation(abc.ABC):
-    """Base class of operations that add a residual to the gradients of a pass."""
+    """Base class of operations that send a part of the gradients (the residual) only with a later pass."""
 
     def __init__(self) -> None:
         self.residual = Residual()
@@ -122,7 +122,7 @@ class OwingOperation(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
-        """Launch the operation; see ``BucketOperation``."""
+        """Start the operation's first round; see :meth:`BucketOperation.launch`."""
 
     @abc.abstractmethod
     def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
@@ -152,7 +152,7 @@ class OwingOperation(abc.ABC):
         self.residual.commit()
 
     def void(self) -> None:
-        """Discard the step's passes, and restore the residual from before them."""
+        """Discard the step's passes, and restore the residual (unsent gradients) from before the step."""
         self.residual.void()
 
     def drop(self) -> None:
@@ -161,7 +161,7 @@ class OwingOperation(abc.ABC):
 
 
 class SettlingOperation(OwingOperation):
-    """Wrapper of an operation that also sends, once, the residual that the previous strategy left."""
+    """Wrapper of an operation that also sends, once, the gradients that the previous strategy left unsent."""
 
     def __init__(self, operation: BucketOperation) -> None:
         super().__init__()
@@ -188,13 +188,13 @@ class SettlingOperation(OwingOperation):
 
 
 class Compression(Protocol):
-    """Protocol of approximate sums of vectors over all ranks, which send less data than exact sums."""
+    """Protocol of sums of vectors over all ranks that are approximate, and send less data than exact sums."""
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
-        """Start the first round, and return its works; ``params`` have the shapes of the vector's parts."""
+        """Start the first round, and return its works; ``params`` give the shapes of the parts of ``vector``."""
 
     def next_round(
-        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
+        self, vector: torch.Tensor, left_out: torch.Tensor, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
         """Start the next round after ``finished`` rounds, and return its works; none once ``vector`` holds the sum.
 
@@ -215,7 +215,7 @@ class Compression(Protocol):
         """Return the low-rank factors, equal on all ranks, keyed by the parameter's position in the bucket."""
 
     def set_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Continue from the given low-rank factors."""
+        """Use the given low-rank factors as the starting point of the next step."""
 
 
 class CompressedOperation(OwingOperation):
@@ -223,14 +223,12 @@ class CompressedOperation(OwingOperation):
 
     Args:
         places: Positions of the bucket's parameters in the model.
-        feeds_back: Whether the residual is kept for the next step (error feedback).
     """
 
-    def __init__(self, compression: Compression, places: Sequence[int], *, feeds_back: bool) -> None:
+    def __init__(self, compression: Compression, places: Sequence[int]) -> None:
         super().__init__()
         self.compression = compression
         self.places = tuple(places)
-        self._feeds_back = feeds_back
         self._vector: torch.Tensor | None = None
         self._left_out: torch.Tensor | None = None
 
@@ -238,23 +236,21 @@ class CompressedOperation(OwingOperation):
         vector = bucket.flat_gradient()
         if vector.dtype not in (torch.float32, torch.float64):
             vector = vector.float()
-        self._vector = vector
+        self._vector, self._left_out = vector, None
         if self._plain:
             return (group.all_reduce(vector),)
-        if self._feeds_back:
-            self.residual.add_to(vector, self._scale)
-            self._left_out = self.residual.room(vector)
+        self.residual.add_to(vector, self._scale)
+        self._left_out = self.residual.room(vector)
         return self.compression.launch(bucket.params, vector, group)
 
     def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         vector = self._vector
         assert vector is not None, "no pass was launched"
-        if not self._plain:
+        if self._left_out is not None:
             works = self.compression.next_round(vector, self._left_out, group, finished)
             if works:
                 return works
-            if self._left_out is not None:
-                self.residual.leave(self._left_out, self._scale)
+            self.residual.leave(self._left_out, self._scale)
         body = bucket.flat_gradient()
         if body is not vector:
             body.copy_(vector)

@@ -91,8 +91,8 @@ def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> in
     """Return the axis along which to divide a tensor; 0 for a tensor without dimensions.
 
     Args:
-        axis: Value of ``Reduce.axis``. A tensor with fewer dimensions uses its last one. With -1, ``seed`` determines
-            one of the axes that can be divided (AutoDist: RandomAxisPartitionAR).
+        axis: Value of ``Reduce.axis``. A tensor with fewer dimensions uses its last one. With -1, one of the axes that
+            can be divided is drawn from ``seed`` (AutoDist: RandomAxisPartitionAR).
         place: Position of the tensor in the model, which makes the choice differ between tensors.
     """
     if axis >= 0:
@@ -113,7 +113,7 @@ class OwnerOperation:
         self._sent: torch.Tensor | None = None
 
     def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
-        """Launch the reduction to the owner."""
+        """Launch the reduction of the bucket to its owner."""
         self._sent = self._form.pack(bucket.flat_gradient())
         return (group.reduce(self._sent, self._owner),)
 
@@ -141,7 +141,7 @@ class CastReduceOperation:
         self._form = form
 
     def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
-        """Launch the reduction of the rounded gradients."""
+        """Launch the all-reduce of the gradients, rounded to the smaller dtype."""
         return (group.all_reduce(self._form.pack(bucket.flat_gradient())),)
 
     def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:

@@ -32,7 +32,7 @@ class Round:
 
     Attributes:
         transfers: Part of the vector to send, keyed by (source rank, destination rank).
-        adds: Whether the destination adds the received parts to its own (in the order of sources) or replaces its own.
+        adds: Whether the destination adds received parts to its own part (in the order of sources) or replaces it.
     """
 
     transfers: Mapping[tuple[int, int], Span]
@@ -40,7 +40,7 @@ class Round:
 
 
 def cut(span: Span, parts: int) -> list[Span]:
-    """Divide a span into ``parts`` consecutive spans, whose lengths differ by at most one."""
+    """Divide a span into ``parts`` consecutive spans whose lengths differ by at most one element."""
     begin, end = span
     edges = [begin + (end - begin) * i // parts for i in range(parts + 1)]
     return list(itertools.pairwise(edges))
@@ -49,8 +49,9 @@ def cut(span: Span, parts: int) -> list[Span]:
 def ring(nodes: Sequence[int], size: int) -> list[Round]:
     """Return the 2 (W - 1) rounds of a ring of W ranks, in which each rank sends only to the next one.
 
-    A ring sends the fewest bytes per link. Ranks on the same node are neighbours. Source: Patarasuk and Yuan, Journal
-    of Parallel and Distributed Computing 69(2), 2009.
+    A ring sends the fewest bytes per link. ``nodes[r]`` is the node of rank r; ranks on the same node are neighbours.
+    ``size`` is the number of elements. Source: Patarasuk and Yuan, J. of Parallel and Distributed Computing 69(2),
+    2009.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     world, pieces = len(order), cut((0, size), len(order))
@@ -63,9 +64,9 @@ def ring(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def tree(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return the 2 ceil(log2 W) rounds of a binomial tree, which suits small buckets.
+    """Return the 2 ceil(log2 W) rounds of a binomial tree of W ranks, which suits small buckets; see :func:`ring`.
 
-    W ranks send sums up to the root and the result down again. Ranks on the same node exchange data first.
+    Sums travel up to the root, and the result down again. Ranks on the same node exchange data first.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     up, stride = [], 1
@@ -81,7 +82,7 @@ def tree(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def star(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return the two rounds of a star: all ranks send to rank 0, which returns the sum; W - 1 buckets on its link."""
+    """Return the two rounds of a star: W - 1 ranks send to rank 0, which returns the sum; see :func:`ring`."""
     others = range(1, len(nodes))
     return [
         Round(transfers={(rank, 0): (0, size) for rank in others}, adds=True),
@@ -90,11 +91,12 @@ def star(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def two_level(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return rounds within nodes, between nodes, and within nodes again; each node sends a bucket only once.
+    """Return rounds that sum within nodes, then between nodes, and copy the result within nodes; see :func:`ring`.
 
-    The bucket is cut into as many slices as the smallest node has ranks. On each node, one rank is responsible for each
-    slice. In four rounds, these ranks sum their slice within the node, reduce-scatter it among their counterparts on
-    other nodes, gather the results, and send the slice to all ranks of their node.
+    Each node sends the bucket only once. The bucket is cut into as many slices as the smallest node has ranks. On each
+    node, one rank is responsible for each slice. In four rounds, these ranks sum their slice within the node,
+    reduce-scatter it among their counterparts on other nodes, gather the results, and send the slice to all ranks of
+    their node.
     """
     members = [[rank for rank, node in enumerate(nodes) if node == each] for each in sorted(set(nodes))]
     slices = cut((0, size), min(map(len, members)))
@@ -148,7 +150,7 @@ class RoutedReduceOperation:
         self._coming: list[tuple[bool, torch.Tensor, torch.Tensor]] = []
 
     def launch(self, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
-        """Start the first round."""
+        """Start the first round of transfers."""
         flat = bucket.flat
         if self._size != flat.numel():
             self._size = flat.numel()

@@ -26,7 +26,7 @@ Owners = tuple[tuple[int, ...], ...]
 
 
 def needed_at_once(moves: Sequence[Move], target: Owners, held: Sequence[Set[int]]) -> tuple[Move, ...]:
-    """Return the moves that the next step needs: those to tiles' first owners that hold no tiles yet."""
+    """Return the moves needed before the next step: those to a tile's first owner that holds no tiles yet."""
     return tuple(move for move in moves if not held[move.destination] and target[move.tile][0] == move.destination)
 
 
@@ -38,7 +38,7 @@ def moved(moves: Sequence[Move], held: Sequence[Set[int]]) -> list[frozenset[int
 
 
 def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
-    """Return temporary owners: each target owner that lacks its tile is replaced by another holder.
+    """Return temporary owners: a planned owner that lacks a tile is replaced by another rank that holds it.
 
     Args:
         target: Planned owners of each tile.
@@ -53,11 +53,10 @@ def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
 
 
 def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int) -> tuple[Move, ...]:
-    """Return the moves after one step: each rank that lacks tiles receives one tile, or several if they are small.
+    """Return the next few moves: each rank that lacks tiles receives one tile, or several if they are small.
 
     Args:
-        target: Planned owners of each tile.
-        present: Current owners of each tile.
+        target, present: Planned and current owners of each tile.
         most: Limit on the total size that a rank receives if it receives several tiles, in the unit of ``sizes``.
     """
     ranks = range(1 + max(rank for mine in (*target, *present) for rank in mine))
@@ -85,7 +84,7 @@ class Everyone:
 
     @property
     def senders(self) -> list[int]:
-        """Rank that sends each tile: the lowest rank that holds it."""
+        """Rank that sends each tile to others: the lowest rank that holds the tile."""
         count = len(frozenset().union(*self.tiles))
         return [next(rank for rank, tiles in enumerate(self.tiles) if tile in tiles) for tile in range(count)]
 
@@ -116,7 +115,7 @@ class TileHolder:
         self._copies = 1
 
     def adopt(self, tiling: Tiling | None) -> None:
-        """Adopt another tiling (None: no tiles), while this rank holds the complete state or nothing."""
+        """Adopt another tiling (None: no tiles), while this rank holds either the complete state or nothing."""
         known = dict(self._module.named_parameters(remove_duplicate=False))
         self.tiling = tiling
         self.params = {name: known[name] for name in tiling.names} if tiling is not None else {}
@@ -174,7 +173,7 @@ class TileHolder:
 
     @property
     def restores(self) -> bool:
-        """True if the owners of some tiles are still temporary."""
+        """True if some tiles (parts of the state) still have temporary owners."""
         return self.owners != self._target
 
     def restore_some(self, group: Group, most: int) -> None:
@@ -198,12 +197,12 @@ class TileHolder:
         return self._tiling.elements(tile) * self.params[self._tiling.tiles[tile][0].name].element_size()
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
+        """Send tiles that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
         if given := hand_over(self.owners, stays):
             self._receive(communicator, given)
 
     def collect(self, group: Group) -> dict[str, State] | None:
-        """Collect the states of all parameters in tiles, keyed by name, on rank 0's CPU; None on other ranks."""
+        """Collect the states of all parameters in tiles, keyed by name, on rank 0's CPU; other ranks get None."""
         tiling, held = self._tiling, self.held
         assert held is not None, "the state is divided"
         needed = [Move(tile, mine[0], 0) for tile, mine in enumerate(self.owners) if 0 not in mine]
@@ -261,7 +260,7 @@ class TileHolder:
             self.held.drop(tile)
 
     def become_whole(self) -> None:
-        """Join all tiles into the optimizer's complete state."""
+        """Join all tiles, all of which this rank must hold, into the optimizer's complete state."""
         held = self.held
         if held is not None:
             states = {tile: held.states_of(tile) for tile in held.tiles}
@@ -288,7 +287,7 @@ class TileHolder:
             self._optimizer.state.pop(param, None)
 
     def discard_stored(self) -> None:
-        """Discard the stored state, which the next update will make outdated."""
+        """Discard the state stored from a checkpoint, which the next update will make outdated."""
         if self.held is not None:
             self.stored.discard()
 
@@ -304,14 +303,14 @@ class TileHolder:
         self._clear()
 
     def to_keep(self) -> dict[str, Any]:
-        """Return this rank's tiles for a later run in the same process; empty if it does not hold tiles."""
+        """Return this rank's tiles (parts of the state) for a later run in this process; empty if it holds no tiles."""
         held = self.held
         if held is None:
             return {}
         return {"tiling": held.tiling.to_json(), "tiles": {str(tile): held.states_of(tile) for tile in held.tiles}}
 
     def hold_kept(self, kept: Mapping[str, Any]) -> None:
-        """Hold the tiles that :meth:`to_keep` returned in a previous run."""
+        """Hold the tiles (parts of the state) that :meth:`to_keep` returned in a previous run."""
         self.adopt(Tiling.from_json(kept["tiling"]))
         self.drop()
         self.held = HeldTiles(self._tiling, self.params)

@@ -29,7 +29,7 @@ class Update:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Key that is different for different updates."""
+        """Key that is equal on all ranks for the same update, and different for different updates."""
         return self.number, self.generation
 
     def next(self, generation: int, optimizer: torch.optim.Optimizer) -> Update:
@@ -162,7 +162,7 @@ _SCALED = ("lr", "betas", "eps", "weight_decay")
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """Return all groups' learning rates and other numeric options that depend on the batch size."""
+    """Return the learning rates of all groups, and their other numeric options that depend on the batch size."""
     return tuple(float(number) for group in optimizer.param_groups for name in _SCALED for number in _in(group, name))
 
 
@@ -187,7 +187,7 @@ def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None
 def update_digest(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
     """Return a 32-bit digest of the learning rates and of the set of parameters that have a gradient.
 
-    The digest must be equal on all ranks.
+    Ranks compare the digest before an update, in which it must be equal on all of them.
     """
     return zlib.crc32(repr(rates_of(optimizer)).encode(), zlib.crc32(bytes(p.grad is not None for p in params)))
 

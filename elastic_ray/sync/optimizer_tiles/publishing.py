@@ -99,7 +99,7 @@ class Publisher:
 
     @torch.no_grad()
     def run(self, communicator: Communicator) -> None:
-        """Send each tile from a rank with valid values to all ranks, completing all tensors; called on every rank."""
+        """Send each tile from a rank with valid values to all ranks, so that all have all values; a collective."""
         before: tuple[_Round, object] | None = None
         for each in self._rounds:
             if each.packed:

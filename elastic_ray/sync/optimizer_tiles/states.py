@@ -95,7 +95,7 @@ class HeldTiles:
         return len(self._views) == len(self.tiling)
 
     def take(self, tile: int, states: Sequence[State], *, borrowed: bool = False) -> None:
-        """Start to hold a tile.
+        """Start to hold the tile of this number.
 
         Args:
             states: Optimizer state of each of the tile's spans.
@@ -117,7 +117,7 @@ class HeldTiles:
             del self.states[view]
 
     def own_memory(self, count: int) -> None:
-        """Copy the states of up to ``count`` spans that are views of larger tensors, so that these can be freed."""
+        """Copy the states of up to ``count`` spans that are views of larger tensors, which can then be freed."""
         while self._borrowed and count:
             view = self._borrowed.pop()
             if view in self.states:
@@ -134,7 +134,7 @@ class HeldTiles:
             yield from zip(self.tiling.tiles[tile], self._views[tile], strict=True)
 
     def update_views(self) -> None:
-        """Update the views of parameters whose memory has changed."""
+        """Update the views of parameters that have moved to other memory."""
         for span, view in self.spans():
             param = self._params[span.name]
             if not span.whole and view.data_ptr() != param.data_ptr() + span.start * param.element_size():
@@ -143,7 +143,7 @@ class HeldTiles:
     def put_gradients(self) -> None:
         """Set the gradient of each view to its part of the parameter's gradient.
 
-        Raises RuntimeError: gradients were reduced for previous owners.
+        Raises RuntimeError: gradients were reduced to the tiles' previous owners.
         """
         for span, view in self.spans():
             grad = self._params[span.name].grad
@@ -247,7 +247,7 @@ class StoredStates:
         self.adapt(())
 
     def discard(self) -> None:
-        """Drop the stored states."""
+        """Drop the stored states, because they are outdated."""
         self._states = {}
 
     def states(self) -> dict[Any, State]:

@@ -53,7 +53,7 @@ class TiledOptimizer:
     Attributes:
         denominators: View of the optimizer for gradient statistics.
         idle: Whether there are no tiles now or after a pending change, so that updates need only the optimizer. It is
-            updated by :meth:`follow`, :meth:`enter_group`, :meth:`gather` and :meth:`restore`.
+            updated by :meth:`adapt`, :meth:`enter_group`, :meth:`gather` and :meth:`restore`.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class TiledOptimizer:
 
     @property
     def owners(self) -> object:
-        """Ranks that own each tile; a new object whenever owners change, so that callers can compare by identity."""
+        """Ranks that own each tile (part of the state); a new object whenever owners change, so compare with ``is``."""
         return self._holder.owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return the ranges of each parameter with the ranks that own them; all parameters must be in tiles."""
+        """Return each parameter's ranges with the ranks that own them; the state of all of them must be divided."""
         return self._holder.owned_spans(params)
 
     @property
@@ -137,11 +137,11 @@ class TiledOptimizer:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the user's pre-step hooks with the step's ``kwargs``; return the arguments as the hooks changed them."""
+        """Call the user's pre-step hooks with the step's ``kwargs``; return ``kwargs`` as changed by the hooks."""
         return kwargs if self._holder.held is None or not self._begun else self._hooks.before(kwargs)
 
     def decide(self) -> bool:
-        """Vote with all ranks on the next update; return False if the vote fails, so that the step is lost."""
+        """Vote with all ranks on the next update; return False if the vote fails, which means that the step is lost."""
         held = self._holder.held
         if held is not None or self._open or self._stored or self._gathered is not None:
             self._close()
@@ -174,7 +174,7 @@ class TiledOptimizer:
         self._pending = PendingUpdate(self._optimizer, held, self._holder.params, self._last.number + 1, generation)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make an update for which all ranks voted, with the optimizer's step ``apply``; publish the parameters."""
+        """Make an update for which all ranks voted, by the optimizer's step ``apply``, and publish the parameters."""
         held = self._holder.held
         if held is None or not self._begun:
             result = apply(**kwargs)
@@ -280,7 +280,7 @@ class TiledOptimizer:
         self._call_hooks({})
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
+        """Send tiles that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
         if self.divided:
             self._holder.hand_over(self._run.group.communicator, stays)
 
@@ -312,7 +312,7 @@ class TiledOptimizer:
         self.idle, self._open = False, True
 
     def whole_states(self) -> dict[Tensor, State] | None:
-        """Return the complete states keyed by parameter; an empty dict on ranks other than 0.
+        """Return the complete states, keyed by parameter, on rank 0, and an empty dict on other ranks.
 
         Returns None if the state is not divided. Between an update and the end of a pass over the data, all ranks must
         call this method.
@@ -337,11 +337,11 @@ class TiledOptimizer:
 
     @property
     def tiled(self) -> list[Parameter]:
-        """Parameters whose state is divided into tiles, or would be in a larger group."""
+        """Parameters whose optimizer state is divided into tiles, or would be in a larger group."""
         return list(self._holder.params.values())
 
     def capture(self) -> dict[str, Any] | None:
-        """Return the last update's number and rates, without states, for joiners; None if there are no tiles."""
+        """Return the last update's number and rates, for joining ranks and checkpoints; None without tiles."""
         if self._holder.tiling is None:
             return None
         owes = {"owes_hooks": True} if self._owes_hooks else {}
@@ -356,17 +356,17 @@ class TiledOptimizer:
         return None if whole is None else {self._holder.params[name]: state for name, state in whole.items()}
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes to a checkpoint of all ranks; None if the state is not divided."""
+        """Return the states that this rank writes to a checkpoint of all ranks; None if they are not divided."""
         return self._holder.written(rank)
 
     def kept(self) -> dict[str, Any]:
-        """Return the tiles that this rank holds, for a later run in the same process; empty if it holds none."""
+        """Return the tiles (parts of the state) that this rank holds, for a later run in this process; may be empty."""
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Adopt another rank's or a checkpoint's :meth:`capture`; tiles from before its last update cannot be kept.
+        """Adopt the result of :meth:`capture` from another rank or a checkpoint, with the last update that it records.
 
-        Such tiles are updated if this rank has kept everything for the update, and dropped otherwise.
+        Tiles that lack this update are updated if this rank has kept everything for it, and dropped otherwise.
 
         Args:
             tree: Captured state; None if the capturing rank had no tiles.

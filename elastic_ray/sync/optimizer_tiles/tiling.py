@@ -53,7 +53,7 @@ class Tiling:
         return frozenset(span.name for tile in self.tiles for span in tile)
 
     def elements(self, tile: int) -> int:
-        """Return the number of elements of one tile."""
+        """Return the number of parameter elements in one tile."""
         return sum(span.length for span in self.tiles[tile])
 
     def to_json(self) -> str:
@@ -67,7 +67,7 @@ class Tiling:
 
 
 def cut(profile: ModelProfile, params: Iterable[int], owner: Owner) -> Tiling:
-    """Return a division of parameters into tiles; equal arguments give equal tilings on every rank.
+    """Return a division of parameters into tiles as ``owner`` requires; equal arguments give equal tilings.
 
     Args:
         profile: Profile of the model; tensors whose optimizer is not element-wise are kept whole.

@@ -123,7 +123,7 @@ class ShardedEmbedding(torch.nn.Module):
 
         Raises:
             ValueError: the table already belongs to a model of the run.
-            RuntimeError: its rows are divided among workers of another run.
+            RuntimeError: the table's rows are divided among workers of another run.
         """
         if self._table is not None:
             self._loaded = self._table.left_for(run)

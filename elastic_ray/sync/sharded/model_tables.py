@@ -73,7 +73,7 @@ class ModelTables:
         communicator.wait(vote)
 
     def zero(self) -> None:
-        """Clear the gradients of all tables, like ``zero_grad``."""
+        """Clear the row gradients of all tables, like ``zero_grad``."""
         for table in self.tables:
             table.zero()
 

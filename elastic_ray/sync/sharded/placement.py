@@ -41,7 +41,7 @@ class RowTiling:
         return -(-self.rows // self.tiles)
 
     def rows_in(self, tile: int) -> int:
-        """Return the number of rows in a tile."""
+        """Return the number of table rows in the tile of this number."""
         return -(-(self.rows - tile) // self.tiles)
 
 
@@ -58,7 +58,7 @@ def to_words(tiles: Iterable[int], count: int) -> list[int]:
 
 
 def from_words(words: Sequence[int], count: int) -> frozenset[int]:
-    """Return the set of tiles encoded by :func:`to_words`."""
+    """Return the set of tile numbers below ``count`` that :func:`to_words` has encoded."""
     return frozenset(tile for tile in range(count) if words[tile // _WORD_BITS] >> tile % _WORD_BITS & 1)
 
 
@@ -67,7 +67,7 @@ _Relation = Callable[[int, int], bool]  # of a tile and a rank
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Move:
-    """Transfer of one tile from one rank to another."""
+    """Transfer of one tile (part of a table or of optimizer state) from one rank to another."""
 
     tile: int
     source: int
@@ -75,11 +75,11 @@ class Move:
 
 
 def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: int) -> tuple[tuple[int, ...], ...]:
-    """Return the owners of each tile, preferring ranks that already hold it as far as balance allows.
+    """Return the owners of each tile, balanced over the ranks, and preferably ranks that already hold the tile.
 
-    Every tile has ``min(copies, ranks)`` owners, and the numbers of tiles per rank differ by at most one. As far as
-    this balance allows, owners of a tile are on different nodes; if one node holds a tile twice, one copy moves to
-    another node. As many copies as possible stay in place (a maximum matching), and other copies fill the remaining
+    Every tile has ``min(copies, ranks)`` owners, and the numbers of tiles per rank differ by at most one. If this
+    balance permits, the owners of a tile are on different nodes; if one node holds a tile twice, one copy moves to
+    another node. As many copies as possible stay in place (a maximum matching); the other copies fill the remaining
     space. A held copy is moved only if no other copy can move.
 
     Args:
@@ -190,9 +190,9 @@ class _Matching:
 
 
 def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Move, ...]:
-    """Return the moves that send each tile to the owners that lack it, balanced over the sending ranks.
+    """Return the moves that send each tile to those of its owners that lack it, balanced over the senders.
 
-    Raises ValueError: no rank holds a tile; see :func:`lost`.
+    Raises ValueError: no rank holds some tile; see :func:`lost`.
     """
     sent = [0] * len(held)
     found = []
@@ -210,10 +210,10 @@ def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Mo
 
 
 def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: int = 1) -> tuple[Move, ...]:
-    """Return the moves after which each tile has `copies` owners among the staying ranks.
+    """Return the moves that leave each tile with ``copies`` owners among the staying ranks.
 
-    If fewer ranks stay, all of them own each tile. If possible, leaving ranks send; the ranks with the fewest tiles
-    receive.
+    If fewer than ``copies`` ranks stay, all of them own each tile. If possible, leaving ranks send tiles; the ranks
+    with the fewest tiles receive.
 
     Args:
         owners: Ranks that own each tile.
@@ -238,5 +238,5 @@ def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: in
 
 
 def lost(tiles: int, held: Sequence[Set[int]]) -> tuple[int, ...]:
-    """Return the tiles, of ``tiles`` in total, that no rank holds."""
+    """Return the tiles that no rank holds, out of ``tiles`` tiles; ``held[r]`` are the tiles that rank r holds."""
     return tuple(tile for tile in range(tiles) if not any(tile in each for each in held))

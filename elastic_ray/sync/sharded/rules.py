@@ -23,7 +23,7 @@ _UNSERVED = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
-    """Base class of rules that update table rows, at ``lr_factor`` times the learning rate of group ``group``."""
+    """Base class of rules that update table rows, at ``lr_factor`` x the learning rate of parameter group ``group``."""
 
     # the table's learning rate is that of the wrapped optimizer (of its parameter group ``group``, with its schedule
     # and the step's factor) times this; more than 0

@@ -27,7 +27,7 @@ def update_rows(
         tensors: Weight of the table (``weight``) and the rule's state, each [places, width].
         places: Positions of the rows in ``tensors``.
         gradient: Gradient of the rows, [len(places), width].
-        step: Number of the update, starting at 1.
+        step: Number of the update, starting at 1. ``lr`` is its learning rate.
     """
     rows = {name: tensor.index_select(0, places) for name, tensor in tensors.items()}
     _RULES[type(rule)](rule, rows, gradient, lr, step)
@@ -63,7 +63,8 @@ def summed(pieces: list[tuple[Tensor, Tensor]], width: int) -> tuple[Tensor, Ten
     """Return the sum of several row gradients, with each id once and in ascending order.
 
     Args:
-        pieces: Ids [n] and gradients [n, width] to add, in this order; at least one. Ids must be unique within each.
+        pieces: Ids [n] and gradients [n, width] to add, in this order; at least one. Ids must be unique within each
+            pair.
     """
     if len(pieces) == 1:
         return pieces[0]
@@ -110,7 +111,7 @@ class TableShard:
         return self._like["weight"].device
 
     def start(self, source: InitialRows) -> None:
-        """Replace all rows by initial rows from `source`."""
+        """Replace all rows held by this rank by initial rows from ``source``."""
         self._stores, self._source = [], source
 
     def drop(self) -> None:
@@ -118,11 +119,11 @@ class TableShard:
         self._stores, self._source = [], None
 
     def take(self, store: TileStore) -> None:
-        """Restore the rows that this rank held in an earlier run in this process."""
+        """Hold the rows in ``store``, which this rank held in an earlier run in this process."""
         self._stores, self._source = [store], None
 
     def make_whole(self) -> None:
-        """Hold all tiles on this rank, because there is no group yet."""
+        """Hold all rows of the table on this rank, because there is no group yet."""
         everything = tuple(range(self._tiling.tiles))
         self._set_owners(self._made(everything, self._source), tuple((0,) for _ in everything))
 
@@ -179,7 +180,7 @@ class TableShard:
         self._by_tile = torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
+        """Send tiles that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
         given = hand_over(self._owners, stays)
         if not given:
             return
@@ -190,7 +191,7 @@ class TableShard:
 
     @property
     def everywhere(self) -> bool:
-        """True if all ranks hold all rows."""
+        """True if all ranks hold all rows of the table."""
         return self._by_tile.shape[-1] == self._world
 
     def read(self, ids: Tensor) -> Tensor:
@@ -199,7 +200,7 @@ class TableShard:
         return self.store.rows(ids)
 
     def fetch(self, communicator: Communicator, ids: Tensor) -> Tensor:
-        """Fetch rows from their owners, [len(ids), width]; called on every rank, with no ids if it needs none."""
+        """Fetch rows from their owners, [len(ids), width]; called on every rank, with empty ``ids`` to get none."""
         assert self.store is not None
         return fetch(communicator, self.store, self._by_tile[:, 0], ids)
 
@@ -231,7 +232,7 @@ class TableShard:
 
 
 def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Tensor) -> Tensor:
-    """Fetch rows of a table from other ranks; called on every rank, with no ids if it needs none.
+    """Fetch rows of a table from other ranks; called on every rank, with empty ``ids`` if the rank needs none.
 
     Args:
         readers: For each tile, the rank from which to fetch.
@@ -255,14 +256,15 @@ def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Te
 
 
 def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Send row gradients to all owners of each row; called on every rank, with no ids if it has none.
+    """Send row gradients to all owners of each row; called on every rank, with empty ``ids`` if it has none.
 
     Args:
         owners: Owners of each tile, [tiles, copies].
         ids: Unique ids of the rows, [n].
         gradient: Gradients of the rows, [n, width].
 
-    Returns, for each rank, the ids and gradients that it has sent for rows that this rank owns, in its order of ids.
+    Returns, for each sending rank, the ids and gradients that it has sent for rows owned by this rank, in its order of
+    ids.
     """
     to = owners[ids % len(owners)]
     order = torch.argsort(to.reshape(-1), stable=True)
@@ -297,9 +299,9 @@ def carry_out(
 def collect(
     communicator: Communicator, owners: Sequence[Sequence[int]], store: TileStore, height: int, names: Sequence[str]
 ) -> TileStore | None:
-    """Collect on rank 0, for the named tensors, the tiles that rank 0 lacks; called on every rank.
+    """Collect on rank 0 the tiles that rank 0 does not own, of the tensors ``names``; called on every rank.
 
-    Returns None on ranks other than 0.
+    Returns a store with these tiles on rank 0, None on other ranks. Tiles have ``height`` rows.
     """
     tiles = [tile for tile, mine in enumerate(owners) if 0 not in mine]
     moves = [Move(tile, owners[tile][0], 0) for tile in tiles]

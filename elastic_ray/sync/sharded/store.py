@@ -28,12 +28,12 @@ class TileStore:
 
     @classmethod
     def empty(cls, tiling: RowTiling, tiles: Sequence[int], like: Mapping[str, Tensor]) -> TileStore:
-        """Return a store with uninitialised memory for the tiles, with dtypes and widths as in ``like``."""
+        """Return a store with uninitialised memory for these tiles, and with the dtypes and widths of ``like``."""
         places = len(tiles) * tiling.height
         return cls(tiling, tiles, {name: each.new_empty(places, each.shape[1]) for name, each in like.items()})
 
     def holds(self, ids: Tensor) -> Tensor:
-        """Return a mask that is True for each of the `ids` whose row is in this store."""
+        """Return a mask that is True for each id in ``ids`` whose row is in this store."""
         return self._slots[ids % self.tiling.tiles] >= 0
 
     def places(self, ids: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class SeededRows:
         self._tiling, self._seed, self._std, self._padding, self._initial = tiling, seed, std, padding, initial
 
     def fill(self, name: str, tile: int, into: Tensor) -> None:
-        """Write a tile's initial values into ``into``: random weights, or initial values of the rule's state."""
+        """Write a tile's part of tensor ``name`` into ``into``: random weights, or the rule's initial state."""
         if name != "weight":
             into.fill_(self._initial[name])
             return
@@ -105,7 +105,7 @@ class LoadedRows:
         self._tiling, self._whole, self._initial = tiling, whole, initial
 
     def fill(self, name: str, tile: int, into: Tensor) -> None:
-        """Write a tile of the loaded table into ``into``; state that was not loaded gets its initial value."""
+        """Write a tile's part of tensor ``name`` into ``into``: loaded values, or else the rule's initial state."""
         if name in self._whole:
             part = self._whole[name][tile :: self._tiling.tiles]
             into[: len(part)].copy_(part)
@@ -115,7 +115,7 @@ class LoadedRows:
 
 
 def whole_of(tiling: RowTiling, name: str, stores: Sequence[Any]) -> Tensor:
-    """Return one tensor of a table, [rows, width], assembled from stores that together hold all tiles."""
+    """Return tensor ``name`` of a table, [rows, width], assembled from stores that together hold all tiles."""
     first: Tensor = stores[0].tensors[name]
     whole = first.new_empty(tiling.rows, first.shape[1])
     for store in stores:

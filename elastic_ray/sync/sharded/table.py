@@ -86,10 +86,7 @@ class ShardedTable:
         self._loaded, self._begun = source.trained, False
 
     def left_for(self, run: Run) -> dict[str, Tensor] | None:
-        """Return the complete weight for ``run``, another run in this process; None before the first group.
-
-        Raises ValueError, RuntimeError: the table already belongs to this run, or this rank does not hold all rows.
-        """
+        """Return the complete weight, to continue in ``run``, another run of this process; None before any group."""
         if run is self._run:
             raise ValueError("a ShardedEmbedding must belong to one model, but another wrapped model already has it")
         if self._shard.store is not None and not self._shard.everywhere:
@@ -101,7 +98,7 @@ class ShardedTable:
 
     @property
     def updates(self) -> int:
-        """Number of updates that have been made."""
+        """Number of updates of the table made so far."""
         return self._last.number
 
     def load(self, whole: Mapping[str, Tensor], updates: int = 0) -> None:
@@ -124,7 +121,7 @@ class ShardedTable:
     # -- rows in forward passes ----------------------------------------------------------------------------------------
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return current rows, [len(ids), width]; all ranks call this at the same point, with no ids if they need none.
+        """Return current rows, [len(ids), width]; called on every rank at the same point, with or without ids.
 
         The rows are zeros in a lost step, and while user code is replayed on a joiner.
 
@@ -209,7 +206,7 @@ class ShardedTable:
             )
 
     def push(self) -> None:
-        """Send row gradients to the row owners, and receive those for this rank's rows; called on every rank."""
+        """Send row gradients to the row owners, and receive the gradients of this rank's rows; called on every rank."""
         ids, gradient = self._shard.push(self._run.group.communicator, *self._local.take())
         update = _Update(self._last.number + 1, self._run.group.generation)
         before = self._pending
@@ -223,7 +220,7 @@ class ShardedTable:
         self._unused = False
 
     def zero(self) -> None:
-        """Clear the gradients of the table's rows, unless the step is lost."""
+        """Clear the gradients of the table's rows, as ``zero_grad()`` does; do nothing if the step is lost."""
         if not self._run.ledger.failed:  # user code runs on in a lost step; what was received may be needed
             self._local.zero()
             self._pending, self._unused = None, False
@@ -243,7 +240,7 @@ class ShardedTable:
         self._apply(_Update(self._last.number + 1, self._run.group.generation, lr * self.rule.lr_factor))
 
     def leave_out(self) -> None:
-        """Skip the current update and discard the gradients received for it; called on every rank."""
+        """Skip the current update and discard its gradients; called on every rank."""
         self._pending = None
 
     def _apply(self, update: _Update) -> None:
@@ -265,7 +262,7 @@ class ShardedTable:
         self._begun, self._unused, self._pending, self._gathered = True, False, None, None
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send rows that only leaving ranks own to ranks r with ``stays[r]``; called on every rank."""
+        """Send rows that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
         self._gathered = None
         self._shard.hand_over(self._run.group.communicator, stays)
 
@@ -279,9 +276,9 @@ class ShardedTable:
         return self._gathered is not None or self._run.group.world_size == 1
 
     def whole(self, names: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
-        """Return the named tensors of the complete table on rank 0, without rows on other ranks; called on every rank.
+        """Return the named tensors of the complete table; on ranks other than 0, they are without rows. A collective.
 
-        In a lost step, rank 0 gets no rows either, which is reported to the job's user.
+        In a lost step, rank 0 also gets tensors without rows, and this is reported to the job's user.
 
         Raises:
             RanksDisagreeError: another rank does not make this call.
@@ -330,7 +327,7 @@ class ShardedTable:
         return {**self.capture(), "whole": whole}
 
     def capture_to_keep(self) -> Any:
-        """Return the shared state with the rows that this rank holds."""
+        """Return the shared state with the rows that this rank holds, for another run in this process."""
         store = self._shard.store
         kept = {"tiles": list(store.tiles), "tensors": dict(store.tensors)} if store is not None else {}
         return {**self.capture(), "kept": kept}
@@ -374,8 +371,8 @@ class ShardedTable:
 class LocalGradients:
     """Gradients of table rows on this rank, with the semantics of a parameter's ``.grad``.
 
-    Each micro-step adds the gradients of its backward passes before ``optimizer.step()``, except those that
-    ``zero_grad()`` clears. Later gradients belong to another loss.
+    Each micro-step adds the gradients of its backward passes, except those that ``zero_grad()`` clears. Gradients
+    computed after ``optimizer.step()`` belong to another loss and are ignored.
 
     Args:
         nothing: Empty ids and gradients, [0] and [0, width].
@@ -390,7 +387,7 @@ class LocalGradients:
         self.waits = False  # some of the present step that were not taken
 
     def start(self, step: Any, micro: int) -> bool:
-        """Prepare to add a gradient in micro-step ``micro``; return True if it is the first one of its step."""
+        """Prepare to add a gradient in micro-step ``micro`` of ``step``; return True if it is the step's first one."""
         before, self._at = self._at, (step, micro)
         first = before[0] is not step or (step is None and self._closed)
         if first:

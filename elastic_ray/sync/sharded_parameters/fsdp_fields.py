@@ -174,7 +174,7 @@ def units_of(module: nn.Module) -> list[FSDPModule]:
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """Return torch's parameter groups of all sharded modules; the parameters of each are gathered together."""
+    """Return torch's parameter groups of all sharded modules; the parameters of one group are gathered together."""
     return [group for state in states_of(module) for group in _param_groups(state)]
 
 
@@ -220,7 +220,7 @@ def check_places(module: nn.Module) -> None:
 
 
 def install_hooks(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce_hook: Any) -> None:
-    """Set the communication hooks of a sharded module, and prevent user code from changing them.
+    """Set the three communication hooks of a sharded module, and prevent user code from changing them.
 
     Raises StrategyError: User code has already set a hook.
     """
@@ -306,7 +306,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def to_sharded(module: nn.Module) -> None:
-    """Free a model's gathered parameters, even from within a lost step or a pass without gradients."""
+    """Free a model's gathered parameters, even during a lost step or after a pass without gradients."""
     for state in states_of(module):
         if state._is_root:
             _reset(state)
@@ -369,11 +369,11 @@ def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Te
     """Return memory for a shard in the form that torch expects.
 
     Args:
-        rows: Rows of the shard; None if it has none. They are not copied if there are ``chunk`` of them and nothing
-            else shares their memory.
+        rows: Rows of the shard; None if it has no rows. Exactly ``chunk`` rows are not copied if nothing else shares
+            their memory.
         chunk: Number of rows in the largest shard, to which torch pads all shards.
 
-    Returns the whole memory, zero beyond the rows, and the rows in it.
+    Returns the whole memory, which is zero after the rows, and a view of only the rows.
     """
     alone = rows is not None and rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.nbytes
     if rows is not None and alone and len(rows) == chunk:
@@ -390,7 +390,7 @@ def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedPar
 
     Args:
         mesh: Mesh of the new group.
-        shards: For each parameter, the memory and the rows in it, from :func:`memory_for`.
+        shards: Each parameter with the result of :func:`memory_for`: whole memory, and view of the rows.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
@@ -430,7 +430,7 @@ def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
 
 
 def shard_like(param: Tensor, rows: Tensor) -> Tensor:
-    """Return this rank's rows as a tensor that can replace the parameter."""
+    """Return ``rows``, this rank's rows of a parameter, as a tensor that can replace the parameter."""
     shard: Any = DTensor
     return shard(rows, param._spec, requires_grad=False)  # type: ignore[attr-defined,no-any-return]
 

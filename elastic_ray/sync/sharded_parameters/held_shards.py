@@ -80,7 +80,7 @@ class HeldShards:
         shard: ShardId,
         place: Callable[[Piece, Tensor], Tensor] = lambda _, value: value,
     ) -> Shard:
-        """Return a shard assembled from held and received rows, which may share their memory (see :func:`apart`).
+        """Return ``shard``, assembled from held and received rows, whose memory it may share (see :func:`apart`).
 
         Args:
             move: Received rows, each with its piece (range of rows).
@@ -144,7 +144,7 @@ def _narrowed(value: Tensor | UnreadTensor, first: int, count: int) -> Tensor:
 
 
 def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows:
-    """Return consecutive rows joined into one; a single part is returned without copying, unless ``copies``."""
+    """Return consecutive rows joined into one; a single part is returned uncopied, unless ``copies`` is True."""
     (_, first), *_ = parts
     like = first[VALUE].shape
     found: Rows = {}
@@ -173,7 +173,7 @@ def apart(shard: Shard, *, values: bool) -> Shard:
 
 
 def owned(value: Any) -> Any:
-    """Return a copy of a tensor that shares the memory of a larger one; any other value is returned unchanged."""
+    """Return a copy of the value if it is a tensor in the memory of a larger tensor; otherwise the value itself."""
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         return value.clone()
     return value
@@ -186,11 +186,11 @@ def _on_cpu(rows: Rows) -> Rows:
 def carry_out(
     communicator: Communicator, moved: Sequence[RowMove], give: Callable[[Piece], Rows]
 ) -> list[tuple[Piece, Rows]]:
-    """Send rows to ranks that lack them, in one message per pair of ranks; called on every rank with the same moves.
+    """Send rows as ``moved`` says, one message per pair of ranks; called on every rank with the same moves.
 
-    Returns the rows that this rank has received, each with its piece.
+    ``give`` returns the rows of a piece to send. Returns the rows that this rank has received, each with its piece.
 
-    Raises CommunicationFailedError: The group broke, or a peer sent something else. Held rows are unchanged.
+    Raises CommunicationFailedError: The group broke, or a peer sent unexpected data. Held rows are unchanged.
     """
     rank, pairs = communicator.rank, by_pair(moved)
     found: list[tuple[Piece, Rows]] = []

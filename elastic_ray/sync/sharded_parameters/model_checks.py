@@ -56,7 +56,7 @@ _HOOKS = (
 
 
 def key_of(shard_size: int | None) -> str:
-    """Return the key for a shard size under which the step times of its layout are recorded.
+    """Return the key under which step times of sharded models with this shard size are recorded.
 
     If all workers form one group (None), the key contains no size, so that records of earlier versions stay valid.
     """
@@ -64,7 +64,7 @@ def key_of(shard_size: int | None) -> str:
 
 
 def strategy_of(model: nn.Module) -> Strategy:
-    """Return a strategy that identifies a sharded model's layout in records of earlier runs.
+    """Return a strategy whose name identifies a sharded model's layout, for records of step times.
 
     Raises ValueError: Modules were sharded with different values of ``shard_size``.
     """

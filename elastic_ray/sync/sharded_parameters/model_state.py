@@ -14,9 +14,9 @@ from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimiz
 
 
 class ShardedModelState:
-    """State of a sharded model, which contains only buffers for joiners and whole parameters for checkpoints.
+    """State of a sharded model: only its buffers for joining ranks, and also whole parameters for checkpoints.
 
-    Joiners receive rows separately, as shards.
+    Joining ranks receive rows separately, as shards.
 
     Attributes:
         takes_unread: Whether ranks read only the rows of a checkpoint's parameters that they need.
@@ -88,7 +88,7 @@ def shard_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: st
 
 
 class StateDicts:
-    """Hooks for whole parameters in ``state_dict()`` and ``load_state_dict()`` of a sharded model."""
+    """Hooks by which a sharded model's ``state_dict()`` and ``load_state_dict()`` handle whole parameters."""
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer

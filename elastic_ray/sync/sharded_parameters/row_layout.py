@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the layout."""
         return len(self.groups) * self.parts
 
     @property
@@ -114,7 +114,7 @@ class Layout:
         return len(self.groups) > 1
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of a rank's shard group."""
+        """Return the ranks of the shard group to which a rank belongs."""
         return next(group for group in self.groups if rank in group)
 
     def owned_by(self, rank: int) -> ShardId:
@@ -122,13 +122,13 @@ class Layout:
         return ShardId(self.parts, self.group_of(rank).index(rank))
 
     def held_by(self, rank: int) -> tuple[ShardId, ...]:
-        """Return the shards that a rank holds: its own first, then those for which it is the follower."""
+        """Return the shards that a rank holds: the one that it owns, then those that it holds as their follower."""
         own = self.owned_by(rank)
         before = [(own.index - i) % self.parts for i in range(1, self.parts)]
         return own, *(ShardId(self.parts, index) for index in before if self.follower_of(index) == rank)
 
     def follower_of(self, index: int) -> int | None:
-        """Return the follower of shard `index`; None if there is none.
+        """Return the follower of shard `index`: the rank that holds a copy without owning it; None without follower.
 
         Shards with several owners, and shards in a group of one rank, have no follower.
         """
@@ -216,7 +216,7 @@ def check_shard_sizes(sizes: Sequence[int]) -> None:
 
 
 def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[int, int]]]:
-    """Return for each parameter the ranges of rows that the shards cover together, ordered and disjoint."""
+    """Return, for each parameter, the ranges of rows that the shards together contain, ordered and disjoint."""
     found: list[list[tuple[int, int]]] = []
     shards = sorted(shards)
     for count in rows:
@@ -327,7 +327,7 @@ def _from_holders(
 
 
 def by_pair(moved: Sequence[RowMove]) -> Mapping[tuple[int, int], tuple[Piece, ...]]:
-    """Return the pieces to send in order, keyed by (source rank, destination rank)."""
+    """Return the pieces that ranks send, in sending order, keyed by (source rank, destination rank)."""
     found: dict[tuple[int, int], list[Piece]] = {}
     for move in moved:
         found.setdefault((move.source, move.destination), []).append(move.piece)

@@ -87,18 +87,18 @@ class ShardCollectives:
     def watch(self, scattered: Callable[[int, Tensor], None] | None) -> None:
         """Set a function that receives each rank's weighted gradients of this rank's rows, before they are summed.
 
-        It is called with the number of a sharded module and a tensor [ranks, elements]. None removes the function.
+        The function is called with the number of a sharded module and a tensor [ranks, elements]; None removes it.
         """
         self._scattered = scattered
 
     def enter_group(self) -> None:
-        """Enter a group, and discard the order of collectives in the previous one."""
+        """Enter a group, and discard the recorded order of collectives of the previous group."""
         self._sequence = _Sequence()
         group = self._run.group
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
 
     def start(self, what: Announced) -> None:
-        """Agree with all ranks to start the pass or call ``what``, before its first collective.
+        """Agree with all ranks to start ``what``, a backward pass or model call, before its first collective.
 
         Raises CommunicationFailedError: The group broke. RanksDisagreeError: Other ranks do something else.
         """
@@ -131,7 +131,7 @@ class ShardCollectives:
             unit.reshard()
 
     def comes_next(self, what: str) -> None:
-        """Agree with all ranks that `what` is the next collective, until ``Announcer.done`` is called.
+        """Agree with all ranks that the next collective is ``what``, which lasts until ``Announcer.done`` is called.
 
         Raises CommunicationFailedError: The group broke. RanksDisagreeError: Other ranks do something else.
         """
@@ -192,7 +192,7 @@ class ShardCollectives:
             self._scattered(unit, parts)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of several numbers over all ranks."""
+        """Return the sums over all ranks of each of several numbers; called on every rank."""
         if self._run.group.world_size == 1:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -270,13 +270,13 @@ class ShardCollectives:
 
     @property
     def is_first_owner(self) -> bool:
-        """True if this rank is the first owner of its rows, so that it counts them in sums over all ranks."""
+        """True if this rank is the first owner of its rows, which includes them in sums over all ranks."""
         rank = self._run.group.rank
         return self.layout.owners(self.layout.owned_by(rank).index)[0] == rank
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Ranks of this rank's shard group."""
+        """Ranks of the shard group to which this rank belongs."""
         return self.layout.group_of(self._run.group.rank)
 
     def _gathered(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> bool:

@@ -76,8 +76,8 @@ class ShardHolder:
         number: Number of the model, in order of wrapping.
 
     Attributes:
-        built_on_meta: Whether this rank (after a group was entered: any of its ranks) has built the model on the meta
-            device.
+        built_on_meta: Whether this rank has built the model on the meta device or, in a group, whether any of its ranks
+            has.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ShardHolder:
         return tuple(self._held.shards[each] for each in self._layout.held_by(self._rank))
 
     def written(self) -> Written:
-        """Return this rank's part of a checkpoint that all ranks write: its share of the rows that it owns."""
+        """Return this rank's part of a checkpoint that all ranks write; owners of the same rows write a share each."""
         own = self._layout.owned_by(self._rank)
         owners = self._layout.owners(own.index)
         share = ShardId(len(owners), owners.index(self._rank))
@@ -153,9 +153,9 @@ class ShardHolder:
         self._held.keep({own: shard})
 
     def gather_holdings(self, group: Group, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
-        """Return the shards that each rank holds, and whether any rank is ``opened``; called on every rank.
+        """Return the shards that each rank holds, and whether ``opened`` is True on any rank; called on every rank.
 
-        All ranks must call it. A model that is still on the meta device is initialised.
+        A model that is still on the meta device is initialised.
 
         Args:
             opened: Whether rank 0 has gathered the whole model, as far as this rank knows.
@@ -193,7 +193,7 @@ class ShardHolder:
         return everyone, opened and not self.built_on_meta
 
     def arrange(self, group: Group, everyone: Sequence[set[ShardId]]) -> None:
-        """Receive the rows that this rank needs for the next step; :meth:`settle` completes the layout later."""
+        """Receive the rows that this rank needs for the next step; :meth:`complete` completes the layout later."""
         held, target = self._held, self._collectives.layout
         layout = meanwhile(held.counts, everyone, target)
         received = self._received(group, everyone, layout)
@@ -264,7 +264,7 @@ class ShardHolder:
         )
 
     def hand_over(self, group: Group, stays: Sequence[bool]) -> None:
-        """Copy shards until two ranks r with ``stays[r]`` hold each, before others leave; called on every rank."""
+        """Copy shards until two staying ranks r (``stays[r]`` is True) hold each, before others leave; a collective."""
         layout = self._layout
         given = hand_over([layout.holders(index) for index in range(layout.parts)], stays, COPIES)
         sent = [
@@ -326,7 +326,7 @@ class ShardHolder:
 
     @torch.no_grad()
     def copy_param(self, place: int, value: Tensor) -> None:
-        """Copy this rank's rows from ``value``, the whole parameter at position ``place``, which was loaded."""
+        """Copy this rank's rows from ``value``, a loaded whole parameter, whose position in the model is ``place``."""
         self.check_memory()
         for shard, held in self._held.shards.items():
             if place in held.views:
@@ -334,7 +334,7 @@ class ShardHolder:
                 held.views[place].copy_(value[start:stop])
 
     def copy_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy this rank's rows from whole states that were loaded into an optimizer, single or joint."""
+        """Copy this rank's rows from the whole states that were loaded into an optimizer (single or joint)."""
         self.check_memory()
         options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for place, each in enumerate(self.params):
@@ -349,10 +349,9 @@ class ShardHolder:
                     held.put(place, held.views[place], rows_of_state(state, each.shape, start, stop))
 
     def hold_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
-        """Hold the whole model with these parameters; call :meth:`copy_states` for the optimizer state.
+        """Hold the whole model with the parameters ``values``; call :meth:`copy_states` for the optimizer state.
 
-        If some parameters are unread tensors, no rows are held until this rank knows which ones it needs and reads
-        them.
+        Unread tensors stay unread until this rank knows which of their rows it needs; until then it holds no rows.
 
         Raises RuntimeError: A parameter has a different shape.
         """

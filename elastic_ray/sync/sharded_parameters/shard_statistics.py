@@ -126,7 +126,7 @@ class MovedRows:
         self._waiting = None
 
     def measure(self, number: int, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
-        """Run an update, measure its norms if its gradient was measured, and return the update's result.
+        """Run an update and return its result; measure the update's norms if its gradient was measured.
 
         Args:
             number: Index of the optimizer that makes the update.
@@ -159,7 +159,7 @@ class MovedRows:
         return rows
 
     def values(self, groups: int) -> list[float]:
-        """Return 1 and the squared update norm of each parameter group; zeros if no update was measured."""
+        """Return 1 and the squared update norm of each parameter group, or only zeros if no update was measured."""
         if self._waiting is not None and len(self._waiting[1]) != groups:
             self._waiting = None  # the optimizer was given another group since
         if not self.size(groups) or self._waiting is None:
@@ -167,7 +167,7 @@ class MovedRows:
         return [1.0, *self._waiting[1]]
 
     def take(self, sums: Sequence[float], *, ranks: int) -> None:
-        """Store the results of :meth:`values`, summed over `ranks` ranks, if all of these have measured the update."""
+        """Store the results of :meth:`values`, summed over `ranks` ranks, if all of these ranks measured the update."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and round(sums[0]) == ranks:
             norms, _ = waiting
@@ -211,7 +211,7 @@ class ShardStatistics:
         self._statistics.rebuilt(len(self._trainable.groups))
 
     def enter_group(self) -> None:
-        """Enter a group, discarding measurements of the previous one."""
+        """Enter a group, and discard the measurements made in the previous group."""
         if self._statistics.meter.outdated:
             self.rebuilt()
         self._statistics.enter_group()
@@ -370,7 +370,7 @@ class ShardStatistics:
         self._statistics.collect(step, norms, grad_scale=1.0, goes_on=self._goes_on and step.micro_steps == 1)
 
     def measured(self, number: int, update: Callable[[], Any]) -> Any:
-        """Run an update of the optimizer with this index, measuring the norms of the update; return its result."""
+        """Run ``update`` of optimizer ``number``, measuring the norms of the change; return the update's result."""
         alone, counts = self._run.group.world_size == 1, self._collectives.is_first_owner
         return self._moved.measure(number, update, alone=alone, counts=counts)
 
@@ -390,7 +390,7 @@ class _Rows:
 
 
 class MeanRows(_Rows):
-    """Rows of a step's mean gradient."""
+    """Some rows of a parameter's mean gradient in a step."""
 
     def __init__(self, place: int, group: int, grad: Tensor) -> None:
         super().__init__(place, group)

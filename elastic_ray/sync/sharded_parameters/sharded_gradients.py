@@ -154,7 +154,7 @@ class ShardedGradients(Participant):
         self.entered()
 
     def entered(self) -> None:
-        """Start a backward pass when it reaches the model or its first collective, unless it has already started."""
+        """Start the handling of the current backward pass, if there is one that has not been started yet."""
         task = torch._C._current_graph_task_id()
         if task != -1 and self._task == -1:
             self._task = task
@@ -280,7 +280,7 @@ class ShardedGradients(Participant):
         self._leave_out_unused(counts)
         if complete:
             consensus.conclude(sums[: consensus.control_size], group.world_size)
-            run.ledger.reduced = True
+            run.ledger.reduced |= step is run.ledger.outermost
 
     def _fail(self, cause: str) -> None:
         """Mark the step as failed; raises CommunicationFailedError outside of steps."""
@@ -303,7 +303,7 @@ class ShardedGradients(Participant):
         return self._waits
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Reshard the model after a backward pass that raised, which torch still considers to be in progress."""
+        """Free gathered parameters after a backward pass that raised; ``give_zeros`` is not used."""
         self._task = -1
         to_sharded(self._module)
 
@@ -343,7 +343,7 @@ class ShardedGradients(Participant):
 
     @property
     def strategy_name(self) -> str:
-        """Name of the strategy that is shown to users."""
+        """Name of the strategy, as shown to users."""
         return checks.SHARDED.name
 
     @property
@@ -370,7 +370,7 @@ class ShardedGradients(Participant):
 
     @property
     def divided(self) -> bool:
-        """True if other ranks hold some of the rows."""
+        """True if other ranks hold some of the model's rows."""
         return self._optimizer.divided
 
     def collapse(self, *, gather: bool = True) -> None:
@@ -390,7 +390,7 @@ class ShardedGradients(Participant):
         self._optimizer.hand_over(stays)
 
     def enter_group(self) -> None:
-        """Enter a group, and adapt shards and mesh to it."""
+        """Enter a group, and adapt the model's shards and mesh to the group."""
         self._waits, self._task = False, -1
         self._collectives.enter_group()
         self._micro_steps.discard()

@@ -105,7 +105,7 @@ class ShardedOptimizer:
         return self._begun and self._run.group.world_size > 1
 
     def decide(self, part: OptimizerPart) -> bool:
-        """Vote with all ranks on one optimizer's next update; return False if the vote fails: the step is lost."""
+        """Vote with all ranks on the next update of optimizer ``part``; if the result is False, the step is lost."""
         self._close()
         if not self.divided:
             return True
@@ -183,7 +183,7 @@ class ShardedOptimizer:
         return ShardUpdate(part.optimizer, hidden, groups, self._by_hand)
 
     def update(self, part: OptimizerPart, apply: Callable[[], Any]) -> Any:
-        """Make an update of one optimizer for which all ranks voted; return the result of ``apply``, its step."""
+        """Make an update of optimizer ``part`` for which all ranks voted; return the result of ``apply``, its step."""
         followed, self._followed = self._followed, []
         result = self._update(part).make(self._with_grads(self.groups_of(part.optimizer), followed), apply)
         self._last = self._last.next(self._run.group.generation, part.optimizer)
@@ -234,7 +234,7 @@ class ShardedOptimizer:
         self._run.notify("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Copy shards until two ranks r with ``stays[r]`` hold each, before others leave; called on every rank."""
+        """Copy shards until two staying ranks r (``stays[r]`` is True) hold each, before others leave; a collective."""
         if self.divided and not all(stays):
             self._holder.hand_over(self._run.group, stays)
 
@@ -287,8 +287,8 @@ class ShardedOptimizer:
     def whole_states(self) -> dict[Tensor, State]:
         """Return the optimizer's whole states, keyed by parameter, on rank 0, and an empty dict on other ranks.
 
-        Raises RanksDisagreeError: Another rank does not make this call. All ranks must make it between an update and
-        the end of a pass and, for a model that was built on the meta device, at any time.
+        All ranks must make this call between an update and the end of a pass and, for a model that was built on the
+        meta device, at any time. Raises RanksDisagreeError: Another rank does not make it.
         """
         return {self.params[place].param: state for place, (_, state) in (self._whole() or {}).items() if state}
 
@@ -310,7 +310,7 @@ class ShardedOptimizer:
             self._close()
 
     def hold_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
-        """Replace held shards by the whole model with these parameters; call :meth:`restore` for the states.
+        """Replace held shards by the whole model with the parameters ``values``; call :meth:`restore` for states.
 
         Raises RuntimeError: A parameter has a different shape.
         """
@@ -354,13 +354,13 @@ class ShardedOptimizer:
         return {self.params[place].name: value for place, (value, _) in self._holder.written().items()}
 
     def kept(self) -> dict[str, Any]:
-        """Return the shards that this rank holds, to be reused by another run in this process."""
+        """Return the shards that this rank holds, for another run in this process."""
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Adopt another rank's or a checkpoint's :meth:`capture`; shards that lack its last update are updated.
+        """Adopt the result of :meth:`capture` from another rank or a checkpoint, with the last update that it records.
 
-        Shards that this rank cannot update are dropped.
+        Shards that lack this update are updated if this rank has kept everything for it, and dropped otherwise.
 
         Args:
             whole: Whether optimizer and model hold the whole state and all parameters after that update.

@@ -75,7 +75,7 @@ class SlicedBucket(Bucket):
         return super().put(weight, sums=sums)
 
     def give(self, own: Tensor) -> None:
-        """Store this rank's sent gradients ``own``, and replace ``.grad`` of each parameter by a sliced gradient."""
+        """Store ``own``, the gradients that this rank has sent, and make each parameter's ``.grad`` sliced."""
         self._own = own
         self.grads = []
         self._contents = {}
@@ -88,7 +88,7 @@ class SlicedBucket(Bucket):
         param.grad = SlicedGradient(param, content)
 
     def take(self, kept: Sequence[tuple[BucketPiece, Tensor]], received: Sequence[tuple[BucketPiece, Tensor]]) -> None:
-        """Store the sums that this rank computed (``kept``), and those that it received as a further owner."""
+        """Store the sums that this rank computed (``kept``), and those ``received`` because it owns them too."""
         self._kept, self._received = list(kept), list(received)
 
     def numbers(self) -> Tensor:
@@ -107,7 +107,7 @@ class SlicedBucket(Bucket):
         return found
 
     def know(self, numbers: Tensor) -> None:
-        """Store the results of :meth:`numbers` after they were summed over all ranks."""
+        """Store ``numbers``, the results of :meth:`numbers` summed over all ranks."""
         self._numbers = numbers.tolist()
 
     @property
@@ -116,7 +116,7 @@ class SlicedBucket(Bucket):
         return not any(nans or infinities for _, nans, infinities in self._numbers)
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
-        """Set ``.grad`` to the sliced mean; ``used()`` returns for each parameter whether any rank had a gradient."""
+        """Set ``.grad`` to the sliced mean; ``used()`` returns whether any rank had a gradient, for each parameter."""
         for index, (param, flag) in enumerate(zip(self.params, used(), strict=True)):
             if flag and index not in self._contents:
                 self._show(index, param)

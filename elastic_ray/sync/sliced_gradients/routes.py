@@ -44,7 +44,7 @@ class Routes:
 
     @property
     def passes_all(self) -> bool:
-        """True if this rank sends on exactly the pieces that it sums, in the same order."""
+        """True if the pieces that this rank sends on are exactly the pieces that it sums, in the same order."""
         return self.passed == tuple(range(len(self.kept)))
 
 

@@ -63,7 +63,7 @@ class Content:
         self.waits, self.plain = False, plain
 
     def fill(self, number: float, count: int) -> None:
-        """Set all elements of the gradient to a number; ``count`` is the number of elements on all ranks."""
+        """Set all elements of the gradient to ``number``; on all ranks together, it has ``count`` elements."""
         for part in self.parts.values():
             part.fill_(number)
         self.norm = abs(number) * count**0.5
@@ -80,7 +80,7 @@ class Content:
             self.nonfinite = (1, 0)
 
     def clamp(self, low: float | None, high: float | None) -> None:
-        """Clamp every element; the norm becomes unknown, and infinities remain possible if a bound is None."""
+        """Clamp every element to [low, high]; the norm becomes unknown, and infinities may remain if one is None."""
         for part in self.parts.values():
             part.clamp_(low, high)
         nans, infinities = self.nonfinite
@@ -169,7 +169,7 @@ class SlicedGradient(Tensor):
 
 
 def plain_or_sliced(grad: Tensor) -> Tensor:
-    """Return the ordinary tensor that a sliced gradient has become; any other tensor unchanged."""
+    """Return the ordinary tensor that a sliced gradient has become; return any other tensor unchanged."""
     if isinstance(grad, SlicedGradient) and grad.content.plain is not None:
         return grad.content.plain
     return grad

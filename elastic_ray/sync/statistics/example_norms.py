@@ -335,7 +335,7 @@ _KINDS: tuple[type[_Layer], ...] = (_LinearLayer, _AttentionLayer, _NormLayer, _
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
-    """Squared gradient norms of some parameters of one parameter group, in the optimizer's units."""
+    """Squared norms of single samples' gradients, for some parameters of one group, in the optimizer's units."""
 
     group: int
     whole: float  # of the gradient
@@ -368,7 +368,7 @@ def _see_nothing(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 class ExampleNorms:
     """Meter for the squared norms of single samples' gradients, measured in the layers of one model.
 
-    Hooks are registered on the layers only from :meth:`begin` to :meth:`end`. Steps are measured as often as one
+    Hooks are registered on the layers only from :meth:`start` to :meth:`end`. Steps are measured as often as one
     percent of the training time allows, but at least every 32 steps.
 
     Args:
@@ -410,7 +410,7 @@ class ExampleNorms:
 
     @property
     def on(self) -> bool:
-        """True while a backward pass is measured, from :meth:`begin` to :meth:`end`."""
+        """True while a backward pass is measured, from :meth:`start` to :meth:`end`."""
         return self._samples > 0
 
     @property

@@ -19,7 +19,7 @@ _DIGIT = 2.0**20  # numbers of steps travel in two digits, exact in float32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Known:
-    """Latest measurements that a rank knows; each is None before the first."""
+    """Latest measurements that a rank knows; each field is None before its first measurement."""
 
     variance: GradientVariance | None = None
     norms: GradientNorms | None = None
@@ -33,9 +33,9 @@ class GradientMeter:
     the optimizer does not apply do not count.
 
     Attributes:
-        monitor: The request in effect since buckets were last laid out.
+        monitor: Measurements that were requested when buckets were last laid out.
         known: The measurements that all ranks know.
-        moved: Norms of the step's updates so far, by number of the optimizer.
+        moved: Norms of the step's updates so far, keyed by optimizer index.
     """
 
     def __init__(self, request: Callable[[], Monitor]) -> None:
@@ -53,7 +53,7 @@ class GradientMeter:
 
     @property
     def outdated(self) -> bool:
-        """True if other measurements are requested now than when buckets were laid out."""
+        """True if the requested measurements have changed since buckets were last laid out."""
         return self._request() != self.monitor
 
     def rebuilt(self, groups: int) -> None:
@@ -67,7 +67,7 @@ class GradientMeter:
         self.invalidate()
 
     def enter_group(self) -> None:
-        """Enter a group, in which rank 0 sends its results to all ranks with the first step."""
+        """Enter a group, to all ranks of which rank 0 sends its results with the first step."""
         self.known, self._received = Known(), []
         self.invalidate()
 
@@ -110,7 +110,7 @@ class GradientMeter:
         """Store the variance estimated from several gradients of the step.
 
         The arguments are those of ``NoiseTracker.collect``, without a preconditioner. The noises of two losses are
-        assumed to be independent, so the variances are added.
+        assumed to be independent, so with ``goes_on`` the variances are added.
         """
         before, self._variance = self._variance, None
         if gradients < 2 or (goes_on and before is None):
@@ -136,7 +136,7 @@ class GradientMeter:
         return [float(self._variance is not None), float(self._gradients is not None), *variance, *norms]
 
     def combine_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Combine ``parts``, the results of :meth:`part` on each worker; drop all if a part is missing."""
+        """Combine ``parts``, the results of :meth:`part` on all workers of the unit; drop all if one is missing."""
         groups = self._groups
         if self._variance is not None:
             sums = tuple(math.fsum(part[2 + group] for part in parts) for group in range(groups))
@@ -151,7 +151,7 @@ class GradientMeter:
         return self._gradients is not None
 
     def applied(self, replicas: int) -> None:
-        """Accept the variance of the latest pass, because the optimizer is about to apply the gradients."""
+        """Accept the variance of the latest pass over ``replicas`` replicas, as its gradients will be applied next."""
         self._alone = replicas == 1
         variance, self._variance = self._variance, None
         if variance is not None:
@@ -159,7 +159,7 @@ class GradientMeter:
             self._found(dataclasses.replace(self.own, variance=dataclasses.replace(variance, groups=groups)))
 
     def pop_unmoved(self) -> GradientNorms | None:
-        """Return the applied gradient's norms without the update's, and clear them; None if they were not measured."""
+        """Return and clear the applied gradient's norms, without the update's; None if they were not measured."""
         gradients, self._gradients = self._gradients, None
         return None if gradients is None else GradientNorms(step=self._step, gradients=gradients, updates=())
 

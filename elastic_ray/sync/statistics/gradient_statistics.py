@@ -32,8 +32,9 @@ class GradientStatistics:
         noise, meter: Tracker and meter that receive the statistics.
         norms_size: Number of local norms that are sent with reductions.
         due: Whether anything is measured in this step.
-        added_up: Whether the unit's workers have added up what was measured in this step.
-        examples: Measures single samples' gradients on a rank alone with one gradient per step; None if not used.
+        added_up: Whether the unit's workers have added up their measurements of this step.
+        examples: Meter for the gradients of single samples, on a lone rank with one gradient per step; None if not
+            used.
     """
 
     def __init__(self, noise: NoiseTracker, meter: GradientMeter) -> None:
@@ -57,7 +58,7 @@ class GradientStatistics:
         self.noise.rebuilt(groups, self.meter.monitor.noise_every)
 
     def enter_group(self) -> None:
-        """Enter a group, and discard the meter's results from the previous one."""
+        """Enter a group, and discard the results that the meter has from the previous group."""
         self.meter.enter_group()
 
     def invalidate(self) -> None:
@@ -66,7 +67,7 @@ class GradientStatistics:
         self.meter.invalidate()
 
     def measures(self, workers: Sequence[WorkerMeasures]) -> StepMeasures:
-        """Return all known statistics together with the workers' measurements."""
+        """Return all known statistics of the model, together with ``workers``, the measurements of each worker."""
         known = self.meter.known
         return StepMeasures(
             noise=self.noise.value,
@@ -80,7 +81,7 @@ class GradientStatistics:
 
     @property
     def mean_size(self) -> int:
-        """Number of norms of the mean gradient that are sent if the ranks hold different parts of it."""
+        """Number of norms of the mean gradient that each rank sends if ranks hold different parts of this gradient."""
         monitor = self.meter.monitor
         return self._groups * (1 if monitor.variance_every is None and monitor.norms_every is None else 2)
 
@@ -90,12 +91,12 @@ class GradientStatistics:
         return self.noise.shared_size + self.meter.shared_size(self._groups)
 
     def shared_values(self) -> list[float]:
-        """Return rank 0's values to send with the reduction."""
+        """Return rank 0's measurements to send with the reduction."""
         values = self.noise.shared_values()
         return [*values, *self.meter.shared_values()] if self.meter.on else values
 
     def set_shared(self, values: list[float], *, first: bool) -> None:
-        """Store rank 0's values, which all ranks have received; ``first`` is True on rank 0."""
+        """Store rank 0's measurements, which all ranks have received; ``first`` is True on rank 0."""
         noise = self.noise.shared_size
         self.noise.set_shared(values[:noise])
         if len(values) > noise:
@@ -112,7 +113,7 @@ class GradientStatistics:
             steps: Number of committed steps.
             replicas: Number of ranks whose gradients are summed.
             exact: Whether gradients are sent in a format from which statistics can be computed.
-            spacing: Number of steps between two steps with that format.
+            spacing: Number of steps from one step with that format to the next.
         """
         self._replicas, self._initial_batch_size = replicas, step.init_batch_size
         gradients = replicas * step.micro_steps
@@ -158,7 +159,7 @@ class GradientStatistics:
         self._carried = self.local_norms()
 
     def scale_carried(self, factor: float) -> None:
-        """Multiply the norms of earlier micro-steps by ``factor``, to correct the weights assumed for them."""
+        """Multiply the norms of earlier micro-steps by ``factor``, because other weights were assumed for them."""
         self._carried = [norm * factor for norm in self._carried]
 
     def add(self, bucket: MeasuredGradient, weight: float) -> None:
@@ -276,7 +277,7 @@ class GradientStatistics:
         self.examples = examples
 
     def collect_examples(self, step: LoaderStep, grad_scale: float) -> bool:
-        """Record the norms that the layers have measured in the backward pass; False if they cover too little.
+        """Record the norms measured in the layers during the backward pass; return False if they cover too little.
 
         Parameters of other layers are assumed to behave like the measured ones of their group, or else of the whole
         model.

@@ -34,7 +34,7 @@ class _Pending:
 
 
 class StatesSource(Protocol):
-    """Protocol of a view on an optimizer for statistics, with its ``param_groups`` and ``state``."""
+    """Protocol of a view of an optimizer's ``param_groups`` and ``state``, from which statistics are computed."""
 
     @property
     def idle(self) -> bool:
@@ -50,7 +50,7 @@ class StatesSource(Protocol):
 
     @property
     def outdated(self) -> bool:
-        """True if nothing can be measured at the moment; equal on all ranks."""
+        """True if nothing can be measured until missing state is gathered; equal on all ranks."""
 
 
 class NoiseTracker:
@@ -74,7 +74,7 @@ class NoiseTracker:
             the initial batch, and noise in the second moments (see ``remembered``).
         adam_like: Whether the optimizer is Adam-like; None before its state shows this.
         counted_elsewhere: Names of parameters that other workers of the unit count; None before they are known.
-        looks: Whether these names must still be determined, because some parameters have had no gradient yet.
+        looks: Whether more such names may be found, because some parameters have had no gradient yet.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: int, optimizers: int = 1) -> None:
@@ -103,7 +103,7 @@ class NoiseTracker:
 
     @property
     def signal(self) -> NoiseSignal:
-        """Strength of the gradient signal relative to its noise; up to date only on rank 0, which measures it."""
+        """Strength of the gradient signal relative to its noise; on ranks other than 0, the value is out of date."""
         return self._smoothed.signal
 
     def measures(self, step: int, gradients: int, *, halved: bool) -> bool:
@@ -177,7 +177,7 @@ class NoiseTracker:
             self._pending = _Pending(estimates, step, replicas, preconditioned)
 
     def part(self) -> list[float]:
-        """Return the latest estimates for this worker's part of the model, for :meth:`combine_parts`."""
+        """Return the latest estimates for this worker's part of a divided model, for :meth:`combine_parts`."""
         pending = self._pending
         if pending is None:
             return [0.0] * self.shared_size
@@ -185,7 +185,7 @@ class NoiseTracker:
         return [1.0, float(pending.preconditioned), *values]
 
     def combine_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Sum ``parts``, the results of :meth:`part` on each worker; drop the estimates if a part is missing."""
+        """Sum ``parts``, the results of :meth:`part` on the unit's workers; drop the estimates if a part is missing."""
         if self._pending is None or any(part[:2] != parts[0][:2] or not part[0] for part in parts):
             self._pending = None
             return
@@ -249,7 +249,7 @@ class NoiseTracker:
         self.by_group = tuple(groups)
 
     def advance(self, scale: float, noise: NoiseScale | None) -> None:
-        """Add a step's scale-invariant progress; ``scale`` is its batch size / initial batch size."""
+        """Add the scale-invariant progress of a step with ``scale`` (batch size / initial batch size) and ``noise``."""
         self.progress += 1.0 if scale == 1.0 else step_gain(scale, noise)
 
     def invalidate(self) -> None:
@@ -275,7 +275,7 @@ class NoiseTracker:
         self.invalidate()
 
     def capture(self) -> Any:
-        """Return the state for joiners and checkpoints."""
+        """Return the state for joining ranks and checkpoints."""
         shared = [None if noise is None else [noise.sqr, noise.var] for noise in (*self.by_group, self.value)]
         return {
             "smoothed": self._smoothed.to_dict(),
@@ -291,7 +291,7 @@ class NoiseTracker:
         }
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state, and recompute preconditioners."""
+        """Restore a state returned by :meth:`capture`; preconditioners are recomputed."""
         self._smoothed, self._scale = SmoothedNoise.from_dict(tree["smoothed"]), tree["scale"]
         *groups, self.value = (None if v is None else NoiseScale(sqr=v[0], var=v[1]) for v in tree["shared"])
         self.by_group = tuple(groups)

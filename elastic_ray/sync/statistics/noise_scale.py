@@ -191,7 +191,7 @@ class SmoothedNoise:
         )
 
     def add(self, estimates: Sequence[NoiseScale] | None, scale: float, *, steps: float = 1.0) -> SmoothedNoise:
-        """Return the averages with one more estimate per parameter group, as :meth:`update` does; self for None."""
+        """Return the averages with an estimate per parameter group added, as by :meth:`update`; self if it is None."""
         if estimates is None:
             return self
         return self.update([group.sqr for group in estimates], [group.var for group in estimates], scale, steps=steps)
@@ -247,7 +247,7 @@ class SmoothedNoise:
         return math.sqrt(max(scatter, 0.0) * count / (count - 1.0)) / self.weight
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the averages as plain lists and numbers, for joiners and ``torch.load(weights_only=True)``."""
+        """Return the averages as plain lists and numbers, for joining ranks and ``torch.load(weights_only=True)``."""
         state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in state.items()}
 

@@ -42,7 +42,7 @@ _HEARING_S = 10.0  # a race waits for so long for what earlier jobs have found
 class StrategyTuner:
     """Tuner that chooses a strategy for ``Auto`` during training, by a race between candidates.
 
-    Its state is equal on all ranks, and is sent to joiners.
+    The tuner's state is equal on all ranks, and is sent to joining ranks.
 
     Args:
         auto: Settings of the choice.
@@ -72,7 +72,7 @@ class StrategyTuner:
 
     @property
     def found(self) -> dict[str, FoundStrategy]:
-        """Winners of races, for other jobs of the same model; keyed by model number and distribution over nodes."""
+        """Winners of races, for other jobs of the same model; keyed by model number and placement of ranks on nodes."""
         choices = {**self._known, self._form: self.choice}
         return {
             f"{self._number} {form}": FoundStrategy(name=choice.strategy.name, step_s=measured[choice.strategy.name])
@@ -102,7 +102,7 @@ class StrategyTuner:
         self._context.notify("strategy", f"strategy for {workers} workers: {choice.reason}", detail)
 
     def reduced(self) -> None:
-        """Record that a backward pass has been reduced; the first one of a step is measured."""
+        """Record that a backward pass has been reduced; only the first pass of a step is measured."""
         step, ledger = self._context.ledger.step, self._context.ledger
         if step is None or step is self._step:
             return
@@ -176,7 +176,7 @@ class StrategyTuner:
         self._since_s, self._step = None, None
 
     def capture(self) -> dict[str, Any]:
-        """Return the tuner's state as plain values, for joiners and checkpoints."""
+        """Return the tuner's state as plain values, for joining ranks and checkpoints."""
         return {
             "auto": dataclasses.asdict(self._auto),
             "form": self._form,
@@ -186,7 +186,7 @@ class StrategyTuner:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Restore a captured state."""
+        """Restore a state returned by :meth:`capture`."""
         self._auto, self._form = Auto(**tree["auto"]), tree["form"]
         self.choice = self._before = Choice.from_state(tree["choice"])
         self._known = {key: Choice.from_state(choice) for key, choice in tree["known"].items()}
@@ -264,14 +264,14 @@ class StrategyInForce:
 
     @property
     def label(self) -> str:
-        """Name of the current strategy, and of the pending one if there is any."""
+        """Name of the current strategy, followed by ``", then "`` and the pending strategy's name, if there is one."""
         asked = self.asked.strategy if self.asked is not None else self.wanted
         present = self.plan.strategy.label
         return present if asked is None else f"{present}, then {asked.label}"
 
     @property
     def asked_digest(self) -> int:
-        """Digest of the pending strategy, and of whether a tuner chose it; 0 if none is pending."""
+        """Digest of the pending strategy, and of whether a tuner chose it; 0 if no switch is pending."""
         asked = self.asked
         strategy = asked.strategy if asked is not None else self.wanted
         if strategy is None:
@@ -285,7 +285,7 @@ class StrategyInForce:
 
     @property
     def key(self) -> str | None:
-        """Key under which step times are recorded, comparable if keys are equal; None while a strategy is chosen.
+        """Key under which step times are recorded; times with equal keys are comparable. None during a race.
 
         A chosen strategy has the prefix ``auto/``, because the choice may be different in another group.
         """
@@ -365,7 +365,7 @@ class StrategyInForce:
         self._told = why or self._told
 
     def set_row_buckets(self, tables: Mapping[int, RowBucket]) -> None:
-        """Set the row buckets of the current layout, keyed by position in the plan."""
+        """Set the row buckets of the current layout, keyed by their positions in the plan."""
         params = self.profile.params if tables else ()
         self._rows = {params[self.plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}
 
@@ -387,7 +387,7 @@ class StrategyInForce:
             self.wanted = None
 
     def capture(self) -> dict[str, Any]:
-        """Return the state for joiners and checkpoints: the tuner's, and the strategy if it is not the initial one."""
+        """Return the state for joining ranks and checkpoints: the tuner's, and the strategy if not the initial one."""
         asked = self.asked
         strategy = asked.strategy if asked is not None else self.wanted or self.plan.strategy
         tuner = asked.tuner if asked is not None else self.tuner

@@ -87,11 +87,11 @@ class RowBucket:
         return [self._has_gradient]
 
     def share(self, factor: float) -> Any:
-        """Return the held rows multiplied by ``factor``, which :meth:`add` can add to the held rows."""
+        """Return a copy of the held rows multiplied by ``factor``, to be added to the held rows with :meth:`add`."""
         return self.held.scaled(factor)
 
     def carried_share(self, factor: float = 1.0) -> Any:
-        """Return the rows kept by :meth:`carry`, multiplied by ``factor``; None if there are none."""
+        """Return the rows kept by :meth:`carry`, multiplied by ``factor``; None if no rows were kept."""
         return self._carried if self._carried is None or factor == 1.0 else self._carried.scaled(factor)
 
     def flat_gradient(self) -> torch.Tensor:
@@ -116,7 +116,7 @@ class RowBucket:
         return self.held.squared_norm(preconditioner)
 
     def total(self) -> torch.Tensor:
-        """Return the sum of all elements, in float32."""
+        """Return the sum of all elements of the held rows, in float32."""
         return self.held.values.sum().to(torch.float32)
 
     def is_finite(self) -> bool:
@@ -169,7 +169,7 @@ class RowBucket:
         self.used = [self._has_gradient or any(self.used)]
 
     def take(self, rows: TouchedRows, *, sparse: bool | None) -> None:
-        """Store the rows, summed over all ranks, and whether all ranks agreed that ``.grad`` is ``sparse``."""
+        """Store the rows summed over all ranks, and ``sparse``, the agreed :attr:`is_sparse`."""
         self.held, self.is_sparse = rows, sparse
 
     def fill_flat(self) -> torch.Tensor:

@@ -31,8 +31,8 @@ _HEAD_BYTES = 16  # the number of rows, and their layout
 class RowsOperation:
     """Exchange of one table's touched rows; implements ``BucketOperation``.
 
-    Its only state is the buffer size for the next step, which depends on the row counts of all ranks in this group's
-    steps. It is reset in a new group.
+    The operation's only state is the buffer size for the next step, which depends on the row counts of all ranks in
+    this group's steps, and is reset in a new group.
     """
 
     def __init__(self) -> None:
@@ -116,10 +116,11 @@ class RowsOperation:
 
 
 def pays(most: int, table: int, world_size: int) -> bool:
-    """True if gathering ``most`` rows per rank is worthwhile: no more than ``table`` rows, the table's, in total.
+    """True if gathering ``most`` rows per rank is faster than all-reducing a table of ``table`` rows.
 
-    Counting only bytes, the all-gather would be better for up to twice as many rows, but summing rows also takes
-    time. In measurements, both take equally long if about 50 % of the rows are touched with 2 ranks, and 25 % with 4.
+    This is assumed if the gathered rows are no more than the table's. Counting only bytes, the all-gather would be
+    better for up to twice as many rows, but summing rows also takes time. In measurements, both take equally long if
+    about 50 % of the rows are touched with 2 ranks, and 25 % with 4.
     """
     return most * world_size <= table
 

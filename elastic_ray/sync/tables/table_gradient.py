@@ -181,9 +181,9 @@ def _users(tensor: torch.Tensor) -> int:
 def weak_hook(method: Callable[..., None], *arguments: Any) -> Callable[[Any], None]:
     """Return a hook that calls a bound method without keeping the method's object alive.
 
-    ``arguments`` are passed first. Torch hides the references of hooks from ``register_post_accumulate_grad_hook``
-    from the garbage collector. An object that refers to a parameter and has such a hook on it would therefore never
-    be freed, nor would the model, its optimizer and its group's memory.
+    ``arguments`` are passed first. Torch hides references held by hooks of ``register_post_accumulate_grad_hook`` from
+    the garbage collector. An object that refers to a parameter and has such a hook on that parameter would never be
+    freed, nor would the model, its optimizer and its group's memory.
     """
     reference = weakref.WeakMethod(method)
 

@@ -38,7 +38,7 @@ class RowPreconditioner:
 def row_preconditioner(
     optimizer: torch.optim.Optimizer, table: torch.nn.Parameter, before: RowPreconditioner | None
 ) -> RowPreconditioner | None:
-    """Return the preconditioner for the optimizer's current state, reusing the memory of ``before``.
+    """Return the preconditioner of a table for the optimizer's current state, in the memory of ``before`` if any.
 
     Returns None if the optimizer does not divide gradients yet.
     """
@@ -73,7 +73,7 @@ def _copied(value: Any, memory: Any) -> Any:
 class TouchedRows:
     """Gradient of a table, stored as its touched rows.
 
-    The tensors are never changed: all results are in new memory.
+    The tensors of an object are never changed; all methods return new memory.
     """
 
     table: int
@@ -102,7 +102,7 @@ class TouchedRows:
         return dataclasses.replace(self, ids=ids, values=self.values.index_select(0, ids))
 
     def scaled(self, factor: float) -> TouchedRows:
-        """Return all rows multiplied by ``factor``."""
+        """Return the gradient with all rows multiplied by ``factor``."""
         return dataclasses.replace(self, values=self.values * factor)
 
     def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:

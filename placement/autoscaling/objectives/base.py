@@ -139,7 +139,7 @@ def option_on(options: tuple[NodeTypeOption, ...], gpu: str | None) -> NodeTypeO
 
 
 def within_utilities(demand: Demand, now_s: float) -> Demand:
-    """Return the demand without sizes whose cost exceeds the job's own utility; deadlines take precedence."""
+    """Return the demand without sizes that cost more than the job's utility; jobs with a deadline are unchanged."""
     found = dict(demand.offers)
     for view in demand.jobs:
         work = work_left(view) if view.utility is not None and view.deadline_s is None else None

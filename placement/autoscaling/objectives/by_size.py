@@ -13,7 +13,7 @@ from placement.reasons import Reason
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BySize:
-    """Objective with the sizes that a frugal policy would choose if every available node existed.
+    """Objective that wants the sizes which a frugal policy would choose if every available node existed.
 
     A frugal policy leaves GPUs idle that are not worth their price. Each job grows independently until one more worker
     is not worthwhile. Under ``throughput_efficiency``, the worker must add at least ``threshold`` of a current worker's

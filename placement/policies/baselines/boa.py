@@ -107,13 +107,14 @@ class BoaPolicy:
         check_number("usd", self.usd, above=0)
 
     def priced(self, prices: Mapping[str, float]) -> BoaPolicy:
-        """Return the policy with the lowest of these prices per GPU [USD/h], which are keyed by GPU type."""
+        """Return the policy with the lowest of the GPU prices [USD/h] in ``prices``, which is keyed by GPU type."""
         return dataclasses.replace(self, usd=min(prices.values(), default=self.usd))
 
     def told(self, classes: Mapping[str, JobClass], gpus: float) -> BoaPolicy:
-        """Return the policy with widths for these classes, on ``gpus`` GPUs or as many as its budget pays for.
+        """Return the policy with widths for these classes, on ``gpus`` GPUs or as many as its budget (if any) pays for.
 
-        Raises ValueError: the budget pays for fewer GPUs than the classes need at their cheapest widths.
+        Without a budget, it assumes at least as many GPUs as the classes need at their cheapest widths. Raises
+        ValueError: the budget pays for fewer than that.
         """
         least = sum(each.per_h * _hull(each)[0][0] for each in classes.values()) / 3600.0
         budget = max(gpus, least) if self.budget_usd_per_h is None else self.budget_usd_per_h / self.usd

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView, Shape, alike
 from placement.cluster.packing import FreeResources
 from placement.policies.goodput.dual_prices import Options, solve_exactly
 from placement.policies.shared.base import Admission, Target, admit, grow_in_turn, held
 from placement.policies.shared.stable_placement import (
+    MOST_NODES,
     StablePlacer,
     growth_limit,
     present_place,
@@ -46,19 +46,14 @@ class PolluxPolicy:
 
     Attributes:
         power: p, below 1 and not 0; the published choice is -1, and lower values are fairer.
-        fair_share: True to measure speed-ups relative to the fair share, False relative to the job's smallest size.
-        most_nodes: Maximum number of nodes per job.
     """
 
     name = "pollux"
     power: float = -1.0
-    fair_share: bool = True
-    most_nodes: int = 16
 
     def __post_init__(self) -> None:
         if not (self.power < 1 and self.power != 0):
             raise ValueError(f"power must be below 1 and not 0, but got {self.power}")
-        check_number("most_nodes", self.most_nodes, least=1)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
@@ -89,7 +84,7 @@ class PolluxPolicy:
                 view.job: Target(workers=admission.floors[view.job], reason="the minimum, room is scattered")
                 for view in running
             }
-        use_idle(running, settler, places, most_nodes=self.most_nodes)
+        use_idle(running, settler, places)
         targets = {}
         for view, place in zip(running, places, strict=True):
             nodes = {room.node_ids[i]: n for i, n in sorted(place.items())}
@@ -104,7 +99,7 @@ class PolluxPolicy:
         slots = room.slots(view)
         most = max(floor, growth_limit(view))
         options: list[Shape] = [
-            shape for shape in shapes(view, slots.tolist(), most) if shape[0] <= self.most_nodes and shape[1] >= floor
+            shape for shape in shapes(view, slots.tolist(), most) if shape[0] <= MOST_NODES and shape[1] >= floor
         ]
         if view.held_at is not None:
             options = [(_nodes_of(floor, slots), floor)]
@@ -115,7 +110,7 @@ class PolluxPolicy:
             options = [(len(here), view.workers), *options]
         fair = min(max(share, view.min_workers), max(most, 1), int(slots.sum()))
         speed = speeds_of(view, ((_nodes_of(fair, slots), fair), *options))
-        speed = speed[1:] / speed[0] if self.fair_share and speed[0] > 0 else speed[1:]
+        speed = speed[1:] / speed[0] if speed[0] > 0 else speed[1:]
         factor = np.full(len(options), restart_factor(view, now_s, _LEAST_FACTOR))
         if stays:
             factor[0] = 1.0

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView, Shape, alike, shape_goodputs
 from placement.cluster.packing import FreeResources
 from placement.goodput.step_time import Floats
 from placement.policies.shared.base import Target, admit, grow_in_turn, held
 from placement.policies.shared.stable_placement import (
+    MOST_NODES,
     StablePlacer,
     growth_limit,
     present_place,
@@ -54,18 +54,15 @@ class SiaPolicy:
 
     Attributes:
         power: p, below 0.
-        most_nodes: Maximum number of nodes per job.
     """
 
     name = "sia"
     shares_knowledge = False  # its jobs know only their own measurements: the simulator gives them nothing else
     power: float = -0.5
-    most_nodes: int = 16
 
     def __post_init__(self) -> None:
         if not self.power < 0:
             raise ValueError(f"power must be below 0, but got {self.power}")
-        check_number("most_nodes", self.most_nodes, above=0)
 
     def load_solver(self) -> None:
         """Import SciPy ahead of the first decision, since the import costs half a second of CPU or more."""
@@ -110,7 +107,7 @@ class SiaPolicy:
             return {
                 view.job: Target(workers=floors[view.job], reason="the minimum, room is scattered") for view in running
             }
-        use_idle(running, settler, places, most_nodes=self.most_nodes)
+        use_idle(running, settler, places)
         targets = {}
         for view, place in zip(running, places, strict=True):
             workers = sum(place.values())
@@ -137,7 +134,7 @@ class SiaPolicy:
                 sizes = {floor}
             wanted = [size for size in sorted(sizes) if floor <= size <= min(total, most)]
             each = [Configuration(kind=kind, nodes=slots.nodes_for(kind, size), workers=size) for size in wanted]
-            found += [configuration for configuration in each if configuration.nodes <= self.most_nodes]
+            found += [configuration for configuration in each if configuration.nodes <= MOST_NODES]
         return found
 
     def _fill(
@@ -155,7 +152,7 @@ class SiaPolicy:
                 more = Configuration(kind=kind, nodes=slots.nodes_for(kind, workers), workers=workers)
                 shapes = [(slots.types[kind], (each.nodes, each.workers)) for each in (filled[i], more)]
                 before, after = estimates(view, shapes)
-                if more.nodes > self.most_nodes or not after > gain * before:
+                if more.nodes > MOST_NODES or not after > gain * before:
                     break
                 filled[i] = more
                 left[kind] -= 1

@@ -53,7 +53,7 @@ class UtilityCostPolicy:
         check_number("slow_factor", self.slow_factor, above=1)
 
     def priced(self, prices: Mapping[str, float]) -> UtilityCostPolicy:
-        """Return the policy with these prices per worker and hour [USD], by GPU type, unless it already has prices."""
+        """Return the policy with these prices per worker and hour [USD], keyed by GPU type, unless it has prices."""
         return self if self.prices else dataclasses.replace(self, prices=dict(prices))
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:

@@ -204,7 +204,7 @@ def _realise(options: Options, wanted: Ints) -> Ints:
 
 
 def fill(options: Options, picks: Ints) -> Ints:
-    """Return the picks after filling the remaining capacity, the largest gain per size first, while that adds value."""
+    """Return the picks (option per job) after filling spare capacity while it adds value, best gain per size first."""
     picks = picks.copy()
     left = options.capacities - options.used(picks)
     # A job that leaves room gives others a chance: look again, which ends since every step adds.

@@ -24,7 +24,7 @@ _FEW = 64  # jobs; among more, some job's regular size fits about as well as an 
 
 
 def present_placements(instance: OptionTable) -> tuple[list[Placement], list[bool]]:
-    """Return each job's current placement on nodes that still exist, and a flag: True if the job may keep it."""
+    """Return each job's current placement on nodes that still exist, and whether each job may keep its placement."""
     index = {node: (m, i) for m, pool in enumerate(instance.pools) for i, node in enumerate(pool.node_ids)}
     left: dict[tuple[int, tuple[object, ...]], Ints] = {}
     placements, valid = [], []
@@ -263,7 +263,7 @@ def _anew(alternatives: _Alternatives) -> list[Ints]:
 def pack_placements(
     instance: OptionTable, wanted: Sequence[Mapping[int, int]], present: Sequence[Placement]
 ) -> list[Placement]:
-    """Return a placement per job for workers that need unlike resources; workers that do not fit are dropped."""
+    """Return each job's placement if workers need different resources; workers that do not fit are dropped."""
     placements = [UNPLACED] * len(present)
     for m, (pool, counts) in enumerate(zip(instance.pools, wanted, strict=True)):
         views = []
@@ -312,7 +312,7 @@ def admit_into(
 
     Jobs held at a size are then raised to it in order of arrival, or as close to it as room allows.
 
-    Returns (pool, workers) of each admitted job, and the reason of each job that waits.
+    Returns (pool, workers) of each admitted job, and the reason of each job that waits, both keyed by job index.
     """
     ledger = PoolCapacity(instance)
     floors: dict[int, tuple[int, int]] = {}

@@ -143,7 +143,10 @@ class GoodputPolicy:
         }
 
     def utility(self, instance: OptionTable, now_s: float) -> SpeedValue:
-        """Return the parameters by which a decision values each job's speed; ``now_s`` is in s since the epoch."""
+        """Return the parameters by which a decision about the jobs in ``instance`` values their speeds.
+
+        ``now_s`` is the current time [s since the epoch].
+        """
         views = instance.views
         left_s = seconds_left(views, instance.rate) if self.lengths else np.full(len(views), np.nan)
         untold = np.array([view.progress is None for view in views], dtype=np.bool_)

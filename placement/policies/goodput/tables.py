@@ -229,7 +229,7 @@ class GpuPool:
 
 
 def split(cluster: Cluster, samples: Mapping[WorkerKind, JobView]) -> tuple[GpuPool, ...]:
-    """Return the cluster's pools of nodes, one per GPU type, sorted; ``samples`` has a job of each kind of worker."""
+    """Return the cluster's pools of nodes, one per GPU type, sorted; ``samples`` maps each kind of worker to a job."""
     groups: dict[str, list[int]] = {}
     for index, node in enumerate(cluster.nodes):
         if not node.draining:
@@ -255,7 +255,7 @@ class SizeGrid:
 
 
 def size_grid(node: int, total: int, most: int, extra: Iterable[int]) -> SizeGrid:
-    """Return the sizes to consider in one pool.
+    """Return the sizes to consider in one pool (nodes of one GPU type).
 
     Args:
         node: Workers on the largest node.
@@ -287,7 +287,7 @@ def _size_grid(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
 
 
 def nodes_needed(slots: Ints, sizes: Ints) -> Ints:
-    """Return the fewest nodes (with these slots) that hold each number of workers; 0 if all together do not."""
+    """Return the fewest nodes that hold each number of workers, given each node's ``slots``; 0 if there is no room."""
     roomy = np.cumsum(-np.sort(-slots))
     if not len(roomy):
         return np.zeros_like(sizes)

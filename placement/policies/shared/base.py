@@ -179,7 +179,7 @@ Worth = Callable[[JobView, Floats, int], "float | None"]
 
 
 def climb(jobs: Sequence[JobView], admission: Admission, score: Score) -> dict[str, int]:
-    """Return the workers of each admitted job after adding workers one by one where the score is highest.
+    """Return each admitted job's number of workers after workers are added one by one where the score is highest.
 
     ``score`` rates one more worker, given a job and its number of workers; None if the job wants no more. Ties go to
     the job that arrived first. Jobs held at a size stay at their floor. The workers are deducted from
@@ -214,7 +214,7 @@ def decide_by_worth(
     *,
     slow_factor: float | None = None,
 ) -> dict[str, Target]:
-    """Make a complete decision: minimums first, then one worker at a time to the job that values it most.
+    """Return each job's target: minimums first, then one worker at a time to the job that values it most.
 
     Each worth is multiplied by ``JobView.weight``; a negative worth, which is a cost, is divided by it.
 
@@ -270,7 +270,7 @@ def _placed(targets: dict[str, Target], jobs: Sequence[JobView], cluster: Cluste
 
 
 def grow_in_turn(order: Sequence[JobView], admission: Admission) -> dict[str, Target]:
-    """Return targets after growing jobs one by one, for policies that count slots, if jobs need unlike workers."""
+    """Return targets after growing jobs one by one, for slot-counting policies if the jobs' workers differ in kind."""
     counts = grow(order, admission)
     why = "workers; workers of several kinds, so jobs grow in turn"
     return {

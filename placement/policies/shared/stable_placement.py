@@ -12,6 +12,9 @@ from placement.cluster.jobs import JobView, Shape, shape_goodputs
 from placement.cluster.packing import FreeResources, FreeSlots, Occupancy, worst_fit
 from placement.goodput.step_time import Floats
 
+MOST_NODES = 16  # of a job
+_HORIZON_S = 60.0
+
 
 class StablePlacer:
     """Placer that tracks free slots per node; jobs are identified by their index in the arguments of ``place``.
@@ -72,7 +75,7 @@ class StablePlacer:
         return places
 
     def grown(self, job: int, more: int) -> dict[int, int] | None:
-        """Return a job's workers per node index with ``more`` added on one node, first its own; None without room."""
+        """Return a job's workers by node index, plus ``more`` on one node (its own if possible); None without room."""
         place, free = dict(self._occupied.place(job)), self._occupied.slots(job)
         own = [node for node in place if free[node] >= more]
         if own:
@@ -124,20 +127,17 @@ def use_idle(
     running: Sequence[JobView],
     settler: StablePlacer,
     places: list[dict[int, int]],
-    *,
-    most_nodes: int,
-    horizon_s: float = 60.0,
 ) -> None:
-    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within ``horizon_s``.
+    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within a minute.
 
-    Modifies ``places``, each job's workers by node index. Jobs held at a size, or on ``most_nodes`` nodes, do not grow.
+    Modifies ``places``, each job's workers by node index. Jobs held at a size, or on ``MOST_NODES`` nodes, do not grow.
     """
     for i, view in enumerate(running):
         limit = growth_limit(view)
-        gain = 1.0 + view.resize_cost_s / horizon_s + 1e-9
+        gain = 1.0 + view.resize_cost_s / _HORIZON_S + 1e-9
         while view.held_at is None and places[i] and sum(places[i].values()) < limit:
             more = settler.grown(i, 1)
-            if more is None or len(more) > most_nodes:
+            if more is None or len(more) > MOST_NODES:
                 break
             before, after = speeds_of(view, (shape_of(places[i]), shape_of(more)))
             if not after > gain * before:
@@ -187,7 +187,7 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
 def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
     """Return the shapes (nodes, workers) to consider: all sizes up to one full node, then multiples of a full node.
 
-    Each size, from the job's minimum to ``most``, is on the fewest nodes; ``slots`` is each node's room.
+    Each size, from the job's minimum to ``most``, is on the fewest nodes; ``slots`` is the workers that fit on each.
     """
     roomy = np.cumsum(sorted(slots, reverse=True))
     if not len(roomy) or roomy[-1] < view.min_workers:

@@ -66,11 +66,11 @@ class Disturbances:
             raise InputError(f"spot must name GPU types of the cluster ({types}), but got {', '.join(missing)}")
 
     def spot_types(self, types: Collection[str]) -> tuple[str, ...]:
-        """Return the GPU types whose nodes are spot nodes."""
+        """Return the GPU types among ``types`` whose nodes are spot nodes."""
         return tuple(gpu for gpu in types if "" in self.spot or gpu in self.spot)
 
     def script(self, nodes: Sequence[Node], seed: int, until_s: float) -> list[tuple[float, Kind, str]]:
-        """Return (time [s], event, node id) of all events until ``until_s``, by time: "down", "up", "slow", "well"."""
+        """Return (time [s], event, node id) of all events until ``until_s``, sorted: "down", "up", "slow", "well"."""
         events: list[tuple[float, Kind, str]] = []
         for node in nodes:
             events += self._spells(node.node_id, "down", "up", (self.node_mtbf_h, self.repair_s), seed, until_s)
@@ -116,13 +116,13 @@ class SpotTrace:
             raise InputError(f"spot trace {self.source} must have a machine at some time, but never has one")
 
     def deal(self, nodes: Sequence[str], seed: int) -> dict[str, int]:
-        """Return a random place of the market, keyed by node; places repeat only if nodes outnumber them."""
+        """Return the index of a random place of the market per node; places repeat only if nodes outnumber them."""
         order = list(range(len(self.places)))
         random.Random(f"{seed}/spot").shuffle(order)
         return {node: order[i % len(order)] for i, node in enumerate(nodes)}
 
     def gone(self, place: int, offset_s: float, until_s: float) -> Iterator[Span]:
-        """Yield (from, to) [s] for each time a place is empty, until ``until_s``; 0 is ``offset_s`` in the trace."""
+        """Yield (from, to) [s] for each time a place is empty, until ``until_s``; 0 s is ``offset_s`` in the trace."""
         taken = self.places[place]
         if not taken:
             yield 0.0, math.inf

@@ -89,7 +89,7 @@ class Provider:
 
     A spot machine needs a place of the recorded market (``SpotTrace``) that is occupied in the record at that time and
     not used by another simulated machine. It is reclaimed when the record loses the place. If no place is free, nothing
-    is rented and the caller must ask again.
+    is rented and the caller must try again later.
 
     Args:
         spot: Recorded markets keyed by GPU type; the empty type stands for all.
@@ -116,7 +116,7 @@ class Provider:
         return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
 
     def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
-        """Rent machines up to these numbers, by type, and return the new ones; give surplus starting ones back."""
+        """Rent machines up to the numbers in ``nodes`` and return the new ones; give surplus starting ones back."""
         fresh: list[Machine] = []
         for each in self.types:
             mine = [m for m in self.machines.values() if m.kind.name == each.name]

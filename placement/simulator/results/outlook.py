@@ -47,7 +47,8 @@ class Outlook:
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
     """Return the nodes of a cluster string such as ``t4:2x4``; the type ``cpu`` counts CPUs instead of GPUs.
 
-    Nodes have plenty of all other resources. Raises InputError: the string cannot be parsed.
+    Nodes have plenty of all other resources that the jobs in ``views`` need. Raises InputError: the string cannot be
+    parsed.
     """
     others = {name for view in views for name in view.bundle if name not in ("GPU", "CPU")}
     return Cluster(nodes=tuple(_furnished(node, others) for node in parse_cluster(text).nodes))

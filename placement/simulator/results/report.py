@@ -184,5 +184,4 @@ class SimulationReport:
         return [f"{record.time_s!r} {record} {dict(record.nodes)!r}" for record in self.log]
 
 
-Report = SimulationReport
 """The name that users import from ``placement.simulator``."""

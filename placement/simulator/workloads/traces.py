@@ -122,7 +122,7 @@ class Lengths:
         return application.stretched(max(1, round(application.epochs * factor)))
 
     def declaration(self, epochs: int, job: str, seed: int) -> float | None:
-        """Return how many epochs a job of ``epochs`` epochs declares, with a random error if set; None for none."""
+        """Return the declared number of epochs: ``epochs``, with a random error if set; None if jobs declare none."""
         if not self.declared:
             return None
         if not self.error:

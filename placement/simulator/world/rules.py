@@ -110,7 +110,7 @@ class Rules(abc.ABC):
     ) -> ChangeCost:
         """Return the cost of moving a job's workers from ``before`` (None if it has none) to ``after``.
 
-        ``training`` are the workers that currently train, without workers still starting; None if no worker trains.
+        ``training`` are the workers that currently train, excluding workers still starting; None if no worker trains.
         """
 
     @abc.abstractmethod

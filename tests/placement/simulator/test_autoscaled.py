@@ -12,7 +12,7 @@ import pytest
 from placement.autoscaling.autoscaler import AutoscalerConfig
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.cluster.price_table import PriceTable
-from placement.simulator import InputError, Report, simulate
+from placement.simulator import InputError, SimulationReport, simulate
 from placement.simulator.cli import main
 from placement.simulator.nodes.clusters import parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances, SpotTrace
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return profiles(tmp_path_factory.mktemp("profiles"))
 
 
-def play(folder: Path, jobs: Sequence[TraceJob] = JOBS, **more: Any) -> Report:
+def play(folder: Path, jobs: Sequence[TraceJob] = JOBS, **more: Any) -> SimulationReport:
     return simulate(jobs, folder, "t4:4x4", rules="live", **{"autoscale": FAST, **more})
 
 

@@ -12,7 +12,7 @@ import pytest
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.policies import POLICIES, FixedPolicy, Target, ThroughputEfficiencyPolicy, UtilityCostPolicy
-from placement.simulator import InputError, Report, simulate
+from placement.simulator import InputError, SimulationReport, simulate
 from placement.simulator.cli import main
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.world.rules import Location, PolluxRules, SiaRules
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def play(folder: Path, name: str = "six", cluster: str = "t4:2x4", **options: object) -> Report:
+def play(folder: Path, name: str = "six", cluster: str = "t4:2x4", **options: object) -> SimulationReport:
     return simulate(folder / f"{name}.csv", folder / "profiles", cluster, **options)
 
 
@@ -77,7 +77,7 @@ def test_several_gpu_types(folder: Path, policy: str) -> None:
     assert {gpu for job in report.jobs for gpu in job.gpu_hours} <= {"t4", "a100"}
 
 
-def check_capacity(report: Report, slots: Mapping[str, int]) -> None:
+def check_capacity(report: SimulationReport, slots: Mapping[str, int]) -> None:
     """No GPU is ever granted twice, once all changes of one moment are made."""
     held: dict[str, Mapping[str, int]] = {}
     for i, placed in enumerate(report.placed):

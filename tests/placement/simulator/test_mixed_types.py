@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from placement.simulator import Report, simulate
+from placement.simulator import SimulationReport, simulate
 from placement.simulator.world.rules import LiveRules
 from tests.placement.simulator.worlds import profiles, trace
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def play(folder: Path, name: str, *, mixed: bool) -> Report:
+def play(folder: Path, name: str, *, mixed: bool) -> SimulationReport:
     return simulate(
         folder / f"{name}.csv",
         folder / "profiles",

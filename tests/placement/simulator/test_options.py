@@ -14,7 +14,7 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.cluster.price_table import PriceTable, read_prices
 from placement.policies import GoodputPolicy, Target, registry
-from placement.simulator import InputError, Report, simulate
+from placement.simulator import InputError, SimulationReport, simulate
 from placement.simulator.cli import main
 from placement.simulator.engine import Task
 from placement.simulator.workloads.profiles import load_profiles
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def play(folder: Path, **options: object) -> Report:
+def play(folder: Path, **options: object) -> SimulationReport:
     return simulate(folder / "six.csv", folder / "profiles", "t4:2x4", rules="live", **options)
 
 

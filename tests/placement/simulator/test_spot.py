@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from placement.policies import FixedPolicy
-from placement.simulator import InputError, Report, simulate
+from placement.simulator import InputError, SimulationReport, simulate
 from placement.simulator.nodes.clusters import parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances, SpotTrace, read_spot
 from placement.simulator.results.plot import bars
@@ -71,7 +71,7 @@ def play(tmp_path: Path) -> object:
     profiles(tmp_path / "profiles", ("toy",), ("t4",))
     jobs = trace(tmp_path / "six.csv", [(f"j{i}", 40.0 * i, "toy", 1, 128) for i in range(6)])
 
-    def run(seed: int = 0, **fields: object) -> Report:
+    def run(seed: int = 0, **fields: object) -> SimulationReport:
         wrong = Disturbances(**fields)
         return simulate(
             jobs, tmp_path / "profiles", "t4:3x4", rules="live", policy="goodput", seed=seed, disturbances=wrong

@@ -30,7 +30,7 @@ _MOST_TEXT = 200
 def compare(
     look: AllocatorLook | None, nodes: str, policy: str, now_s: float
 ) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-    """Return each job's outlook (expected size and end) on the current nodes, and on other nodes or another policy.
+    """Return each job's outlook (expected size and end) as things are, and on other nodes or under another policy.
 
     Args:
         nodes: Other cluster, such as ``T4:4x8``; empty for the current nodes.
@@ -182,7 +182,7 @@ class LiveCluster:
         return JobLook(job=job, status=answer, facts=self._facts.get(job), events=tuple(new))
 
     def detail(self, job: str) -> JobDetail | None:
-        """Return the details of a job, including those that only its controller and the allocator know."""
+        """Return the details of a job, some of which are requested from its controller and the allocator."""
         return self._page.detail(job, self._answer(job), time.time())
 
     def _answer(self, job: str) -> JobAnswer:

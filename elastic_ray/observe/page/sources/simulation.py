@@ -33,7 +33,7 @@ class SimulatedCluster(StoredPage):
     """Page of one simulated trace under one policy.
 
     Args:
-        path: Path of the report; ``out.json#2`` selects the second record in it.
+        path: Path of the report; ``out.json#2`` selects the second record in ``out.json``.
 
     Raises InputError: the file cannot be read or is not a report of the simulator; the message names the problem.
     """
