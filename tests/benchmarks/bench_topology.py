@@ -61,7 +61,7 @@ def _launch(*arguments: str) -> dict[str, Any]:
 
 def _ways(*, quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows and bars of fixed topologies."""
-    found = _launch("ways", *(["2", "2"] if quick else ["4", "3"]))
+    found = _launch("ways", *(["2", "2"] if quick else ["3", "3"]))
     alone = statistics.median(found[ALONE][0])
     rows = [
         {
@@ -96,6 +96,7 @@ def _slow(*, quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         slow = times[FREE_STEPS:]
         medians = [statistics.median(slow[at : at + WINDOW]) for at in range(len(slow) - WINDOW + 1)]
         recovered = next((at for at in range(len(medians), 0, -1) if medians[at - 1] > best_s / 0.9), 0)
+        recovered += WINDOW // 2  # up to the middle of the five
         rows += [
             {
                 "choices": choices,

@@ -16,9 +16,8 @@ from elastic_ray.sync import AllReduce, Strategy, StrategyError
 from elastic_ray.sync.builders import resolve_strategy
 from elastic_ray.sync.choosing.explanation import explain
 from elastic_ray.sync.engine.reduction import carries_tail, make_operation
-from elastic_ray.sync.operations import topologies
 from elastic_ray.sync.operations.buckets import Bucket
-from elastic_ray.sync.operations.topologies import CHUNK_BYTES, SCHEDULES, Round
+from elastic_ray.sync.operations.topologies import SCHEDULES, Round
 from elastic_ray.sync.plan import BucketPlan, ModelProfile, ParamInfo, Topology, lower
 from elastic_ray.sync.spec import Reduce, Rows, Rule, Wire
 from tests.membership.groups import on_ranks
@@ -89,14 +88,9 @@ def own(rank: int) -> torch.Tensor:
     return torch.randn(38, generator=torch.Generator().manual_seed(rank))
 
 
-@pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("topology", list(SCHEDULES))
-def test_ranks_of_a_real_group_hold_equal_bits(
-    topology: str, dtype: torch.dtype, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(topologies, "CHUNK_BYTES", chunk_bytes)
-
+def test_ranks_of_a_real_group_hold_equal_bits(topology: str, dtype: torch.dtype) -> None:
     def work(communicator: Communicator) -> tuple[torch.Tensor, int]:
         params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((7, 5), (3,))]
         bucket, operation = Bucket(0, 0, params, 0), make_operation(plan(topology, TWO_NODES))

@@ -128,10 +128,6 @@ SCHEDULES: Mapping[str, Callable[[Sequence[int], int], list[Round]]] = MappingPr
 """By name: from the node of each rank, as numbers, and the elements of a bucket to the rounds of its sum."""
 
 
-CHUNK_BYTES = 4 << 20
-"""Size up to which ``two_level`` sends a part of a bucket at once, so that both levels are busy at the same time."""
-
-
 class RoutedReduceOperation:
     """Sum of a flat bucket and its tail by a schedule of rounds; a stateless ``BucketOperation``.
 
@@ -145,44 +141,37 @@ class RoutedReduceOperation:
     def __init__(self, topology: str, nodes: Sequence[int]) -> None:
         self._schedule, self._nodes = SCHEDULES[topology], tuple(nodes)
         self.starts_near = topology == "two_level"
-        self._chunks: list[tuple[int, list[Round]]] = []  # where each begins, and its rounds
+        self._rounds: list[Round] = []
         self._size = -1
-        self._coming: list[tuple[bool, torch.Tensor, torch.Tensor]] = []
+        self._coming: list[tuple[Span, torch.Tensor]] = []
 
     def launch(self, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
-        """Start the first round of transfers."""
-        flat = bucket.flat
-        if self._size != flat.numel():
-            self._size = flat.numel()
-            chunks = cut((0, self._size), max(1, -(-flat.nbytes // CHUNK_BYTES)) if self.starts_near else 1)
-            self._chunks = [(begin, self._schedule(self._nodes, end - begin)) for begin, end in chunks]
-        return self._start(0, flat, group)
+        """Start the first round."""
+        if self._size != bucket.flat.numel():
+            self._size = bucket.flat.numel()
+            self._rounds = self._schedule(self._nodes, self._size)
+        return self._start(0, bucket, group)
 
     def next_round(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Add or copy the parts received in the last round, and start the next round."""
-        for adds, mine, part in self._coming:
-            mine.add_(part) if adds else mine.copy_(part)
+        for (begin, end), part in self._coming:
+            mine = bucket.flat[begin:end]
+            mine.add_(part) if self._rounds[finished - 1].adds else mine.copy_(part)
         self._coming = []
-        return self._start(finished, bucket.flat, group)
+        return self._start(finished, bucket, group) if finished < len(self._rounds) else ()
 
-    def _start(self, number: int, flat: torch.Tensor, group: GradientGroup) -> list[Any]:
-        """Start a round of each chunk, a chunk one round after the one before; return their works."""
-        works = []
-        for at, (first, rounds) in enumerate(self._chunks):
-            if not 0 <= number - at < len(rounds):
-                continue
-            each = rounds[number - at]
-            out = [each.transfers.get((group.rank, peer), (0, 0)) for peer in range(group.world_size)]
-            into = [each.transfers.get((peer, group.rank), (0, 0)) for peer in range(group.world_size)]
-            sizes = [end - begin for begin, end in into]
-            received = flat.new_empty(sum(sizes))
-            for (begin, end), piece in zip(into, torch.split(received, sizes), strict=True):
-                if piece.numel():
-                    self._coming.append((each.adds, flat[first + begin : first + end], piece))
-            sent = [flat[first + begin : first + end] for begin, end in out if end > begin]
-            given = sent[0] if len(sent) == 1 else torch.cat([flat[:0], *sent])
-            works.append(group.all_to_all(received, given, sizes, [end - begin for begin, end in out]))
-        return works
+    def _start(self, number: int, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
+        """Start a round; return its only work."""
+        flat, moved = bucket.flat, self._rounds[number].transfers
+        out = [moved.get((group.rank, peer), (0, 0)) for peer in range(group.world_size)]
+        into = [moved.get((peer, group.rank), (0, 0)) for peer in range(group.world_size)]
+        sizes = [end - begin for begin, end in into]
+        received = flat.new_empty(sum(sizes))
+        pieces = torch.split(received, sizes)
+        self._coming = [(span, piece) for span, piece in zip(into, pieces, strict=True) if piece.numel()]
+        sent = [flat[begin:end] for begin, end in out if end > begin]
+        given = sent[0] if len(sent) == 1 else torch.cat([flat[:0], *sent])
+        return (group.all_to_all(received, given, sizes, [end - begin for begin, end in out]),)
 
     def commit(self) -> None:
         """Do nothing: the operation keeps no state."""
