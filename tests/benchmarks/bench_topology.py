@@ -106,12 +106,7 @@ def _slow(*, quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             *({"choices": choices, "link": "a tenth", "topology": name, "step [s]": s} for name, s in fixed.items()),
             {"choices": choices, "link": "a tenth", "topology": f"{found['kept']}, kept", "step [s]": medians[-1]},
         ]
-        shown = {
-            "steps on the slow link [s]": [round(each, 2) for each in slow],
-            "asked": found["asked"],
-            "fixed": fixed,
-        }
-        print(f"{choices}: {shown}", flush=True)
+        print(f"{choices}: steps [s] on the slow link {[round(each, 2) for each in slow]}; asked {found['asked']}")
         among = f"link slows to a tenth, Interference with {choices}"
         bars += [
             bar(f"{among}: steps until 0.9 x the best speed", value=recovered, limit=10, at_least=False),
