@@ -29,9 +29,9 @@ from placement.goodput.fitting import Observation, fit
 from placement.simulator import simulate
 from placement.simulator.nodes.provider import AutoscaledCluster
 from placement.simulator.workloads.profiles import Application, load_profiles
+from placement.simulator.workloads.recorded import FittedTimes
 from placement.simulator.workloads.traces import TraceJob
 from placement.simulator.world.rules import LiveRules, Pace
-from tests.placement.simulator.recorded import FittedTimes
 
 LATE = ((0.0, 12), (0.5, 24), (0.667, 48), (0.77, 96), (0.839, 192), (0.887, 384))
 EARLY = ((0.0, 12), (0.05, 24), (0.1, 48), (0.2, 96), (0.35, 192), (0.5, 384))

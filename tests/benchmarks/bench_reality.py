@@ -34,15 +34,15 @@ from scenarios import cluster
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
+from placement.allocator.recording import Life, read_recording, replay
 from placement.policies import Policy, make_policy
 from placement.policies.baselines.fixed import FixedPolicy
 from placement.simulator import simulate
 from placement.simulator.results.outlook import outlook
+from placement.simulator.workloads.recorded import RecordedWorkload, recorded_workload
 from placement.simulator.workloads.traces import Lengths
 from placement.simulator.world.rules import LIVE_PACE, LiveRules
 from tests.local_cluster import clean_up
-from tests.placement.recordings import Life, read_recording, replay
-from tests.placement.simulator.recorded import RecordedWorkload, recorded_workload
 
 NODES, SLOTS = 2, 3
 BATCH = 32

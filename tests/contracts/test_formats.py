@@ -34,13 +34,12 @@ from elastic_ray.sync.spec import Reduce, Strategy
 from elastic_ray.worker.process import WorkerProcess
 from placement.allocator.actor import Allocator
 from placement.allocator.events import JobEnded, NodesChanged
-from placement.allocator.recording import event_line, start_line
+from placement.allocator.recording import event_line, read_recording, start_line
 from placement.errors import InputError
 from placement.knowledge.records import KnownLength, Measurements
 from placement.knowledge.store import FOLDER, KnowledgeStore
 from placement.policies import GoodputPolicy
 from placement.versions import Spoken, VersionError
-from tests.placement.recordings import read_recording
 from tests.placement.stored_knowledge import root_at
 from tests.placement.views import cluster
 

@@ -10,12 +10,12 @@ import pytest
 
 from placement.allocator.actor import get_or_create_allocator
 from placement.allocator.config import AllocatorConfig
+from placement.allocator.recording import read_recording, replay
 from placement.simulator import simulate
+from placement.simulator.workloads.recorded import recorded_workload
 from placement.simulator.workloads.traces import Lengths
 from placement.simulator.world.rules import LIVE_PACE, LiveRules
 from tests.job.jobs import start
-from tests.placement.recordings import read_recording, replay
-from tests.placement.simulator.recorded import recorded_workload
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=3, _system_config={}), pytest.mark.timeout(1000)]
 

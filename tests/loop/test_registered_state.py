@@ -86,7 +86,7 @@ def test_a_sum_that_was_read_reaches_a_joiner() -> None:
                 wrapped(x).square().mean().backward()
                 optimizer.step()
                 sums["samples"] += len(x)
-            counter.steps = sums["samples"]  # type: ignore[assignment]
+            counter.steps = sums["samples"]
         return seen[-1]
 
     found = run_job(work, [Change(8, (1, 2))])

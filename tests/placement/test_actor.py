@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from placement.allocator.actor import Allocator, PolicyConflictError, get_or_create_allocator
 from placement.allocator.config import AllocatorConfig
+from placement.allocator.recording import read_recording, replay
 from placement.allocator.snapshot import CoreSnapshot
 from placement.autoscaling.autoscaler import AutoscalerConfig, Autoscaling
 from placement.cluster.cluster import Cluster
@@ -26,7 +27,6 @@ from placement.ray_cluster.named_actors import NAMESPACE
 from placement.ray_cluster.snapshot import group_name, on_head
 from placement.versions import Spoken, VersionError, spoken
 from tests.local_cluster import disconnect
-from tests.placement.recordings import read_recording, replay
 
 pytestmark = pytest.mark.usefixtures("ray_nodes")
 

@@ -23,7 +23,7 @@ from placement.allocator.events import (
     SettingsChanged,
     TimePassed,
 )
-from placement.allocator.recording import Recorder, event_line, start_line
+from placement.allocator.recording import Life, Recorder, event_line, read_recording, replay, start_line
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import Bill, FoundStrategy, JobView
 from placement.cluster.node_record import NodeFailure
@@ -44,7 +44,6 @@ from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.workloads.profiles import load_profiles
 from placement.simulator.workloads.traces import TraceJob
 from placement.storage.private_files import LineFile
-from tests.placement.recordings import Life, read_recording, replay
 from tests.placement.simulator.worlds import profiles
 from tests.placement.telling import TellingCore, tell
 from tests.placement.views import AT_ONCE, cluster, model, node, view

@@ -25,11 +25,11 @@ from placement.simulator.live import LiveDriver
 from placement.simulator.nodes.clusters import parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.workloads.profiles import Application
+from placement.simulator.workloads.recorded import FittedTimes
 from placement.simulator.workloads.traces import TraceJob
 from placement.simulator.world.job import SimulatedJob
 from placement.simulator.world.rules import LIVE_PACE, LiveRules
 from placement.simulator.world.state import World
-from tests.placement.simulator.recorded import FittedTimes
 from tests.placement.views import cluster, model, view
 
 VARIES = 0.2

@@ -309,11 +309,12 @@ class Reduction:
         if index == len(layout.buckets) - 1 and not layout.tail_rides:
             self._works[index].append(gradients.all_reduce(layout.tail))
         before = layout.operations[index - 1] if index else None
-        if type(before) is RoutedReduceOperation and before.starts_near:
+        bucket = layout.buckets[index - 1]
+        if type(before) is RoutedReduceOperation and before.starts_near and type(bucket) is Bucket:
             # Links between nodes carry the bucket before while backward goes on.
             for work in self._works[index - 1]:
                 self._consensus.announcer.wait(work)
-            self._works[index - 1] = list(before.next_round(layout.buckets[index - 1], gradients, 1))
+            self._works[index - 1] = list(before.next_round(bucket, gradients, 1))
             self._rounds[index - 1] = 1
 
     def finish(self, *, checks: bool) -> None:

@@ -12,6 +12,7 @@ import pytest
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
+from placement.allocator.recording import Life, read_recording, replay
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
@@ -25,10 +26,9 @@ from placement.simulator import SimulationReport, simulate
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.results.outlook import outlook
 from placement.simulator.workloads.profiles import Application, load_profiles
+from placement.simulator.workloads.recorded import FittedTimes, recorded_workload
 from placement.simulator.workloads.traces import Lengths, TraceJob
 from placement.simulator.world.rules import LIVE_PACE, LiveRules, Location, Pace
-from tests.placement.recordings import Life, read_recording, replay
-from tests.placement.simulator.recorded import FittedTimes, recorded_workload
 from tests.placement.simulator.worlds import profiles
 from tests.placement.telling import tell
 from tests.placement.views import cluster, view

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
+from placement.allocator.recording import Life
 from placement.cluster.cluster import Cluster, is_split, parts
 from placement.cluster.jobs import JobView
 from placement.errors import InputError
@@ -16,7 +17,6 @@ from placement.goodput.step_time import ThroughputModel
 from placement.planning.spans import find_places, spans_nodes
 from placement.simulator.workloads.profiles import Application, Counts
 from placement.simulator.workloads.traces import TraceJob
-from tests.placement.recordings import Life
 
 _STILL = NoiseScale(sqr=1.0, var=0.0)  # of a batch that stays as it is the noise does not matter
 
