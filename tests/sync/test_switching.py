@@ -292,3 +292,24 @@ def test_a_disagreement_is_an_error_of_the_ranks(ranks: Ranks) -> None:
 
 def _refused() -> None:
     Trainee("all_reduce").wrapped.set_strategy("no such")
+
+
+def on_two_nodes() -> Any:
+    trainee = Trainee("all_reduce")
+
+    def between(trainee: Trainee, step: int) -> None:
+        if step == 2:
+            current_session().group.nodes = ("a", "a", "b")
+            trainee.wrapped.set_strategy(AllReduce(topology="two_level", bucket_bytes=1024))
+
+    trainee.train(between, epochs=1)
+    return trainee.parameters, trainee.used
+
+
+@pytest.mark.thorough
+def test_two_levels_in_many_buckets_give_the_mean(ranks: Ranks) -> None:
+    found = ranks.run(on_two_nodes, world=3)
+    assert all(torch.equal(parameters, found[0][0]) for parameters, _ in found)
+    assert found[0][1][-1] == "two_level"
+    plain = ranks.run(plainly, False, None, 1, world=3)[0]
+    assert (found[0][0] - plain).abs().max() < 1e-5
