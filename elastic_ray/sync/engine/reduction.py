@@ -258,7 +258,6 @@ class Reduction:
     ) -> None:
         self._group, self._consensus, self._layout, self._grad_scale = group, consensus, layout, grad_scale
         self._works: list[list[Any]] = [[] for _ in layout.buckets]
-        self._rounds = [0] * len(layout.buckets)  # that ended before backward did
         # operations that compress, or have something to send from a strategy before
         self.owing: Sequence[OwingOperation] = ()
         self._compresses = any(isinstance(each, CompressedOperation) for each in layout.operations)
@@ -308,14 +307,6 @@ class Reduction:
             self._works[index] += operation.launch(bucket, gradients)
         if index == len(layout.buckets) - 1 and not layout.tail_rides:
             self._works[index].append(gradients.all_reduce(layout.tail))
-        before = layout.operations[index - 1] if index else None
-        bucket = layout.buckets[index - 1]
-        if type(before) is RoutedReduceOperation and before.starts_near and type(bucket) is Bucket:
-            # Links between nodes carry the bucket before while backward goes on.
-            for work in self._works[index - 1]:
-                self._consensus.announcer.wait(work)
-            self._works[index - 1] = list(before.next_round(bucket, gradients, 1))
-            self._rounds[index - 1] = 1
 
     def finish(self, *, checks: bool) -> None:
         """Wait for the collectives, and run further rounds until every bucket holds its sum.
@@ -330,10 +321,9 @@ class Reduction:
         communicator, operations = self._group.group.communicator, self._layout.operations
         looks, self.totals = checks or bool(self.owing), []
         self._took_s = [0.0] * len(self._began_s)
-        told, going, last = False, self._layout.buckets, len(operations) - 1
-        rounds, self._rounds = self._rounds, [0] * len(operations)
+        told, finished, going, last = False, 0, self._layout.buckets, len(operations) - 1
         while going:
-            left = list[GradientBucket]()
+            finished, left = finished + 1, list[GradientBucket]()
             for bucket in going:
                 index = bucket.index
                 told = told or (bucket.is_summed_up and not self.owing)
@@ -342,8 +332,7 @@ class Reduction:
                     if not communicator.waited_briefly(work):
                         self._consensus.announcer.wait(work)
                 if type(operations[index]) is not AllReduceOperation:  # whose first round is its last
-                    rounds[index] += 1
-                    more = operations[index].next_round(bucket, communicator.gradients, rounds[index])
+                    more = operations[index].next_round(bucket, communicator.gradients, finished)
                     self._works[index] = list(more)
                     if self._works[index]:
                         left.append(bucket)
@@ -446,7 +435,6 @@ class Reduction:
         """Discard the changes that the current step's passes made to the operations' state (such as residuals)."""
         self.asked = False
         self._works = [[] for _ in self._layout.buckets]
-        self._rounds = [0] * len(self._works)
         for operation in self._layout.operations:
             operation.void()
 

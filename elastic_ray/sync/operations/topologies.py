@@ -133,14 +133,10 @@ class RoutedReduceOperation:
 
     Args:
         topology: Name of a topology in :data:`SCHEDULES`.
-
-    Attributes:
-        starts_near: Whether the first round stays within nodes, so that backward may wait for it.
     """
 
     def __init__(self, topology: str, nodes: Sequence[int]) -> None:
         self._schedule, self._nodes = SCHEDULES[topology], tuple(nodes)
-        self.starts_near = topology == "two_level"
         self._rounds: list[Round] = []
         self._size = -1
         self._coming: list[tuple[Span, torch.Tensor]] = []
