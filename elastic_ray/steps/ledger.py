@@ -126,9 +126,11 @@ class StepLedger:
 
     @property
     def accumulating(self) -> bool:
-        """True if the current micro-step leaves its gradients to a later micro-step of the same step."""
-        step = self.outermost
-        return step is not None and not step.is_last_micro and self.abandoned < self.depth
+        """True if the current micro-step, or one around it, leaves its gradients to a later one of the same step."""
+        outer, step = self.outermost, self.step
+        if outer is None or step is None or self.abandoned >= self.depth:
+            return False
+        return not (outer.is_last_micro and step.is_last_micro)
 
     @property
     def epochs_done(self) -> float:
@@ -496,10 +498,10 @@ class StepLedger:
         """
         if self.updating:
             self._check_updated()
-        step = self.outermost
-        if step is None:
+        outer, step = self.outermost, self.step
+        if outer is None or step is None:
             return not self.replaying  # else the state that the others hold would be stepped once more
-        if not step.is_last_micro:
+        if not (outer.is_last_micro and step.is_last_micro):
             return False
         self._updates_asked += 1  # also of a lost step: its later updates have these numbers on all ranks
         if self.failed or self._around[1] or self._updates_asked <= self.state.progress.optimizers_stepped:

@@ -179,3 +179,24 @@ def both_left() -> list[bool]:
 def test_a_pass_left_with_one_within_it_has_ended(world: int) -> None:
     outcome = run_job(both_left, [], first=tuple(range(1, world + 1)))
     assert list(outcome.results.values()) == [[True, True]] * world
+
+
+def accumulates_within() -> float:
+    """Trains in a loop within a step, in two micro-batches on each of two workers."""
+    model: Any = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    inner = er.AdaptiveDataLoader(TensorDataset(torch.arange(8.0)), batch_size=8)
+    inner.autoscale_batch_size(8, local_bsz_bounds=(1, 2), gradient_accumulation=True)
+    for _ in er.remaining_epochs_until(1):
+        for _ in er.AdaptiveDataLoader(TensorDataset(torch.arange(2.0)), batch_size=2):
+            for (x,) in inner:
+                optimizer.zero_grad()
+                model(x[:, None]).mean().backward()
+                optimizer.step()
+    return model.module.weight.item()
+
+
+def test_micro_batches_of_a_nested_training_make_one_update() -> None:
+    assert set(run_job(accumulates_within, [], first=(1, 2)).results.values()) == {-3.5}
