@@ -103,7 +103,7 @@ def check_policies(given: object) -> tuple[Policy, ...]:
     """Return the user's policies as a tuple; ``given`` is one policy, several, or None.
 
     Raises:
-        TypeError: a value is not a ``Policy`` instance, or its ``watches`` is a text.
+        TypeError: a value is not a ``Policy`` instance, its ``strict`` is no flag, or its ``watches`` is a text.
         ValueError: a deadline is not above 0.
     """
     if given is None:
@@ -114,6 +114,8 @@ def check_policies(given: object) -> tuple[Policy, ...]:
             raise TypeError(f"policies must be instances of Policy, but got the class {policy.__name__}: call it")
         if not isinstance(policy, Policy):
             raise TypeError(f"policies must be instances of elastic_ray.adaptation.Policy, but got {policy!r}")
+        if not isinstance(policy.strict, bool):
+            raise TypeError(f"{name_of(policy)}.strict must be True or False, but got {policy.strict!r}")
         if not policy.deadline_s > 0:
             raise ValueError(f"{name_of(policy)}.deadline_s must be above 0 seconds, but got {policy.deadline_s}")
         if isinstance(policy.watches, str):

@@ -240,6 +240,13 @@ def test_what_is_no_policy_is_refused(given_: Any) -> None:
         check_policies(given_)
 
 
+def test_a_word_for_strict_is_refused() -> None:
+    policy = Policy()
+    policy.strict = "no"  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"Policy\.strict must be True or False, but got 'no'"):
+        check_policies(policy)
+
+
 def test_one_policy_several_or_none_may_be_given() -> None:
     policy = Policy()
     assert check_policies(None) == () and check_policies(policy) == (policy,)
