@@ -189,8 +189,12 @@ class LearningRates:
         by_policy = self._policies.values.rate_factor
         if self._adam is not None:
             memory = self._memory_scale(scale)
-            self._count(self._adam, memory)
-        if as_it_is and by_policy == 1.0 and (self._adam is None or self._adam[::2] == [self._adam[1], 1.0]):
+            self._count(self._adam, scale, memory)
+        if (
+            as_it_is
+            and by_policy == 1.0
+            and (self._adam is None or self._adam[1:] == [self._adam[0], 1.0, self._adam[0]])
+        ):
             self._held[:] = ()
             self.factor = 1.0
             return None
@@ -229,12 +233,12 @@ class LearningRates:
     def _memory_scale(self, scale: float) -> float:
         return self._rule.memory_scale(self._beta2, scale) if isinstance(self._rule, Adam) else scale
 
-    def _count(self, steps: list[float], scale: float) -> None:
+    def _count(self, steps: list[float], scale: float, memory: float) -> None:
         """Count an optimizer step at this scale; steps made before wrapping count as steps at the initial batch."""
         if not steps[0]:
             made = next((float(s["step"]) for s in self._optimizer.state.values() if "step" in s), 0.0)
-            steps[:] = made, made, 1.0
-        steps[:] = steps[0] + 1.0, steps[1] + scale, steps[2]
+            steps[:] = made, made, 1.0, made
+        steps[:] = steps[0] + 1.0, steps[1] + memory, steps[2], steps[3] + scale
 
     def _rule_factors(self, scale: float) -> Sequence[float]:
         noise, progress = self._noise(), self._epochs_done()
@@ -310,12 +314,11 @@ def _scaled_options(
     group: dict[str, Any], scale: float, memory: float, factor: float, steps: Sequence[float]
 ) -> dict[str, Any]:
     """Return a group's options for this scale, including the learning rate."""
-    made, initial, held = steps
+    made, remembered_steps, held, initial = steps
     beta1, beta2 = map(float, group["betas"])
-    # NAdam corrects by the product of its own beta1. Where a least beta2 holds, ``initial`` is too small for the first
-    # moment, which matters in the first steps only.
+    # NAdam corrects by the product of its own beta1.
     first = 1.0 if "momentum_decay" in group else bias_correction(beta1, made, initial, scale)
-    second = bias_correction(beta2, made, initial, memory)
+    second = bias_correction(beta2, made, remembered_steps, memory)
     correction = 1.0 if abs(second - 1.0) < _SETTLED else math.sqrt(second)
     lag = factor * math.sqrt(held)
     if abs(lag - 1.0) > _CAUGHT_UP:

@@ -212,7 +212,7 @@ class LoaderPasses:
             WorkerDismissed: This worker leaves at this point, or the job was stopped.
         """
         run, ledger = self._run, self._run.ledger
-        if ledger.abandoned:
+        if ledger.abandoned and not abandoned:
             self.complete()
         failure = ledger.failure  # of this step, not of one around it
         if run.wishes is not None:

@@ -157,3 +157,25 @@ def test_each_update_of_nested_trainings_is_made_once(first: bool, leaves: bool,
     (undisturbed,) = set(run_job(train, [], first=(1, 2, 3)).results.values())
     (result,) = set(run_job(train, [Kill(2, 1, moment)], first=(1, 2, 3)).results.values())
     assert result == (pytest.approx(undisturbed[0], abs=1e-6), undisturbed[1])
+
+
+def both_left() -> list[bool]:
+    """Leaves a loop within a loop, and that one, before a third: which passes have ended there."""
+    loader, inner, third = (
+        er.AdaptiveDataLoader(TensorDataset(torch.arange(SAMPLES).float()), batch_size=BATCH) for _ in range(3)
+    )
+    for _ in er.remaining_epochs_until(1):
+        for _ in loader:
+            for _ in inner:
+                break
+            break
+        for _ in third:
+            pass
+        return [each.done for each in session_of_thread().progress.passes]
+    raise AssertionError("no epoch")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_pass_left_with_one_within_it_has_ended(world: int) -> None:
+    outcome = run_job(both_left, [], first=tuple(range(1, world + 1)))
+    assert list(outcome.results.values()) == [[True, True]] * world

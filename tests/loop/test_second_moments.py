@@ -14,6 +14,7 @@ from elastic_ray.batch.scaling_rules import Adam
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import set_session
+from elastic_ray.sync.statistics.noise import NoiseTracker
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.ranks import Ranks
 
@@ -53,13 +54,12 @@ def train(
     strategy: str | None = None,
     scaler: bool = False,
     several: bool = False,
-    betas: tuple[float, float] = BETAS,
     least: float = 0.0,
 ) -> Trained:
     """Parameters, the scale of each step, the optimizer's options at the end, and each step as it was drawn first."""
     model = net()
     parts = [list(model[0].parameters()), list(model[2].parameters())] if several else [list(model.parameters())]
-    optimizers = [torch.optim.AdamW(part, lr=RATE, betas=betas, eps=EPS, weight_decay=DECAY) for part in parts]
+    optimizers = [torch.optim.AdamW(part, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY) for part in parts]
     amp = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=7) if scaler else None
     wrapped = er.AdaptiveDataParallel(
         model,
@@ -91,7 +91,7 @@ def train(
     return found, [scales[step] for step in sorted(scales)], options, [first[step] for step in sorted(first)]
 
 
-def by_hand(steps: list[tuple[float, int]], betas: tuple[float, float] = BETAS, least: float = 0.0) -> Tensor:
+def by_hand(steps: list[tuple[float, int]], least: float = 0.0) -> Tensor:
     """AdamW whose moments decay by their beta for each initial batch, with the product of all as their bias.
 
     What v holds of the noise, 1 / scale at each batch, multiplies the rate and eps as far as it is another's.
@@ -100,7 +100,7 @@ def by_hand(steps: list[tuple[float, int]], betas: tuple[float, float] = BETAS, 
     params = list(model.parameters())
     first, second = ([torch.zeros_like(p) for p in params] for _ in range(2))
     left1, left, noise, x = 1.0, 1.0, 0.0, data()
-    (beta1, beta2), at = betas, iter(steps)
+    (beta1, beta2), at = BETAS, iter(steps)
     for epoch in range(EPOCHS):
         order, position = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]), 0
         while position < SAMPLES:
@@ -170,10 +170,15 @@ def test_and_however_the_group_changes(script: list[Any], strategy: str | None) 
 
 def test_second_moments_remember_enough_steps() -> None:
     set_session(None)
-    how: dict[str, Any] = {"betas": (0.1, 0.95), "least": 0.9}  # of beta1, nothing is left when the batch grows
-    parameters, _, _, steps = train(**how)
-    torch.testing.assert_close(parameters, by_hand(steps, **how), rtol=1e-9, atol=1e-11)
+    parameters, _, _, steps = train(least=0.9)
+    torch.testing.assert_close(parameters, by_hand(steps, least=0.9), rtol=1e-9, atol=1e-11)
     set_session(None)
+
+
+def test_checkpoints_with_one_count_for_both_moments_are_read() -> None:
+    tracker = NoiseTracker(torch.optim.AdamW(net().parameters()), 1)
+    tracker.restore({**tracker.capture(), "adam_steps": [[5.0, 8.0, 0.5]]})
+    assert tracker.adam_steps == [[5.0, 8.0, 0.5, 8.0]]
 
 
 def test_sgd_has_no_second_moments() -> None:

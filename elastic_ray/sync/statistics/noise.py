@@ -70,8 +70,8 @@ class NoiseTracker:
         progress: Scale-invariant progress, in steps at the initial batch.
         held_factors: Factors of the latest step's learning rates, per optimizer and parameter group; empty if they do
             not depend on the noise.
-        adam_steps: For each optimizer whose second moments depend on the batch: number of steps, their equivalent at
-            the initial batch, and noise in the second moments (see ``remembered``).
+        adam_steps: For each optimizer whose moments depend on the batch: number of steps, their equivalent at the
+            initial batch by beta2, noise in the second moments (see ``remembered``), and the equivalent by beta1.
         adam_like: Whether the optimizer is Adam-like; None before its state shows this.
         counted_elsewhere: Names of parameters that other workers of the unit count; None before they are known.
         looks: Whether more such names may be found, because some parameters have had no gradient yet.
@@ -96,7 +96,7 @@ class NoiseTracker:
         self._step = 0
         self.progress = 0.0
         self.held_factors: list[list[float]] = [[] for _ in range(optimizers)]
-        self.adam_steps: list[list[float]] = [[0.0, 0.0, 1.0] for _ in range(optimizers)]
+        self.adam_steps: list[list[float]] = [[0.0, 0.0, 1.0, 0.0] for _ in range(optimizers)]
         self.counted_elsewhere: list[str] | None = None
         self.looks = True
         self._left_out_at = -2  # steps committed when the list has changed
@@ -302,7 +302,7 @@ class NoiseTracker:
         for mine, theirs in zip(self.held_factors, tree["held_factors"], strict=True):
             mine[:] = theirs
         for mine, theirs in zip(self.adam_steps, tree.get("adam_steps", ()), strict=False):
-            mine[:] = theirs
+            mine[:] = [*theirs, theirs[1]][: len(mine)]  # checkpoints of before have three
         self.invalidate()
 
 
