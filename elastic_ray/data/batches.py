@@ -361,7 +361,7 @@ class MapBatches:
 
     def _load(self, batch: EpochBatch) -> Any:
         """Load a batch in this process, without prefetching."""
-        assert self._loader is not None, "begin() comes first"
+        assert self._loader is not None, "start() comes first"
         assert not self._loader.num_workers, "samples of other ranks are loaded without worker processes only"
         dataset = self._loader.dataset
         whole = getattr(dataset, "__getitems__", None)
@@ -375,7 +375,7 @@ class MapBatches:
 
     def fetch(self) -> Any:
         """Return this rank's next batch, waiting for the DataLoader."""
-        assert self._batches is not None, "begin() comes first"
+        assert self._batches is not None, "start() comes first"
         return next(self._batches)
 
     def commit(self) -> None:
@@ -483,7 +483,7 @@ class StreamBatches:
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """Return the stream's next step, divided by ``cut``; its ``total`` counts only the samples read so far."""
         stream = self._stream
-        assert stream is not None, "begin() comes first"
+        assert stream is not None, "start() comes first"
         drawn = stream.next_step(
             batch_size=max(cut.batch_size, cut.world_size),
             world_size=cut.world_size,

@@ -434,7 +434,10 @@ def _sync(tree: Any) -> Sync:
         raise StrategyError(f"kind must be one of {', '.join(_KINDS)}, but got {tree!r}")
     fields = {key: value for key, value in tree.items() if key != "kind"}
     if "wire" in fields:
-        fields["wire"] = _build(Wire, fields["wire"])
+        wire = fields["wire"]
+        if isinstance(wire, dict) and wire.get("error_feedback") is True:  # as earlier checkpoints and files say
+            wire = {key: value for key, value in wire.items() if key != "error_feedback"}
+        fields["wire"] = _build(Wire, wire)
     built: Sync = _build(_KINDS[tree["kind"]], fields)
     return built
 

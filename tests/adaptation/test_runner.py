@@ -242,7 +242,7 @@ def test_what_is_no_policy_is_refused(given_: Any) -> None:
 
 def test_a_word_for_strict_is_refused() -> None:
     policy = Policy()
-    policy.strict = "no"  # type: ignore[assignment]
+    policy.strict = "no"
     with pytest.raises(TypeError, match=r"Policy\.strict must be True or False, but got 'no'"):
         check_policies(policy)
 
