@@ -211,7 +211,7 @@ def submit(name: str, folder: str, *, workers: tuple[int, int], epochs: int, spo
 
 
 class Story:
-    """What happens, line by line."""
+    """Report of what happens, line by line."""
 
     def __init__(self) -> None:
         self._start_s = time.monotonic()
@@ -292,7 +292,7 @@ def main() -> int:
 
 
 def drain(node_id: str, deadline_s: float) -> None:
-    """What a spot notice leads to."""
+    """Drain a node, as a spot notice does."""
     subprocess.run(
         [
             *("ray", "drain-node", "--address", ray.get_runtime_context().gcs_address, "--node-id", node_id),

@@ -199,7 +199,7 @@ class Demo:
         return self.losses(self.submit("undisturbed", (1, 1)))
 
     def wait(self, handle: er.JobHandle, workers: int, without: int = 0) -> None:
-        """Until so many workers train, and a worker that was killed is not among them."""
+        """Wait until ``workers`` workers train, none of which is the process ``without``, which was killed."""
         while True:
             self.poll(handle)
             members = handle.workers()

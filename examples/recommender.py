@@ -46,7 +46,7 @@ TIME_LIMIT_S = 900.0  # a busy machine takes several times as long
 
 
 class Recommender(nn.Module):
-    """Whether a user clicks on an item: an MLP over the mean of the items clicked before, and the item."""
+    """Predictor of clicks: an MLP over the item, and the mean of the items that the user clicked before."""
 
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Demo:
         self._start_s = time.monotonic()
 
     def run(self) -> None:
-        """Until the job has ended."""
+        """Poll the job until it has ended."""
         grown = killed = self.smoke
         while not self.handle.done():
             self.poll()

@@ -350,6 +350,8 @@ def simulated(
             row = {"profile": profile.name, "fixed on": workers, "hours": fixed.hours, "seesaw on": best.workers}
             row["time x"], row["GPU-hours x"] = best.hours / fixed.hours, best.worker_hours / fixed.worker_hours
             found.append(row)
+        if not found:
+            continue  # no size of the fixed batch fits, or none that growth can afford
         soonest = min(found, key=lambda row: row["hours"])
         against = {"one worker": found[0], f"{soonest['fixed on']} workers, the soonest": soonest}
         bars += [
