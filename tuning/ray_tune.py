@@ -267,8 +267,8 @@ class ElasticTrainable(Trainable):
     def save(self, checkpoint_dir: str | None = None) -> Any:
         """Return Ray Tune's training result (metrics and checkpoint) for the latest checkpoint of the train loop.
 
-        The checkpoint stays where the job stored it; ``checkpoint_dir`` is not used. The result's checkpoint is None if
-        the train loop has reported none.
+        The checkpoint stays where the job stored it; ``checkpoint_dir`` is not used. The result's checkpoint is the
+        restored one, or None, until the train loop reports one.
         """
         if self._reported is not None:
             checkpoint = Checkpoint(self._reported, self._place().storage_filesystem)

@@ -260,7 +260,7 @@ class JobView:
 
     @property
     def workers(self) -> int:
-        """Number of workers that the job currently holds."""
+        """Number of workers that the job has, or is planned to have, as in ``allocation``."""
         return sum(self.allocation.values())
 
     @property

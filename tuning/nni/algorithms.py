@@ -82,7 +82,7 @@ def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
         in_tune: True if the tuner will run in Ray Tune, without NNI's manager.
 
     Raises TypeError: ``given`` has another form. ValueError: the tuner is unknown or not supported; the message names
-    one that is supported.
+    an alternative.
     """
     return _with_mode("tuner", _read("tuner", ("tuner", "advisor"), given, in_tune=in_tune), mode)
 
