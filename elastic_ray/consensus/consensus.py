@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from elastic_ray.consensus.unit_wishes import UnitWishes
     from elastic_ray.membership.worker_side import WorkerMembership
     from elastic_ray.run.run import Group
-    from elastic_ray.state.layout import DataPlan
+    from elastic_ray.state.layout import DataPlan, MergeLayout
     from elastic_ray.state.replicas import Replicas
     from elastic_ray.steps.ledger import StepLedger
 
@@ -266,7 +266,8 @@ class RankConsensus:
         self._reads_differ = False
         self._changes, self._replicas, self._position = changes, replicas, position
         self.announcer: Announcer = NoGroup()  # type: ignore[assignment]
-        self._plan: DataPlan | None = None
+        self._plan: DataPlan | MergeLayout | None = None
+        self._ahead = False  # the last announcement was made by announce_ahead, and is not answered yet
 
     def add(self, *parts: ControlPart) -> None:
         """Add parts, whose values are sent with the control sums; call this on all ranks before the first group."""
@@ -274,6 +275,7 @@ class RankConsensus:
 
     def set_group(self) -> None:
         """Set up announcements and control sums for the current group."""
+        self._ahead = False
         sizes = [(part, part.size(self._group.world_size)) for part in self._parts]
         self._riding = [(part, size) for part, size in sizes if size]
         if self._group.members:
@@ -287,17 +289,22 @@ class RankConsensus:
             if part.resting is None:
                 part.start()
 
-    def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
+    def announce(
+        self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | MergeLayout | None = None
+    ) -> None:
         """Announce this rank's next action. Call :meth:`agreed` before starting the action's collectives.
 
         Args:
             payload: Values to be summed over the ranks.
-            plan: Data plan to compare with the other ranks' plans; None to compare parameters instead, if requested.
+            plan: Facts to compare with those of the other ranks; None to compare parameters instead, if requested.
 
         Raises:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: this rank has not completed its previous announcement.
+            ReplicasDifferError: facts that were announced ahead differ.
         """
+        if self._ahead:
+            self._complete_ahead()
         fingerprint, self._plan = 0, plan
         if plan is not None:
             fingerprint = plan.fingerprint
@@ -305,6 +312,20 @@ class RankConsensus:
             fingerprint = self._replicas.fingerprint(self._position.state.progress.steps)
             self._changes.compared()
         self.announcer.start(what, self._position.state.progress.loader_steps, fingerprint=fingerprint, payload=payload)
+
+    def announce_ahead(self, what: Announced, plan: DataPlan) -> None:
+        """Announce an action without collectives; this rank's next announcement waits for the other ranks' first.
+
+        Args:
+            plan: Facts to compare with those of the other ranks, which the next announcement does.
+        """
+        self.announce(what, plan=plan)
+        self._ahead = True
+
+    def _complete_ahead(self) -> None:
+        self._ahead = False
+        self.agreed()
+        self.announcer.done()
 
     def announce_reductions(self, what: Announced, *, known: bool) -> bool:
         """Announce that this rank reduces gradients next, unless the announcement is unnecessary.
@@ -318,7 +339,7 @@ class RankConsensus:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: this rank has not completed its previous announcement.
         """
-        if known and not self._compares(what):
+        if known and not self._ahead and not self._compares(what):
             self.announcer.start_quietly(what, self._position.state.progress.loader_steps)
             return False
         self.announce(what)
@@ -349,7 +370,9 @@ class RankConsensus:
         compared.compare(self._group.communicator, self.announcer.fingerprints)
         return sums
 
-    def agree_on(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> list[float]:
+    def agree_on(
+        self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | MergeLayout | None = None
+    ) -> list[float]:
         """Announce an action and wait for the other ranks, like :meth:`announce` followed by :meth:`agreed`."""
         self.announce(what, payload, plan)
         sums = self.agreed()
@@ -364,6 +387,8 @@ class RankConsensus:
 
         The result is empty if some ranks have not announced the same within ``wait_s`` [s].
         """
+        if self._ahead:
+            self._complete_ahead()
         if self.announcer.announce_finished(what, self._position.state.progress.loader_steps, wait_s, fingerprint):
             return self.announcer.fingerprints
         return []
@@ -438,7 +463,7 @@ class RankConsensus:
         *,
         some_are_idle: bool = False,
         join: Callable[[Announced], None] | None = None,
-        plan: DataPlan | None = None,
+        plan: DataPlan | MergeLayout | None = None,
     ) -> list[tuple[tuple[int, int], str, float]]:
         """Vote (sum the ranks' control values) in a separate collective, and sum all values added to accumulators.
 
@@ -449,6 +474,7 @@ class RankConsensus:
                 ranks use.
             join: On a rank without samples, participates in an action that the other ranks have announced; None on
                 other ranks.
+            plan: Facts to compare with those of the other ranks; None for none.
 
         Returns the accumulator, name and sum of each value, in the same order on every rank.
 

@@ -74,7 +74,7 @@ class Announced:
                 return f"reduces the gradients of model {self.index}{under} {layout} in a backward pass"
             case Intent.EDGE:
                 nested = f" of a loader nested {self.index - 1} deep" if self.index > 1 else ""
-                averaged = f", and averages models (what and how: {self.detail:010x})" if self.detail else ""
+                averaged = f", and averages models or ends its pass ({self.detail:010x})" if self.detail else ""
                 return f"has come to the end of a step{nested}{averaged}"
             case Intent.END_OF_PASS:
                 return f"ends its pass over a loader, or left it (buffers {self.detail:010x})"

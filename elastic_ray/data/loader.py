@@ -484,7 +484,8 @@ class AdaptiveDataLoader(ResumableLoader):
                 over = not step.sizes or loader_pass.done or (adaptation.active and adaptation.ends(loader_pass))
                 if over and not run.ledger.depth:  # the end of a pass within a step compares what was described
                     return None
-                if not session.passes.compare_plan(loader_pass, functools.partial(self._plan.of, epoch, self._limits)):
+                facts = functools.partial(self._plan.of, epoch, self._limits)
+                if not session.passes.compare_plan(loader_pass, facts, leads=setting[2]):
                     continue
                 if over:
                     return None

@@ -185,11 +185,14 @@ class Participant:
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
-    def collapse(self, *, gather: bool = True) -> None:
+    merge_layout = 0  # digest of the tensors that :meth:`collapse` merges
+
+    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
         """Merge diverged replicas into one model.
 
         Args:
             gather: Whether to also collect the whole optimizer state on rank 0.
+            alike: Whether all ranks are known to have the same :attr:`merge_layout`.
         """
 
     def prepare_to_save(self) -> None:

@@ -28,7 +28,7 @@ from elastic_ray.consensus.intents import Announced
 from elastic_ray.consensus.saving import SaveAgreement
 from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.run.participant import Participant
-from elastic_ray.state.layout import digest
+from elastic_ray.state.layout import MergeLayout, digest
 from placement.goodput.model import NoiseScale
 
 if TYPE_CHECKING:
@@ -397,14 +397,21 @@ class Registry:
         """Join the action ``what`` that other ranks have announced, because this rank has no samples in the step."""
         self.gradients[what.index].join(what)
 
-    def collapse(self, *, gather: bool = True) -> None:
+    @property
+    def merge_layout(self) -> MergeLayout | None:
+        """Layout of what :meth:`collapse` merges now; None if no replicas diverge."""
+        layouts = [(number, each.merge_layout) for number, each in enumerate(self.gradients) if each.drifts]
+        return MergeLayout(digest(layouts)) if layouts else None
+
+    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
         """Merge diverged replicas into one model.
 
         Args:
             gather: Whether to also collect the whole optimizer state on rank 0.
+            alike: Whether all ranks are known to have the same :attr:`merge_layout`.
         """
         for each in self.gradients:
-            each.collapse(gather=gather)
+            each.collapse(gather=gather, alike=alike)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
         """Make diverged replicas identical in a new group, before its ranks exchange state; see ``Participant``."""

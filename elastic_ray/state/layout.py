@@ -191,6 +191,24 @@ class DataPlan(Facts):
             )
 
 
+class MergeLayout:
+    """Layout of the tensors that replicas will merge, compared so that ranks that hold the same only add them up.
+
+    Attributes:
+        fingerprint: Digest of the layout.
+        alike: True once all ranks are known to have the same layout.
+    """
+
+    __slots__ = ("alike", "fingerprint")
+
+    def __init__(self, fingerprint: int) -> None:
+        self.fingerprint, self.alike = fingerprint, False
+
+    def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
+        """Compare the fingerprints that all ranks have announced; layouts may differ."""
+        self.alike = len(set(fingerprints)) == 1
+
+
 def check_ends(fingerprints: Sequence[int]) -> None:
     """Check that all ranks hold the same parameters after the last epoch.
 

@@ -92,7 +92,7 @@ class Model:
         self._note("exchange")
         return 0
 
-    def collapse(self, *, gather: bool = True) -> None:
+    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
         self._note("collapse")
 
     def prepare_to_save(self) -> None:

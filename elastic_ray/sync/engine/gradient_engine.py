@@ -446,15 +446,20 @@ class GradientEngine(Participant):
         """Participate in the announced row exchange ``what`` without fetching rows, as this rank has no samples."""
         self._sharded.join(what)
 
-    def collapse(self, *, gather: bool = True) -> None:
+    @property
+    def merge_layout(self) -> int:
+        """Digest of the tensors that replicas merge: parameters and optimizer state."""
+        return self._drift.layout
+
+    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
         """Make diverged replicas identical; with `gather`, rank 0 also receives the complete optimizer state."""
-        self._make_one()
+        self._make_one(alike=alike)
         if gather:
             self._divided.gather()
 
-    def _make_one(self) -> None:
+    def _make_one(self, *, alike: bool = False) -> None:
         if self.drifts:
-            self._drift.collapse()
+            self._drift.collapse(alike=alike)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
         """Make diverged replicas identical in a new group, before its ranks exchange state; see ``Drift.reconcile``."""

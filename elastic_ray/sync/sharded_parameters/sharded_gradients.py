@@ -373,7 +373,7 @@ class ShardedGradients(Participant):
         """True if other ranks hold some of the model's rows."""
         return self._optimizer.divided
 
-    def collapse(self, *, gather: bool = True) -> None:
+    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
         """Do nothing unless ``gather``; otherwise compare the copies of shards and gather the model on rank 0.
 
         A model that was built on the meta device is only compared, because it may not fit on rank 0.
