@@ -171,7 +171,7 @@ class Adaptation:
         """Return the run's current state as shown to policies."""
         run, values, progress, step = self._run, self.runner.values, self._progress, self._step
         info, workers, first = run.registry.loaders.info, run.meter.workers, run.registry.models.first
-        limits = info.limits if info is not None else None
+        limits, tokens = (info.limits, info.tokens) if info is not None else (None, None)
         initial = limits.init_batch_size if limits is not None else 0
         fewest, most = self._sizes or (None, None)
         sums = [dict(progress.sums[key]) for key in sorted(progress.sums) if key[0] == progress.epoch]
@@ -200,7 +200,8 @@ class Adaptation:
             worker_s=values.worker_s,
             strategies=run.registry.strategies,
             metrics=dict(values.metrics),
-            tokens_per_sample=info.tokens.per_sample if info is not None and info.tokens is not None else None,
+            tokens_per_sample=tokens.per_sample if tokens is not None else None,
+            counted_tokens=progress.weighed if tokens is not None and tokens.counted else None,
             reports=values.reports,
             sums=sums,
         )
