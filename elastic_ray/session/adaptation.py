@@ -85,7 +85,16 @@ class Adaptation:
     @property
     def held_batch(self) -> int | None:
         """Global batch that a policy has set; None if the job chooses the batch."""
-        return self.runner.values.batch_size
+        values = self.runner.values
+        return values.batch_size if values.trains else self._first_batch
+
+    @property
+    def _first_batch(self) -> int | None:
+        """Global batch with which the policies let the run start; None if the job chooses it."""
+        info = self._run.registry.loaders.info
+        if info is None or info.limits.one_size or info.limits.per_worker or not self.runner.starts_at_initial:
+            return None
+        return info.limits.init_batch_size
 
     @property
     def coming(self) -> tuple[tuple[float, int], ...]:
@@ -117,7 +126,8 @@ class Adaptation:
         if not step.leads:
             return
         values, self._step = self.runner.values, step
-        if values.start_train():
+        if not values.trains:
+            values.start_train(self._first_batch)
             self._call("before_train")
         if values.start_epoch(self._progress.epoch):
             self._call("before_epoch")
