@@ -151,7 +151,7 @@ class AdaptiveDataLoader(ResumableLoader):
         self._given = given = copied_arguments(given) if isinstance(dataset, DataLoader) else given
         self._limits = BatchLimits(init_batch_size=given.batch_size)
         self._tokens = tokens
-        self._counted_from: int | None = None  # steps of the run when the loop began to count tokens
+        self._counted: tuple[int, int] | None = None  # steps of the run, and samples whose tokens the loop has counted
         self._drop_last = drops_last(given.sampler, drop_last=given.drop_last)
         self._session: Session = current_session()
         self._is_late = False
@@ -169,8 +169,8 @@ class AdaptiveDataLoader(ResumableLoader):
         if ramp:
             self.autoscale_batch_size(max(size for _, size in ramp))
             self._session.add_policies([BatchSchedule(dict(ramp), by="progress")])
-        if tokens is not None and (most := tokens.max_batch_size) is not None:
-            self.autoscale_batch_size(most)
+        if tokens is not None and tokens.max_batch_size is not None:
+            self.autoscale_batch_size(tokens.most_within(self.dataset_size))
             if len(tokens.ramp) > 1:
                 self._session.add_policies([BatchSchedule(dict(tokens.ramp), by="tokens")])
 
@@ -218,10 +218,7 @@ class AdaptiveDataLoader(ResumableLoader):
         if known is not None and not known.limits.fixed:
             raise RuntimeError("only one AdaptiveDataLoader of a train loop may adapt its batch size")
         if (samples := self.dataset_size) is not None and max_batch_size > samples:
-            each = f" of {self._tokens.per_sample:g} tokens" if self._tokens is not None else ""
-            raise ValueError(
-                f"max_batch_size must be at most an epoch's {samples} samples{each}, but got {max_batch_size}"
-            )
+            raise ValueError(f"max_batch_size must be at most an epoch's {samples} samples, but got {max_batch_size}")
         self._limits = BatchLimits(
             init_batch_size=self._limits.init_batch_size,
             max_batch_size=max_batch_size,
@@ -284,15 +281,13 @@ class AdaptiveDataLoader(ResumableLoader):
         """Convert the declared batch in tokens to samples again, using the tokens that the loop has counted so far.
 
         Raises:
-            RuntimeError: the loop has trained steps without counting any tokens.
+            RuntimeError: the loop has trained a step without counting its tokens.
         """
         progress = self._session.progress
-        if not progress.weighed_samples:
-            if self._counted_from is None:
-                self._counted_from = progress.steps
-            if progress.steps > self._counted_from:
-                raise RuntimeError(NOT_COUNTED)
-        elif progress.tokens_per_sample != tokens.per_sample:
+        before, self._counted = self._counted, (progress.steps, progress.weighed_samples)
+        if before is not None and progress.steps > before[0] and progress.weighed_samples == before[1]:
+            raise RuntimeError(NOT_COUNTED)
+        if progress.tokens_per_sample not in (0.0, tokens.per_sample):  # 0 while no step has had a token
             self._tokens, self._limits = tokens.limits(self._limits, progress.tokens_per_sample, self.dataset_size)
             self._lead()
             self._setting = None

@@ -85,7 +85,16 @@ class Adaptation:
     @property
     def held_batch(self) -> int | None:
         """Global batch that a policy has set; None if the job chooses the batch."""
-        return self.runner.values.batch_size
+        values = self.runner.values
+        return values.batch_size if values.trains else self._first_batch
+
+    @property
+    def _first_batch(self) -> int | None:
+        """Global batch with which the policies let the run start; None if the job chooses it."""
+        info = self._run.registry.loaders.info
+        if info is None or info.limits.one_size or info.limits.per_worker or not self.runner.starts_at_initial:
+            return None
+        return info.limits.init_batch_size
 
     @property
     def coming(self) -> tuple[tuple[float, int], ...]:
@@ -117,7 +126,8 @@ class Adaptation:
         if not step.leads:
             return
         values, self._step = self.runner.values, step
-        if values.start_train():
+        if not values.trains:
+            values.start_train(self._first_batch)
             self._call("before_train")
         if values.start_epoch(self._progress.epoch):
             self._call("before_epoch")
@@ -171,7 +181,7 @@ class Adaptation:
         """Return the run's current state as shown to policies."""
         run, values, progress, step = self._run, self.runner.values, self._progress, self._step
         info, workers, first = run.registry.loaders.info, run.meter.workers, run.registry.models.first
-        limits = info.limits if info is not None else None
+        limits, tokens = (info.limits, info.tokens) if info is not None else (None, None)
         initial = limits.init_batch_size if limits is not None else 0
         fewest, most = self._sizes or (None, None)
         sums = [dict(progress.sums[key]) for key in sorted(progress.sums) if key[0] == progress.epoch]
@@ -200,7 +210,8 @@ class Adaptation:
             worker_s=values.worker_s,
             strategies=run.registry.strategies,
             metrics=dict(values.metrics),
-            tokens_per_sample=info.tokens.per_sample if info is not None and info.tokens is not None else None,
+            tokens_per_sample=tokens.per_sample if tokens is not None else None,
+            counted_tokens=progress.weighed if tokens is not None and tokens.counted else None,
             reports=values.reports,
             sums=sums,
         )
