@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from elastic_ray.run.run import Run
     from elastic_ray.steps.step import LoaderStep
     from elastic_ray.sync.averaging.drift import Drift
-    from elastic_ray.sync.engine.joint_optimizer import JointTiles
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
     from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
 
@@ -53,18 +52,18 @@ def is_plain(plan: BucketPlan) -> bool:
 
 
 def make_bucket(
-    plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer | JointTiles
+    plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, tiles: Sequence[TiledOptimizer]
 ) -> GradientBucket:
     """Return the bucket for a plan, with ``tail`` extra elements for control values.
 
     Args:
         index: Position of the bucket in the order of reduction.
-        owners: Tiled optimizer state, which knows the ranks that own each part of a parameter.
+        tiles: Tiled optimizer states, which know the ranks that own each part of a parameter.
     """
     if isinstance(plan.sync, Rows):
         return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
     if isinstance(plan.sync, Owner) and plan.sync.owns_tiles:
-        return SlicedBucket(index, plan.group, params, owners)
+        return SlicedBucket(index, plan.group, params, tiles)
     return Bucket(index, plan.group, params, tail, shows=is_plain(plan))
 
 
@@ -120,7 +119,7 @@ class BucketLayout:
         control_size: int,
         sequel: StrategyInForce,
         statistics: GradientStatistics,
-        owners: TiledOptimizer | JointTiles,
+        tiles: Sequence[TiledOptimizer],
     ) -> None:
         params = [p for group in groups for p in group]
         if not params:
@@ -138,7 +137,7 @@ class BucketLayout:
         self.tail_rides = carries_tail(plan.buckets[last], params[plan.buckets[last].params[0]].dtype)
         self.buckets: list[GradientBucket] = [
             make_bucket(
-                each, index, [params[i] for i in each.params], size if index == last and self.tail_rides else 0, owners
+                each, index, [params[i] for i in each.params], size if index == last and self.tail_rides else 0, tiles
             )
             for index, each in enumerate(plan.buckets)
         ]
