@@ -18,11 +18,7 @@ from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
 from elastic_ray.sync.operations.int8 import Int8Compression
 from elastic_ray.sync.operations.low_rank import LowRankCompression
 from elastic_ray.sync.operations.owing import CompressedOperation, OwingOperation, SettlingOperation
-from elastic_ray.sync.operations.partitioned_reduce import (
-    CastReduceOperation,
-    OwnerOperation,
-    PartitionedReduceOperation,
-)
+from elastic_ray.sync.operations.partitioned_reduce import OwnerOperation, PartitionedReduceOperation
 from elastic_ray.sync.operations.topologies import RoutedReduceOperation
 from elastic_ray.sync.plan import BucketPlan, SyncPlan
 from elastic_ray.sync.sliced_gradients.operation import SlicedBucket, SlicedOperation
@@ -89,9 +85,10 @@ def _reduction(sync: Reduce, places: Sequence[int]) -> BucketOperation:
     if wire.compresses:
         compression = LowRankCompression(wire.rank) if wire.rank else Int8Compression()
         return CompressedOperation(compression, places)
-    if sync.parts > 1:
-        return PartitionedReduceOperation(sync.parts, sync.axis, sync.seed, places, WireForm(wire.dtype))
-    return AllReduceOperation() if wire.exact else CastReduceOperation(WireForm(wire.dtype))
+    if sync.parts == 1 and wire.exact:
+        return AllReduceOperation()
+    axis = sync.axis if sync.parts > 1 else 0
+    return PartitionedReduceOperation(sync.parts, axis, sync.seed, places, WireForm(wire.dtype))
 
 
 class BucketLayout:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from elastic_ray.sync.operations.bucket_operation import WireForm
+from elastic_ray.sync.operations.bucket_operation import BucketOperation, WireForm
 from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.preconditioners import FlatPreconditioner, squared_norm
 from elastic_ray.sync.sliced_gradients.routes import BucketPiece, Routes, pieces_of, routes
@@ -171,7 +171,7 @@ class _Buffers:
     followed_views: list[Tensor]
 
 
-class SlicedOperation:
+class SlicedOperation(BucketOperation):
     """Reduction of gradients to the owners of their optimizer state; a stateless ``BucketOperation``.
 
     Each rank sends its gradients once, and receives the sums of the tiles that it owns. With W ranks and two owners
@@ -239,9 +239,6 @@ class SlicedOperation:
             if not made.passes_all:
                 passed, passed_views = _memory([made.kept[i] for i in made.passed], flat)
             self._buffers = _Buffers(sent, sent_views, kept, kept_views, passed, passed_views, followed, followed_views)
-
-    def commit(self) -> None:
-        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
         """Release the buffers; the operation keeps no other state."""
