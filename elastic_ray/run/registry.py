@@ -34,6 +34,7 @@ from placement.goodput.model import NoiseScale
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import Communicator
     from elastic_ray.parallel.buffers import BufferSync
+    from elastic_ray.sync.averaging.drift import Drift
     from placement.cluster.jobs import FoundStrategy
 
 Noise = Callable[[], "NoiseScale | None"]
@@ -304,6 +305,11 @@ class Registry:
         return any(each.is_open for each in self.gradients)
 
     @property
+    def _drifts(self) -> list[Drift]:
+        """Schedule of the averages of each model whose replicas may diverge."""
+        return [each.drift for each in self.gradients if each.drift is not None]
+
+    @property
     def drifts(self) -> bool:
         """True if the replicas of any model intentionally diverge."""
         return any(each.drifts for each in self.gradients)
@@ -313,24 +319,26 @@ class Registry:
         """Largest number of steps in a round of rank-local steps; 1 if any model reduces gradients in every step."""
         if len(self.drifting) < len(self.gradients):
             return 1
-        return min((each.period for each in self.gradients), default=1)
+        averages = [each.average if each.on else None for each in self._drifts]
+        return min((each.period if each is not None else 1 for each in averages), default=1)
 
     @property
     def gives_back(self) -> bool:
         """True if slow ranks give away steps to other ranks within a round."""
         if self.loaders.in_processes:  # they load this rank's own samples only
             return False
-        return self.round_period > 1 and all(each.gives_back for each in self.gradients)
+        averages = (each.average for each in self._drifts)
+        return self.round_period > 1 and all(each is not None and each.give_back for each in averages)
 
     @property
     def pulling(self) -> int:
         """Digest of the models that ranks pull from each other; 0 for none."""
-        found = [number for number, each in enumerate(self.gradients) if each.pulls]
+        found = [number for number, each in enumerate(self.gradients) if each.drift is not None and each.drift.pulls]
         return digest(found) if found else 0
 
     def enter_exchanges(self, communicator: Communicator) -> None:
         """Start exchanging models with the ranks of a group; raises CommunicationFailedError if the group breaks."""
-        for each in self.gradients:
+        for each in self._drifts:
             if each.pulls:
                 each.enter_exchange(communicator)
 
@@ -344,7 +352,7 @@ class Registry:
         """Number of steps in the round that starts now, up to the next average."""
         if self.round_period == 1:
             return 1
-        return min(each.steps_to_average for each in self.gradients)
+        return min(each.steps_to_average for each in self._drifts)
 
     @property
     def in_parts(self) -> bool:
@@ -367,7 +375,7 @@ class Registry:
     @property
     def marker(self) -> int:
         """Number of the last average of models completed on this rank; higher for later ones, 0 before the first."""
-        return max((each.marker for each in self.gradients), default=0)
+        return max((each.marker for each in self._drifts), default=0)
 
     def drift_layout(self, *, trained: int) -> int:
         """Return a digest, to be compared across ranks, of the models that are averaged after a step; 0 for none.
@@ -388,9 +396,9 @@ class Registry:
         if len(self.gradients) == 1:
             self.gradients[0].after_step(agree_on_scale=False)
             return
-        drifting = [each.scaler for each in self.gradients if each.drifts and each.scaler is not None]
+        drifting = [each.scaler for each in self._drifts if each.on and each.scaler is not None]
         for each in self.gradients:
-            shared = bool(drifting) and not each.drifts and any(each.scaler is scaler for scaler in drifting)
+            shared = each.drift is not None and not each.drift.on and any(each.drift.scaler is one for one in drifting)
             each.after_step(agree_on_scale=shared)
 
     def join(self, what: Announced) -> None:
@@ -414,9 +422,9 @@ class Registry:
             each.collapse(gather=gather, alike=alike)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
-        """Make diverged replicas identical in a new group, before its ranks exchange state; see ``Participant``."""
+        """Make diverged replicas identical in a new group, before its ranks exchange state; see ``Drift.reconcile``."""
         counts = holds and self.marker == marker
-        for each in self.gradients:
+        for each in self._drifts:
             each.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def prepare_to_save(self) -> None:

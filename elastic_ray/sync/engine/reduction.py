@@ -18,11 +18,7 @@ from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
 from elastic_ray.sync.operations.int8 import Int8Compression
 from elastic_ray.sync.operations.low_rank import LowRankCompression
 from elastic_ray.sync.operations.owing import CompressedOperation, OwingOperation, SettlingOperation
-from elastic_ray.sync.operations.partitioned_reduce import (
-    CastReduceOperation,
-    OwnerOperation,
-    PartitionedReduceOperation,
-)
+from elastic_ray.sync.operations.partitioned_reduce import OwnerOperation, PartitionedReduceOperation
 from elastic_ray.sync.operations.topologies import RoutedReduceOperation
 from elastic_ray.sync.plan import BucketPlan, SyncPlan
 from elastic_ray.sync.sliced_gradients.operation import SlicedBucket, SlicedOperation
@@ -37,7 +33,6 @@ if TYPE_CHECKING:
     from elastic_ray.run.run import Run
     from elastic_ray.steps.step import LoaderStep
     from elastic_ray.sync.averaging.drift import Drift
-    from elastic_ray.sync.engine.joint_optimizer import JointTiles
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
     from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
 
@@ -53,18 +48,18 @@ def is_plain(plan: BucketPlan) -> bool:
 
 
 def make_bucket(
-    plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer | JointTiles
+    plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, tiles: Sequence[TiledOptimizer]
 ) -> GradientBucket:
     """Return the bucket for a plan, with ``tail`` extra elements for control values.
 
     Args:
         index: Position of the bucket in the order of reduction.
-        owners: Tiled optimizer state, which knows the ranks that own each part of a parameter.
+        tiles: Tiled optimizer states, which know the ranks that own each part of a parameter.
     """
     if isinstance(plan.sync, Rows):
         return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
     if isinstance(plan.sync, Owner) and plan.sync.owns_tiles:
-        return SlicedBucket(index, plan.group, params, owners)
+        return SlicedBucket(index, plan.group, params, tiles)
     return Bucket(index, plan.group, params, tail, shows=is_plain(plan))
 
 
@@ -90,9 +85,10 @@ def _reduction(sync: Reduce, places: Sequence[int]) -> BucketOperation:
     if wire.compresses:
         compression = LowRankCompression(wire.rank) if wire.rank else Int8Compression()
         return CompressedOperation(compression, places)
-    if sync.parts > 1:
-        return PartitionedReduceOperation(sync.parts, sync.axis, sync.seed, places, WireForm(wire.dtype))
-    return AllReduceOperation() if wire.exact else CastReduceOperation(WireForm(wire.dtype))
+    if sync.parts == 1 and wire.exact:
+        return AllReduceOperation()
+    axis = sync.axis if sync.parts > 1 else 0
+    return PartitionedReduceOperation(sync.parts, axis, sync.seed, places, WireForm(wire.dtype))
 
 
 class BucketLayout:
@@ -120,7 +116,7 @@ class BucketLayout:
         control_size: int,
         sequel: StrategyInForce,
         statistics: GradientStatistics,
-        owners: TiledOptimizer | JointTiles,
+        tiles: Sequence[TiledOptimizer],
     ) -> None:
         params = [p for group in groups for p in group]
         if not params:
@@ -138,7 +134,7 @@ class BucketLayout:
         self.tail_rides = carries_tail(plan.buckets[last], params[plan.buckets[last].params[0]].dtype)
         self.buckets: list[GradientBucket] = [
             make_bucket(
-                each, index, [params[i] for i in each.params], size if index == last and self.tail_rides else 0, owners
+                each, index, [params[i] for i in each.params], size if index == last and self.tail_rides else 0, tiles
             )
             for index, each in enumerate(plan.buckets)
         ]

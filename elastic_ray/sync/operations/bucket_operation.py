@@ -53,12 +53,15 @@ class BucketOperation(Protocol):
 
     def next_round(self, bucket: Any, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Start the next round after ``finished`` rounds and return its works; none once the bucket holds the sum."""
+        return ()
 
     def commit(self) -> None:
         """Make the changes that the step made to the operation's state (such as residuals) final."""
+        return
 
     def void(self) -> None:
         """Discard the passes of the current step, and restore the operation's state from before the step."""
+        return
 
 
 _FORMS = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_ray.sync.device_numbers import real_count, shaped_like
+from elastic_ray.sync.operations.bucket_operation import BucketOperation
 from elastic_ray.sync.operations.gradient_checks import check_gradients
 from elastic_ray.sync.preconditioners import FlatPreconditioner, preconditioner, squared_norm
 
@@ -375,19 +376,9 @@ def _uses_of_free_gradients() -> tuple[int, int]:
     return _uses(grad)
 
 
-class AllReduceOperation:
+class AllReduceOperation(BucketOperation):
     """All-reduce of a flat bucket with the control values in its tail; a stateless ``BucketOperation``."""
 
     def launch(self, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
         """Launch the all-reduce of the whole buffer, including its tail."""
         return (group.all_reduce(bucket.flat),)
-
-    def next_round(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Return no works, because the bucket holds the sum after the first round."""
-        return ()
-
-    def commit(self) -> None:
-        """Do nothing: the operation keeps no state."""
-
-    def void(self) -> None:
-        """Do nothing: the operation keeps no state."""

@@ -122,7 +122,7 @@ class HeldTiles:
             view = self._borrowed.pop()
             if view in self.states:
                 count -= 1
-                self.states[view] = {key: _owned(value) for key, value in self.states[view].items()}
+                self.states[view] = {key: owned(value) for key, value in self.states[view].items()}
 
     def states_of(self, tile: int) -> list[State]:
         """Return the optimizer state of each of the tile's spans, in order."""
@@ -165,7 +165,7 @@ class HeldTiles:
         self._shown = []
 
 
-def _owned(value: Any) -> Any:
+def owned(value: Any) -> Any:
     """Return the value, cloned if it is a view that keeps a larger tensor in memory."""
     larger = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
     return value.clone() if larger else value

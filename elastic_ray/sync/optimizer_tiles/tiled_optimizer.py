@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.sync.device_numbers import read, with_steps_read
-from elastic_ray.sync.optimizer_tiles.holder import TileHolder
+from elastic_ray.sync.optimizer_tiles.holder import Owners, TileHolder
 from elastic_ray.sync.optimizer_tiles.pending import PendingUpdate, Update, tiles_shown, update_digest
 from elastic_ray.sync.optimizer_tiles.publishing import Publisher
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State, part_of
@@ -100,12 +100,12 @@ class TiledOptimizer:
         self._holder.adopt(self._wanted)
 
     @property
-    def owners(self) -> object:
+    def owners(self) -> Owners:
         """Ranks that own each tile (part of the state); a new object whenever owners change, so compare with ``is``."""
         return self._holder.owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return each parameter's ranges with the ranks that own them; the state of all of them must be divided."""
+        """Return each parameter's ranges in tiles, with the ranks that own them; the state must be divided."""
         return self._holder.owned_spans(params)
 
     @property

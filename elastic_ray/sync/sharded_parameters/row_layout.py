@@ -44,6 +44,9 @@ class Piece:
     start: int
     stop: int
 
+    def __str__(self) -> str:
+        return f"{self.param}:{self.start}:{self.stop}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class RowMove:
