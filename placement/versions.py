@@ -42,7 +42,9 @@ def check_spoken(theirs: Spoken, they: str, we: str) -> None:
 
 
 def check_format(told: Mapping[str, Any], newest: int) -> None:
-    """Raise ValueError if stored data has a ``format`` number above ``newest``; data without one has format 1."""
+    """Raise ValueError if stored data is no JSON object, or its ``format`` number (1 if missing) exceeds ``newest``."""
+    if not isinstance(told, Mapping):
+        raise ValueError(f"it must hold a JSON object, but holds {told!r:.40}")
     found = told.get("format", 1)
     if type(found) is not int or not 1 <= found <= newest:
         raise ValueError(f"its format must be from 1 to {newest}, but is {found!r}: a newer elastic-ray wrote it")
