@@ -8,6 +8,7 @@ broken one can be abandoned. ``init_process_group`` does not allow this, but low
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import math
 import secrets
@@ -520,6 +521,44 @@ def receive_staged(backend: Any, tensor: torch.Tensor, source: int, tag: int) ->
     return StagedTransfer(backend.recv([host], source, tag), host, tensor)
 
 
+class BackgroundWork(concurrent.futures.Future[None]):
+    """Work of gloo's sends and receives in a thread of their own, because gloo can neither poll nor cancel them.
+
+    Like a collective that gloo runs, the thread ends at the group's timeout at the latest.
+    """
+
+    def __init__(self, transfer: Callable[[Any], None], backend: Any) -> None:
+        super().__init__()
+
+        def run() -> None:
+            try:
+                transfer(backend)
+            except BaseException as error:
+                self.set_exception(error)
+            else:
+                self.set_result(None)
+
+        start_transfer(run)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait until all transfers have ended.
+
+        Raises RuntimeError: a transfer has failed, or ``timeout`` has passed.
+        """
+        try:
+            self.result(None if timeout is None else timeout.total_seconds())
+        except concurrent.futures.TimeoutError as error:
+            raise RuntimeError("transfers have not ended yet") from error
+
+    def is_completed(self) -> bool:
+        """True once all transfers have ended."""
+        return self.done()
+
+    def get_future(self) -> BackgroundWork:
+        """Return the work itself, to which callbacks can be added."""
+        return self
+
+
 class _Closed:
     """Backend of a closed group; ``Communicator._guard`` raises before it calls any of its methods."""
 
@@ -578,6 +617,17 @@ class GradientGroup:
         into = list(output_splits) or [len(output) // self.world_size] * self.world_size
         out = list(input_splits) or [len(tensor) // self.world_size] * self.world_size
         return self._guard(self._backends[tensor.device.type].alltoall_base, output, tensor, into, out, options)
+
+    def in_background(self, transfer: Callable[[Any], None], sent_bytes: int) -> BackgroundWork:
+        """Start sends and receives of CPU tensors, which a thread makes and waits for; return the work.
+
+        Args:
+            transfer: Function of torch's process group; it raises RuntimeError if a peer is gone.
+            sent_bytes: Bytes that it sends.
+        """
+        self._traffic["send"] += sent_bytes
+        work: BackgroundWork = self._guard(BackgroundWork, transfer, self._backends["cpu"])
+        return work
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
         """Start summing the tensor over all ranks, in place on ``root``; other ranks' tensors may be overwritten."""

@@ -60,7 +60,8 @@ class AllReduce(_Dense):
     """All-reduce of every gradient in flat buckets, as torch DDP does (AutoDist: AllReduce).
 
     Attributes:
-        bucket_bytes: Size at which a new bucket starts [bytes]; AutoDist's ``chunk_size`` counts variables instead.
+        bucket_bytes: Size at which a new bucket starts [bytes]; None chooses it, see ``Reduce``. AutoDist's
+            ``chunk_size`` counts variables instead.
         wire: Format in which gradients are sent.
         topology: Algorithm of the all-reduce: ``"native"``, ``"two_level"``, ``"ring"``, ``"tree"`` or ``"star"``
             (KungFu's strategies).
@@ -71,7 +72,7 @@ class AllReduce(_Dense):
         1048576
     """
 
-    bucket_bytes: int = 25 << 20
+    bucket_bytes: int | None = None
     wire: Wire = NATIVE
     topology: str = "native"
 

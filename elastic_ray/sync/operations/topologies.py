@@ -9,6 +9,7 @@ then copied, so that all ranks have bit-identical results.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -131,6 +132,9 @@ SCHEDULES: Mapping[str, Callable[[Sequence[int], int], list[Round]]] = MappingPr
 class RoutedReduceOperation:
     """Sum of a flat bucket and its tail by a schedule of rounds; a stateless ``BucketOperation``.
 
+    On CPUs, ranks send only to those that receive something, and one thread a bucket goes through the rounds. On GPUs,
+    each round is one ``all_to_all``.
+
     Args:
         topology: Name of a topology in :data:`SCHEDULES`.
     """
@@ -143,13 +147,27 @@ class RoutedReduceOperation:
 
     def launch(self, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
         """Start the first round."""
-        if self._size != bucket.flat.numel():
-            self._size = bucket.flat.numel()
+        flat = bucket.flat
+        if self._size != flat.numel():
+            self._size = flat.numel()
             self._rounds = self._schedule(self._nodes, self._size)
-        return self._start(0, bucket, group)
+        if flat.is_cuda:
+            return self._start(0, bucket, group)
+        sent = sum(
+            end - begin
+            for each in self._rounds
+            for (source, _), (begin, end) in each.transfers.items()
+            if source == group.rank
+        )
+        # ranks launch buckets in the same order, so that a tag may come again in the next step
+        tag = bucket.index * len(self._rounds)
+        transfer = functools.partial(exchange, self._rounds, flat, group.rank, tag)
+        return (group.in_background(transfer, sent * flat.itemsize),)
 
     def next_round(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Add or copy the parts received in the last round, and start the next round."""
+        if not bucket.flat.is_cuda:
+            return ()
         for (begin, end), part in self._coming:
             mine = bucket.flat[begin:end]
             mine.add_(part) if self._rounds[finished - 1].adds else mine.copy_(part)
@@ -175,3 +193,36 @@ class RoutedReduceOperation:
     def void(self) -> None:
         """Drop buffers to which an abandoned collective may still write; the operation has no other state."""
         self._coming = []
+
+
+def exchange(rounds: Sequence[Round], flat: torch.Tensor, rank: int, tag: int, group: Any) -> None:
+    """Go through all rounds of a rank, with the sends and receives of torch's process group ``group``.
+
+    All receives start at once, so that no sender waits for word that the receiver is ready. Copied parts arrive in
+    their place: their sum contains what was there, which has therefore been sent.
+
+    Args:
+        tag: First of the tags of this bucket, one for each round.
+
+    Raises RuntimeError: a peer is gone, or the group's timeout has passed.
+    """
+    coming: list[list[tuple[torch.Tensor, torch.Tensor, Any]]] = []
+    for number, each in enumerate(rounds):
+        parts = []
+        for (source, destination), (begin, end) in sorted(each.transfers.items()):
+            if destination == rank and begin < end:
+                mine = flat[begin:end]
+                part = torch.empty_like(mine) if each.adds else mine
+                parts.append((mine, part, group.recv([part], source, tag + number)))
+        coming.append(parts)
+    going = []
+    for number, (each, parts) in enumerate(zip(rounds, coming, strict=True)):
+        for (source, destination), (begin, end) in each.transfers.items():
+            if source == rank and begin < end:
+                going.append(group.send([flat[begin:end]], destination, tag + number))
+        for mine, part, work in parts:
+            work.wait()
+            if part is not mine:
+                mine.add_(part)
+    for work in going:
+        work.wait()
