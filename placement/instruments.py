@@ -49,14 +49,7 @@ class Instrument:
             raise ValueError(f"buckets must be given for a histogram, and for nothing else, but got {self.buckets}")
 
     def sample(self, value: float | None, *labels: str) -> tuple[Sample, ...]:
-        """Return a sample of the value; empty if the value is unknown, infinite, or no increase (of a counter).
-
-        Args:
-            value: Value in the metric's unit, or increase of a counter; None if unknown.
-            *labels: Values of the labels, in their order.
-
-        Raises ValueError: the number of labels differs from the metric's.
-        """
+        """Return a sample of the value; empty if the value is unknown, infinite, or no increase (of a counter)."""
         if len(labels) != len(self.labels):
             raise ValueError(f"{self.name} must get values for {self.labels}, but got {labels}")
         if value is None or not math.isfinite(value) or (self.kind is InstrumentKind.COUNTER and value <= 0):

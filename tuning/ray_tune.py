@@ -282,10 +282,7 @@ class ElasticTrainable(Trainable):
         """Do nothing, since the workers load the checkpoint themselves."""
 
     def restore(self, checkpoint_path: Any) -> None:
-        """Set the checkpoint, from this or another trial, that the trial loads at its first step.
-
-        Raises NoCheckpointError: ``checkpoint_path`` is a training result without a checkpoint.
-        """
+        """Set the checkpoint, from this or another trial, that the trial loads at its first step."""
         if checkpoint_path.checkpoint is None:
             raise NoCheckpointError(self.trial_id)
         where = _WhereItIs(checkpoint_path.checkpoint.path, checkpoint_path.checkpoint.filesystem)
@@ -464,7 +461,6 @@ def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
     Supported are ASHA, HyperBand and median stopping with ``time_attr="training_iteration"``.
 
     Args:
-        scheduler: Scheduler of the experiment, with its metric set.
         criterion: The ``stop`` criterion of a trial; a limit on ``training_iteration`` in it lowers ``max_t``.
     """
     scheduler = getattr(scheduler, "_base_scheduler", scheduler)

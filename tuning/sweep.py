@@ -125,10 +125,7 @@ def sweep_runs(name: str) -> bool:
 
 
 def claim_sweep(name: str, driver: SweepDriver) -> None:
-    """Make ``driver`` the only driver of the sweep ``name``; wait up to 10 s for an earlier driver to end.
-
-    Raises SweepRunsError: another sweep of this name is running.
-    """
+    """Make ``driver`` the only driver of the sweep ``name``; wait up to 10 s for an earlier driver to end."""
     deadline = time.monotonic() + 2 * _SEEN_S
     for attempt in range(_ATTEMPTS):
         try:
@@ -254,11 +251,7 @@ class _TrialStart:
 
 
 class SweepActor:
-    """Actor class of a sweep, which starts, compares and stops trials; use :func:`find_sweep` to get its handle.
-
-    Args:
-        promise: Rule by which trials are compared; None gives every trial the same weight.
-    """
+    """Actor class of a sweep, which starts, compares and stops trials; use :func:`find_sweep` to get its handle."""
 
     def __init__(self, name: str, promise: Promise | None) -> None:
         from elastic_ray.job.controller import start  # their imports, which drivers are spared here

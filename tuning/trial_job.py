@@ -168,14 +168,7 @@ class TrialJob:
         sweep: Name of the sweep, used unless the template sets one. The trial's tenant (the owner to which the
             allocator assigns a share) is ``"sweep <name>"``, unless ``SchedulingConfig`` names a tenant.
         trial: Id of the trial within the sweep; the job is named ``"<sweep>-<trial>"``.
-        config: The trial's parameters; they override ``train_loop_config``.
-        directory: The trial's own directory on ``filesystem``; each start of the trial creates a run directory in it.
-        knowledge_path: Directory for the speed measurements that all trials share.
         start_from: Path of a checkpoint of this or another trial to start from; None starts from scratch.
-
-    Raises:
-        ImpossibleResourcesError: The cluster could never run the trial. TypeError: A parameter cannot be pickled.
-        NoCheckpointError: The trial was paused without a checkpoint to continue from.
     """
 
     def __init__(
@@ -398,7 +391,6 @@ def claim_run(filesystem: pyarrow.fs.FileSystem, directory: str, last: str, *, p
     deleted. On a local file system the directory is created at once, so that two concurrent callers get different ones.
 
     Args:
-        directory: The trial's directory, which contains its runs.
         last: Name of the trial's last run; empty if there was none.
         private: True if only the user may read the directory.
     """

@@ -121,10 +121,6 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
     """Return a weight for every running trial, keyed by trial: about 1 on average, within [1 / 4, 4].
 
     Of two trials with equally many reports, the better one never weighs less.
-
-    Args:
-        records: All known trials of the sweep, including those that have ended.
-        promise: Rule by which trials are compared; None gives every trial the weight 1.
     """
     running = [each for each in records if each.running]
     if promise is None:

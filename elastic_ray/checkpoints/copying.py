@@ -109,8 +109,6 @@ def add_files(
     Args:
         noted: names of files already recorded with the checkpoint. An unrecorded file of the right size in ``target``
             was copied by an earlier attempt, and is included in the result.
-
-    Raises InterruptedError, SourceError: as in :func:`copy_directory`.
     """
     added = {}
     for entry, copy in _below(origin, source, target):

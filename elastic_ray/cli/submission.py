@@ -33,8 +33,6 @@ def client() -> Any:
     """Return a client of the cluster's dashboard, to which jobs are submitted.
 
     The cluster is that at RAY_API_SERVER_ADDRESS, else RAY_ADDRESS, else the one on this machine.
-
-    Raises ClickException: there is no cluster, or it has no dashboard. RefusedError: the token is missing or wrong.
     """
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):

@@ -63,11 +63,7 @@ class Losses:
         self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:
-        """Record the loss of the whole job; return True if the job may restart.
-
-        Args:
-            saved_steps: Step of the job's newest checkpoint; 0 without a checkpoint.
-        """
+        """Record the loss of the whole job; return True if the job may restart."""
         self.lost += 1.0
         self.failures += 1
         if self._just_raised:  # the exception that has cost the job its last worker is this failure

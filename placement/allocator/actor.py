@@ -218,10 +218,7 @@ class Allocator:
             self._dashboard = None
 
     async def settings(self, wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-        """Return the operator's effective settings, or those that would be effective if ``wanted`` were applied.
-
-        Raises InputError: a quota names a resource that no node has.
-        """
+        """Return the operator's effective settings, or those that would be effective if ``wanted`` were applied."""
         core, ruling = await self._start(), self._ruling
         if wanted is not None:
             ruling = wanted.over(self._config or AllocatorConfig())
@@ -233,10 +230,7 @@ class Allocator:
         return in_force(ruling).to_plain()
 
     async def apply(self, wanted: OperatorSettings) -> Mapping[str, Any]:
-        """Apply and store an operator's settings, and return the effective ones; allocators created later use them too.
-
-        Raises InputError: a quota names a resource that no node has.
-        """
+        """Apply and store an operator's settings, and return the effective ones; allocators created later use them too."""
         async with self._applying:  # of two operators one comes after the other
             await self.settings(wanted)
             await asyncio.to_thread(notes.keep_settings, wanted.to_plain())
@@ -256,10 +250,7 @@ class Allocator:
                 await asks.withdraw()
 
     async def speak(self, theirs: Spoken) -> None:
-        """Check the protocol version of a controller or driver, which must call this first.
-
-        Raises VersionError: the versions differ.
-        """
+        """Check the protocol version of a controller or driver, which must call this first."""
         check_spoken(theirs, "a job", "the cluster's allocator")
 
     async def heartbeat(
@@ -336,10 +327,7 @@ class Allocator:
         return self._dashboard.address if self._dashboard is not None else ""
 
     async def explain(self, job: str) -> Explanation:
-        """Explain why a job has its current workers, and the effect of one more worker.
-
-        Raises KeyError: there is no such job; the message lists the known ones.
-        """
+        """Explain why a job has its current workers, and the effect of one more worker."""
         found, decision = (
             (await self._start()).explain(job),
             self._scaler.decision if self._scaler is not None else None,

@@ -49,12 +49,7 @@ def cluster_samples(
     node_types: Sequence[NodeType] = (),
     prices: Mapping[str, float] = _NO_PRICES,
 ) -> tuple[Sample, ...]:
-    """Return the current values of all gauges.
-
-    Args:
-        scaling: Latest decision about the cluster's size; None if the allocator does not size the cluster.
-        prices: Dual price per slot (the price at which jobs request no more slots than exist), keyed by GPU type.
-    """
+    """Return the current values of all gauges."""
     found = _slot_samples(core.cluster.nodes, core.jobs.values())
     phases = collections.Counter(map(_phase, core.jobs.values()))
     found += [sample for phase in _PHASES for sample in JOBS.sample(phases[phase], phase)]
@@ -124,12 +119,7 @@ def _amount(amounts: Resources, total: Resources) -> float:
 
 
 class AllocatorMetrics:
-    """Writer of the allocator's metrics at regular intervals.
-
-    Args:
-        write: Function that writes samples; None writes nothing.
-        node_types: Node types that the allocator may request.
-    """
+    """Writer of the allocator's metrics at regular intervals."""
 
     def __init__(self, write: WriteSamples | None, node_types: Sequence[NodeType] = ()) -> None:
         self._write, self._node_types = write, node_types

@@ -29,12 +29,7 @@ class PackedPolicy:
 
 
 def pack_policy(policy: object) -> PackedPolicy:
-    """Return a policy, given in any form that ``make_policy`` accepts, pickled for the allocator's process.
-
-    Raises:
-        ValueError: The name of a policy is unknown.
-        TypeError: The object is not a policy, or cannot be pickled.
-    """
+    """Return a policy, given in any form that ``make_policy`` accepts, pickled for the allocator's process."""
     if isinstance(policy, PackedPolicy):
         return policy
     made = make_policy(policy)

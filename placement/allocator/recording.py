@@ -64,11 +64,7 @@ class Life:
     steady_s: tuple[float, ...] = ()
 
     def make_policy(self) -> Policy:
-        """Return a new instance of the recorded policy, in its initial state.
-
-        Raises:
-            InputError: The package does not include the policy.
-        """
+        """Return a new instance of the recorded policy, in its initial state."""
         if self.policy not in POLICIES:  # a name in a file must not have us import whatever it names
             raise InputError(
                 f"policy of a recording must be one of {', '.join(sorted(POLICIES))}, but got {self.policy!r}; "
@@ -113,11 +109,7 @@ def decision_line(record: DecisionRecord) -> str:
 
 
 class Recorder:
-    """Recorder of a core's events and decisions as lines.
-
-    Args:
-        write: Function that writes lines; None records nothing.
-    """
+    """Recorder of a core's events and decisions as lines."""
 
     def __init__(self, write: Callable[[Iterable[str]], None] | None) -> None:
         self._write = write
@@ -185,8 +177,6 @@ def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
     """Read the lives of a recording.
 
     An incomplete last line is ignored, since the allocator may have died while writing it.
-
-    Raises InputError: a line is invalid; the message has its number.
     """
     lives: list[tuple[dict[str, Any], list[tuple[float, float, Event]], list[DecisionRecord]]] = []
     for number, line in enumerate(lines, start=1):
@@ -211,10 +201,7 @@ def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
 
 
 def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decided: list[DecisionRecord]) -> Life:
-    """Return a life from its first line and its events and decisions.
-
-    Raises KeyError, TypeError or ValueError if the first line is invalid.
-    """
+    """Return a life from its first line and its events and decisions."""
     was_set = any(steady_s != now_s for now_s, steady_s, _ in events)
     if start["format"] != FORMAT:
         raise ValueError(f"format must be {FORMAT}, but got {start['format']!r}")

@@ -35,11 +35,7 @@ class OperatorSettings:
 
     @classmethod
     def from_file(cls, path: str | Path) -> OperatorSettings:
-        """Read an operator's settings from a file.
-
-        Raises InputError: the file cannot be read, or has invalid content; the message names the location and a correct
-        value.
-        """
+        """Read an operator's settings from a file."""
         with reading(str(path), yaml.YAMLError):
             plain = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         return cls.from_plain({} if plain is None else plain, where=str(path), folder=Path(path).parent)
@@ -51,8 +47,6 @@ class OperatorSettings:
         Args:
             where: Name of the source in error messages.
             folder: Folder that ``cluster_file`` is relative to; None if no file may be read.
-
-        Raises InputError: the content is invalid.
         """
         said = _mapping(plain, where, _SECTIONS)
         page, tenants, priorities = said.get("page"), said.get("tenants"), said.get("priorities")

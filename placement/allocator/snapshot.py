@@ -143,10 +143,6 @@ def start_times(
     job without a declared length or a fitted model never ends, that nodes and the set of jobs do not change, and that
     jobs started in the meantime do not end. Waiting jobs are served by priority, then by arrival; among jobs with the
     same kind of worker, each waits for the jobs before it.
-
-    Args:
-        running: Running jobs, with their workers keyed by node id.
-        cluster: The nodes, with all resources that elastic jobs may use.
     """
     room = FreeResources(cluster)
     for view, target in running:

@@ -97,11 +97,6 @@ class Autoscaler:
 
     Args:
         policy: The allocator's policy. Nodes that the policy would not use are not requested.
-        most_nodes: Maximum number of nodes of all types together; None for no limit.
-
-    Raises:
-        InputError: There is no node type, or two have the same name.
-        ValueError: The objective is unknown.
     """
 
     def __init__(
@@ -155,10 +150,7 @@ class Autoscaler:
         return self._bills.pop(job, Bill()).usd
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """Record that the provider cannot supply nodes of type ``name`` now, so that other types are requested.
-
-        ``why`` is the provider's message; ``now_s`` is the current time [s].
-        """
+        """Record that the provider cannot supply nodes of type ``name`` now, so that other types are requested."""
         self._launches.refuse(name, why, now_s)
 
     def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:

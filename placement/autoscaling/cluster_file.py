@@ -63,10 +63,6 @@ class _Raw:
 def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> ClusterFile:
     """Read the worker types of a cluster file, with their prices.
 
-    Args:
-        path: YAML file for ``ray up``, or manifest of a ``RayCluster``.
-        prices: Prices keyed by instance type; None uses built-in approximate prices.
-
     Raises InputError: the file cannot be read, has no worker type, an instance type without a price, a label that
     contradicts its market, a head that accepts work, or a field that is empty or of the wrong type. The message names
     the file, the type, and a correct value.
@@ -99,10 +95,7 @@ def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> Clu
 
 
 def _node_type(raw: _Raw, prices: PriceTable, path: str) -> NodeType:
-    """Return the node type with the price for its market.
-
-    Raises InputError unless labels and GPUs agree with market and instance type.
-    """
+    """Return the node type with the price for its market."""
     where = f"cluster file {path}, node type {raw.name!r}"
     try:
         price = prices.instance(raw.instance)

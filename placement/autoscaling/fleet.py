@@ -115,14 +115,6 @@ def build(
     Jobs are served by priority, running jobs before waiting ones, and then by arrival. A job first uses the room that
     earlier jobs leave on chosen nodes. A job whose ``spot`` is ``mixed`` has its minimum on on-demand nodes. If several
     types fit, the cheapest is used, where the cost includes expected losses by preemption.
-
-    Args:
-        wants: Wanted size of each job, keyed by job.
-        types: Available node types, with their current limits.
-        static: Nodes that exist regardless of requests.
-        present: Number of existing nodes, keyed by type.
-        lasts_h: Mean time until a node is reclaimed [h], keyed by type.
-        most: Maximum number of nodes of all types together; None for no limit.
     """
     builder = _Builder(types, static, present, most)
     short: dict[str, int] = {}

@@ -36,10 +36,6 @@ def pack(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster) -
     sizes, scattered room), everything is placed again from scratch, largest bundles first, and that result is used if
     it places more. A job that cannot get its minimum gets nothing.
 
-    Args:
-        counts: Wanted number of workers, keyed by job; jobs that are left out get none.
-        jobs: The jobs, with their current workers in ``allocation``.
-
     Returns the placements of all jobs that have any, and the number of workers that were not placed.
     """
     wanted = [view for view in sorted(jobs, key=lambda view: view.arrival) if counts.get(view.job, 0) > 0]

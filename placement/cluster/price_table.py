@@ -80,10 +80,7 @@ class PriceTable:
     prices: Mapping[str, Price] = dataclasses.field(default_factory=_defaults)  # by GPU type, and by instance type
 
     def rates(self, types: Collection[str], spot: Collection[str] = ()) -> dict[str, float]:
-        """Return the price per GPU [USD/h], keyed by GPU type: the spot price for types in ``spot``, else on-demand.
-
-        Raises InputError: a type is not in the table, or its row has no GPUs.
-        """
+        """Return the price per GPU [USD/h], keyed by GPU type: the spot price for types in ``spot``, else on-demand."""
         missing = sorted(set(types) - set(self.prices))
         if missing:
             raise InputError(
@@ -96,10 +93,7 @@ class PriceTable:
         return {t: self.prices[t].usd_per_h(spot=t in spot) / self.prices[t].gpus for t in sorted(types)}
 
     def instance(self, name: str) -> Price:
-        """Return the on-demand and the spot price of an instance type.
-
-        Raises InputError: the table has no such row; the message lists the known instance types.
-        """
+        """Return the on-demand and the spot price of an instance type."""
         if name not in self.prices:
             raise InputError(
                 f"instance type {name!r} is unknown: {self.source} has {', '.join(sorted(self.prices))}; "
@@ -123,10 +117,7 @@ def read_prices(path: str | Path) -> PriceTable:
 
 
 def _prices(rows: Iterable[Mapping[str, Any]], source: str) -> dict[str, Price]:
-    """Return prices by type.
-
-    Raises InputError, with the row number, if a row lacks a column, repeats a type or is invalid.
-    """
+    """Return prices by type."""
     prices: dict[str, Price] = {}
     for number, row in enumerate(rows, start=1):
         where = f"prices {source}, row {number}"

@@ -38,12 +38,7 @@ _MOST_DAMPING = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Measured step time of a job in one configuration of nodes, replicas and batch.
-
-    Raises:
-        TypeError: A value is not a real number.
-        ValueError: A value is outside its range or not finite.
-    """
+    """Measured step time of a job in one configuration of nodes, replicas and batch."""
 
     nodes: int  # N >= 1
     replicas: int  # R >= N
@@ -90,14 +85,6 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
       time that grows with every replica would rule out all larger sizes before any was tried.
 
     The fit is deterministic, and any valid observations give a model.
-
-    Args:
-        observations: Measured steps, at least one.
-        fixed_batch: True if the job keeps its global batch at any number of workers.
-
-    Raises:
-        TypeError: An element is not an Observation.
-        ValueError: There are no observations.
     """
     given = list(observations)
     if not given:
@@ -259,14 +246,9 @@ def least_squares(
     A step that lowers the cost is accepted and mu falls; any other step is rejected and mu rises.
 
     Args:
-        errors: Function that returns e for given unknowns.
-        slopes: Function that returns J: one row per error, one column per unknown.
-        start: Initial unknowns, within the bounds.
-        bounds: Lower and upper bounds of the unknowns.
         ftol: Stop if a step lowers the cost by less than this fraction of it.
         xtol: Stop if a step moves the unknowns by less than this fraction of their norm.
         gtol: Stop if no free unknown has a larger absolute gradient.
-        steps: Maximum number of steps to try.
 
     Returns the cost, half of the sum of squared errors, and the unknowns.
     """

@@ -23,10 +23,7 @@ _APART = 1.01  # least ratio of the training times of two values
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchForecast:
-    """Forecast of a job's global batch size as a function of the samples trained on from now on.
-
-    Raises ValueError: the forecast is empty, its samples do not rise from above 0, or a batch is below 1.
-    """
+    """Forecast of a job's global batch size as a function of the samples trained on from now on."""
 
     steps: tuple[tuple[float, int], ...]  # (samples from now on, batch from there on), by samples
 

@@ -20,10 +20,7 @@ _WHOLE = 1e-9  # rounding of a quotient that is a whole number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypePart:
-    """Part of a group of workers: those on GPUs of one type.
-
-    Raises ValueError: a number is below 1.
-    """
+    """Part of a group of workers: those on GPUs of one type."""
 
     gpu: str
     workers: int  # how many, 1 or more
@@ -66,8 +63,6 @@ class MixedGroup:
     with gamma of the type with the largest T_sync. Shares are thus proportional to speeds (exactly so for alpha_c =
     0, except for rounding). A worker whose alpha_c alone exceeds T_grad gets no samples: the group would be faster
     without it. With one type, the model equals ``ThroughputModel``.
-
-    Raises ValueError: there is no part, or the number of nodes is out of range.
     """
 
     parts: tuple[TypePart, ...]  # the workers by type, one or more
@@ -90,18 +85,12 @@ class MixedGroup:
         return sum(math.inf if part.most is None else float(part.workers * part.most) for part in self.parts)
 
     def grad_time(self, samples: int) -> float:
-        """Return the compute time of a micro-step with ``samples`` samples in all [s]; infinity above ``most``.
-
-        Raises ValueError: samples is below 1.
-        """
+        """Return the compute time of a micro-step with ``samples`` samples in all [s]; infinity above ``most``."""
         check_number("samples", samples, least=1)
         return float(self._grad_times(np.array([samples], dtype=np.float64))[0][0])
 
     def shares(self, samples: int) -> tuple[tuple[int, ...], ...]:
-        """Return each worker's share of a micro-step of ``samples`` samples, grouped by part, in descending order.
-
-        Raises ValueError: samples is below 1, or above ``most``.
-        """
+        """Return each worker's share of a micro-step of ``samples`` samples, grouped by part, in descending order."""
         check_number("samples", samples, least=1)
         if samples > self.most:
             raise ValueError(f"samples must be at most {self.most:g}, what the workers can take, but got {samples}")
@@ -125,8 +114,6 @@ class MixedGroup:
         """Return the time of a step that splits the batch into ``accum_steps`` + 1 micro-steps [s].
 
         The time is infinity if a micro-step has more samples than the group can hold (``most``).
-
-        Raises ValueError: the batch is below 1, or accum_steps below 0.
         """
         check_number("batch_size", batch_size, least=1)
         check_number("accum_steps", accum_steps, least=0)
@@ -145,13 +132,9 @@ class MixedGroup:
         """Return the batch with the highest goodput, defined as in ``GoodputModel.best`` and ``best_held``.
 
         Args:
-            noise: Gradient noise scale of the job.
-            init_batch_size: M0, the initial batch [samples].
             max_batch_size: Largest batch [samples]; None keeps the batch at M0.
             held_batch: Batch to use if it fits [samples]; None always chooses the best batch.
             accumulation: True if a step may have several micro-steps.
-
-        Raises ValueError: a size is below 1.
         """
         check_number("init_batch_size", init_batch_size, least=1, unit="sample")
         low, high = init_batch_size, max(init_batch_size, max_batch_size or init_batch_size)
@@ -222,10 +205,7 @@ class MixedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
-    """Measured times of the workers on one GPU type in the steps of a mixed group.
-
-    Raises ValueError: a number is out of range.
-    """
+    """Measured times of the workers on one GPU type in the steps of a mixed group."""
 
     gpu: str
     workers: int  # how many
@@ -240,10 +220,7 @@ class MeasuredPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedObservation:
-    """Measured step time of a group on several GPU types.
-
-    Raises ValueError: there is no part, or a number is out of range.
-    """
+    """Measured step time of a group on several GPU types."""
 
     parts: tuple[MeasuredPart, ...]  # what its types took, one or more
     nodes: int  # N

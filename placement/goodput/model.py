@@ -32,10 +32,6 @@ class NoiseScale:
 
     Neither quantity can be negative, but their unbiased estimates can. Negative estimates are kept, because
     smoothing must average them unchanged, and count as 0 in `gain`.
-
-    Raises:
-        TypeError: A value is not a real number.
-        ValueError: A value is not finite.
     """
 
     sqr: float  # Squared norm of the true gradient
@@ -52,10 +48,6 @@ class NoiseScale:
 
         The gain never falls as the scale rises. For scale >= 1 it lies between 1 and `scale`: it is `scale` for a
         gradient of pure noise (sqr = 0), and 1 for a gradient without noise (var = 0) or if nothing is known (both 0).
-
-        Raises:
-            TypeError: A scale is not a real number.
-            ValueError: A scale is negative or not finite.
         """
         x = reals("scale", scale, at_least=0)
         positive = np.where(x > 0, x, 1.0)
@@ -102,10 +94,6 @@ class GoodputModel:
     `throughput_model`, since `throughput` is a method. Arguments of the methods are as in
     `ThroughputModel.step_time`: scalars give a Python float, arrays broadcast. Results are finite for all
     arguments: a rate too large for a float becomes the largest float.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: init_batch_size is below 1 or not finite.
     """
 
     throughput_model: ThroughputModel
@@ -138,10 +126,6 @@ class GoodputModel:
 
         This is gain(M / M0) / (M / M0), with the gain of `NoiseScale`. It never rises with M; below M0 it is at least
         1.
-
-        Raises:
-            TypeError: A batch size is not a real number.
-            ValueError: A batch size is below 1 or not finite.
         """
         return plain(self._efficiency(reals("batch_size", batch_size, at_least=1)))
 
@@ -169,17 +153,11 @@ class GoodputModel:
         results are 0.
 
         Args:
-            nodes: Number of nodes N, a number or an array.
-            replicas: Number of workers R, a number or an array that broadcasts with `nodes`.
             max_batch_size: Upper limit of M. If None, M is exactly init_batch_size, split as evenly as possible;
                 atomic_bsz is then the largest share, ceil(M / R), and goodput M / T_step (0 if there are more
                 replicas than samples).
             atomic_bsz_range: Least and largest m; either may be None for no bound.
             accumulation: True if s may be above 0; accumulation is used if a share exceeds the largest m.
-
-        Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: max_batch_size is below init_batch_size, or the bounds are empty or below 1.
         """
         n, r = np.broadcast_arrays(*resources(nodes, replicas))
         low, high = _bounds(atomic_bsz_range)
@@ -202,8 +180,6 @@ class GoodputModel:
         ``worth`` is the progress per sample relative to that at this model's initial batch size. The returned model
         has ``batch_size`` as its initial batch size, so `best` without ``max_batch_size`` never changes it. The
         returned model's goodput times ``worth`` equals this model's goodput at that batch.
-
-        Raises ValueError: the batch is below 1.
         """
         held = GoodputModel(self.throughput_model, self.noise, batch_size)
         return held, float(self._efficiency(np.array(held.init_batch_size, dtype=np.float64)))
@@ -221,10 +197,6 @@ class GoodputModel:
         """Return the goodput at ``batch_size`` [useful samples/s]; if that is None or does not fit, at the best batch.
 
         `best` chooses the best batch within the limits. The goodput is 0 if no batch fits.
-
-        Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: A batch is below 1, max_batch_size below init_batch_size, or the bounds are empty or below 1.
         """
         free, _, _ = self.best(
             nodes, replicas, max_batch_size=max_batch_size, atomic_bsz_range=atomic_bsz_range, accumulation=accumulation

@@ -108,10 +108,6 @@ def gittins_left(done: float, ends: Sequence[float]) -> float:
     indices", 1979; Aalto, Ayesta and Righter, "On the Gittins index in the M/G/1 queue", 2009). For a single
     certain end, the value is the remaining work.
 
-    Args:
-        done: Work that the job has done, 0 or more.
-        ends: Total work at which the job may end; values not above ``done`` are ignored.
-
     Returns work in the unit of ``ends``; ``done`` if the job is past all ends.
     """
     left = sorted(end - done for end in ends if end > done)
@@ -180,12 +176,6 @@ def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: 
 
     A job with lateness up to 1 is on time. This estimates finish-time fairness (Mahajan et al., "Themis", NSDI 2020)
     from the job's own measurements. For a job without a declared length, the remaining time in ``left_s`` is used.
-
-    Args:
-        left_s: Remaining time at speed 1 (the smallest size) [s], (J,), NaN if unknown.
-        rate: Progress at speed 1 [samples/s], (J,).
-        fair_speed: Speed of each job on an equal share of the cluster, relative to its smallest size, (J,).
-        now_s: Current time, on the clock of ``JobView.submitted_s`` [s].
     """
     lateness = np.full(len(views), np.nan)
     for j, (view, left, speed) in enumerate(zip(views, left_s.tolist(), fair_speed.tolist(), strict=True)):
@@ -210,13 +200,6 @@ def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, a
 
     d is the pause of a change of size and n the expected number of pauses. If a job arrives before this one ends, it
     undoes the change at the cost of a second pause, so n = 2 - exp(-arrivals x T).
-
-    Args:
-        speed: Speed of each of J jobs in each of C options, relative to its smallest size, (J, C).
-        left_s: Remaining time at speed 1 [s], (J,), NaN if unknown.
-        cost_s: Time without progress that a change costs, d [s], (J,).
-        horizon_s: H [s], (J,).
-        arrivals_per_s: Rate of arriving jobs [1/s].
     """
     lasting = np.where(np.isnan(left_s), np.inf, left_s)[:, np.newaxis] / np.maximum(speed, 1e-9)
     span = np.clip(lasting, 1.0, horizon_s[:, np.newaxis])

@@ -66,12 +66,6 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache:
 
     A shape is a number of nodes and of workers. If a job's batch will change, or its noise grows, its goodput is the
     mean over the next twenty minutes in that shape.
-
-    Args:
-        gpu: GPU type of all shapes.
-        nodes: Nodes of each shape, (J, C); 0 if the shape is impossible.
-        workers: Workers of each shape, (J, C).
-        cache: Cache of earlier results.
     """
     cache.make_room(len(views))
     result = np.full(workers.shape, np.nan)
@@ -126,12 +120,7 @@ def grown(view: JobView, factor: float) -> JobView:
 def _mean_rate(
     view: JobView, model: GoodputModel, gpu: str, rate: Floats, shapes: tuple[Ints, Ints], cache: GoodputCache
 ) -> Floats:
-    """Return the mean goodput of each shape over the next ``HOLDS_S``, with the batches of the job's forecast.
-
-    Args:
-        rate: Goodput at the current batch, (C,).
-        shapes: Nodes and workers, (1, C) each.
-    """
+    """Return the mean goodput of each shape over the next ``HOLDS_S``, with the batches of the job's forecast."""
     assert view.forecast is not None and view.held_batch is not None, "a forecast continues a held batch"
     gained, left_s, done, batch = np.zeros_like(rate), np.full_like(rate, HOLDS_S), 0.0, view.held_batch
     for begin, coming in view.forecast.steps:
@@ -248,11 +237,6 @@ def of_numbers(numbers: Floats, nodes: Ints, workers: Ints) -> Floats:
 
     with alpha_s, T_grad, T_sync and g = gamma as in ``ThroughputModel`` and efficiency as in ``NoiseScale``; 0 if no
     batch fits.
-
-    Args:
-        numbers: Rows of ``numbers_of``, one per job.
-        nodes: Nodes of each shape, (J, C); 0 if the shape is impossible.
-        workers: Workers of each shape, 1 or more, (J, C).
     """
     jobs, shapes = workers.shape
     columns = np.ascontiguousarray(numbers.T)

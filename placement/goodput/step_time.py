@@ -35,10 +35,6 @@ class ThroughputModel:
 
     alpha_s is not part of Pollux's model. Without it, accumulation saves only synchronisations, and nothing on a single
     replica.
-
-    Raises:
-        TypeError: A parameter is not a real number.
-        ValueError: A time is negative or not finite, or gamma is below 1 or not finite.
     """
 
     alpha_c: float  # Constant part of one forward and backward pass, s
@@ -71,16 +67,6 @@ class ThroughputModel:
 
         The time never falls if `replicas`, `atomic_bsz` or `accum_steps` rises and all else is unchanged. A time too
         large for a float becomes the largest float.
-
-        Args:
-            nodes: N >= 1, number of nodes that hold the replicas.
-            replicas: R >= N, total number of workers.
-            atomic_bsz: m >= 1, samples per replica and micro-step.
-            accum_steps: s >= 0, micro-steps before the one that synchronises.
-
-        Raises:
-            TypeError: An argument is not made of real numbers.
-            ValueError: An argument is outside the range above, or the shapes do not broadcast.
         """
         n, r = resources(nodes, replicas)
         m = reals("atomic_bsz", atomic_bsz, at_least=1)

@@ -382,9 +382,6 @@ class EndedJobs:
     """Lengths of jobs that have ended, keyed by the fingerprint of their model.
 
     Finished, stopped and failed jobs all count, since each released its workers when it ended.
-
-    Args:
-        forget_s: Age beyond which an ended job is ignored [s].
     """
 
     def __init__(self, forget_s: float) -> None:
@@ -452,9 +449,6 @@ class EndedJobs:
 
         If no job of this model has ended yet and the declarer's jobs usually exceed their declared length, the longest
         running job of the model counts as half done.
-
-        Args:
-            usual_epoch: Iterations per epoch of other jobs of the model; None if unknown.
         """
         if view.progress is None:
             return None

@@ -139,9 +139,6 @@ class KnowledgeStore:
     """Knowledge files under one storage root.
 
     Calls block on the file system, so an event loop must run them in a thread.
-
-    Args:
-        writer: Name of this writer's file, unique among all writers that share the root.
     """
 
     def __init__(self, root: StorageRoot, writer: str) -> None:
@@ -168,10 +165,7 @@ class KnowledgeStore:
         return merged(kept)
 
     def save(self, measurements: Measurements) -> None:
-        """Replace this writer's file, and delete old files of other writers whose contents it includes.
-
-        Raises OSError: the file system refuses.
-        """
+        """Replace this writer's file, and delete old files of other writers whose contents it includes."""
         make_directory(self._files, self._folder, private=self._private)
         table = _table(measurements)
         if isinstance(self._files, pyarrow.fs.LocalFileSystem):
@@ -378,10 +372,6 @@ class KnowledgeSync:
     """Synchronisation of knowledge with storage: loads a storage root with its first job, and writes changes to it.
 
     Each root stores the measurements of the models whose jobs used it, and of the models found there.
-
-    Args:
-        knowledge: The knowledge to write; it is only read.
-        writer: Name of this allocator's files, unique among the clusters that share a storage.
     """
 
     def __init__(self, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]) -> None:

@@ -34,9 +34,6 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
         remaining work x M0 / goodput(k) <= deadline - now,    less the cost of a change if k is above its current size
 
     with M0 the initial batch size and the remaining work estimated by ``seconds_to_end``.
-
-    Args:
-        slots: Number of the job's workers that fit on each node of the empty cluster.
     """
     assert view.deadline_s is not None, f"job {view.job} has no deadline"
     left_s = view.deadline_s - now_s
@@ -61,10 +58,6 @@ def guarantee(
     Jobs are considered in the order of precedence of their minimums: after jobs that may not be stopped and those of
     higher priority, before other jobs of the same priority; jobs with an earlier guarantee come first. A job that does
     not fit beside the other jobs' shares gets no guarantee, and runs with whatever workers it gets.
-
-    Args:
-        before: Jobs whose deadlines the last decision guaranteed.
-        refused: For each job that must not get a guarantee, the reason as text.
 
     Returns the problem with these minimums, and a note for each job with a deadline, to be added to its reason.
     """

@@ -93,11 +93,7 @@ def _multi_node_jobs(allocation: Allocation) -> dict[str, list[str]]:
 
 
 class _Placer:
-    """Placement of multi-node jobs on separate nodes: best fit on one node, else worst fit on several.
-
-    Args:
-        multi_node_nodes: Nodes that already hold workers of another multi-node job.
-    """
+    """Placement of multi-node jobs on separate nodes: best fit on one node, else worst fit on several."""
 
     def __init__(
         self, cluster: Cluster, multi_node_nodes: Collection[str], present: Allocation, wanted: Mapping[str, int]

@@ -116,7 +116,6 @@ def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, u
     """Return a policy's plan in which units (workers of several processes) that fit on no node span several nodes.
 
     Args:
-        solve: Function that queries the policy about jobs on a cluster, under all constraints.
         used: Resources that jobs outside of ``views`` use, keyed by tenant; they count towards its quota.
     """
     wide = [view for view in views if view.unit > 1 and spans_nodes(view, cluster)]

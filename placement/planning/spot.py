@@ -32,9 +32,6 @@ def with_minimums_on_demand(
     stopping it would lose more than a spot node that may be reclaimed.
 
     Args:
-        problem: Jobs and cluster; a deadline may have raised a job's minimum.
-        solve: Solver for everything else.
-        least: Number of workers that each mixed job needs on on-demand nodes.
         running: Jobs that have workers. ``problem`` may show an earlier round's outcome, in which more jobs run.
     """
     mixed = {view.job: view for view in problem.views if view.job in least}

@@ -49,12 +49,7 @@ class Tenant(NamesArguments):
 
 
 def check_tenants(tenants: Sequence[Tenant]) -> None:
-    """Raise an error unless all elements are tenants with distinct names.
-
-    Raises:
-        TypeError: An element is not a ``Tenant``.
-        ValueError: A name occurs twice.
-    """
+    """Raise an error unless all elements are tenants with distinct names."""
     names = set()
     for tenant in tenants:
         if not isinstance(tenant, Tenant):
@@ -169,10 +164,6 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
 
     All shares rise together, each in proportion to its weight. A tenant's share stops rising when its demand is met or
     a resource that it needs is exhausted; the remaining shares continue to rise.
-
-    Args:
-        demands: Amount of each resource that each tenant could use, keyed by tenant.
-        totals: Amount of each resource in the cluster.
 
     Returns each tenant's dominant share: the largest fraction that it gets of any resource.
     """

@@ -45,9 +45,6 @@ def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
     Only running jobs whose size their user has not fixed are served, by priority and arrival. Granted workers stay in
     place while their slots are free, and are on nodes of the job's GPU type. They respect quotas, the preference for
     whole nodes and, if required, the rule of one multi-node job per node.
-
-    Args:
-        plan: Plan decided without wishes.
     """
     wishing = [v for v in problem.views if v.wished is not None and v.held_at is None and v.job in plan.allocation]
     if not wishing:

@@ -45,10 +45,7 @@ class OwnPolicy:
 
 
 def own_policy(given: Any) -> Policy:
-    """Return a policy made from user code, which may be a policy object or class, or a function.
-
-    Raises TypeError: the argument is none of these; the message lists the valid forms.
-    """
+    """Return a policy made from user code, which may be a policy object or class, or a function."""
     policy = _instance(given) if isinstance(given, type) else given
     decide = getattr(policy, "decide", None)
     if callable(decide):

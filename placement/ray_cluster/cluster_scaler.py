@@ -131,11 +131,7 @@ def _shown(wanted: Sequence[tuple[dict[str, float], dict[str, str]]]) -> str:
 
 
 class ClusterScaler:
-    """Scaler of the cluster for one allocator, which decides every ``interval_s`` without delaying running jobs.
-
-    Args:
-        policy: Separate instance of the allocator's policy, since decisions run in a thread.
-    """
+    """Scaler of the cluster for one allocator, which decides every ``interval_s`` without delaying running jobs."""
 
     def __init__(self, config: Autoscaling, policy: Policy, constraints: Constraints) -> None:
         self._config = config
@@ -222,11 +218,6 @@ def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterabl
 
     Each job counts with its minimum, or with the size at which it is held, so that no job waits if all bundles fit. A
     waiting job that does not fit into its tenant's quota is not counted.
-
-    Args:
-        jobs: All jobs except paused ones.
-        waiting: Names of the jobs that have no workers.
-        tenants: Tenants (users or teams) with their quotas.
     """
     if not waiting:
         return ()

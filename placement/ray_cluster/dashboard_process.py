@@ -21,11 +21,7 @@ _SAYS = "dashboard: "
 
 
 class DashboardProcess:
-    """Process that serves the dashboard page. It ends when the process that started it ends or calls ``stop``.
-
-    Args:
-        cluster: HOST:PORT of the cluster's control store.
-    """
+    """Process that serves the dashboard page. It ends when the process that started it ends or calls ``stop``."""
 
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
@@ -81,11 +77,7 @@ resuming = logging.getLogger("placement.resume")
 
 
 def resume_jobs(storage: str, cluster: str) -> None:
-    """Resubmit, in the background, the jobs under ``storage`` that ran when their head node died; log the output.
-
-    Args:
-        cluster: HOST:PORT of this cluster's control store.
-    """
+    """Resubmit, in the background, the jobs under ``storage`` that ran when their head node died; log the output."""
     threading.Thread(target=_run, args=(storage, cluster), name="resume", daemon=True).start()
 
 

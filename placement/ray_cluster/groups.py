@@ -72,14 +72,6 @@ def reserve(bundle: Resources, place: str, name: str) -> PlacementGroup:
     restarts. Its creator releases it; if the controller is gone for good, the allocator does (:func:`release_all`). The
     group stays pending while the node is full, and for ever if the node is gone: :func:`withdraw` it when it is no
     longer wanted.
-
-    Args:
-        bundle: Resources of the worker; amounts of 0 are left out.
-        place: Ray's hex node id, or the place of a unit (``placement.cluster.cluster.parts``).
-        name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, by which the allocator recognises the group's
-            owner.
-
-    Raises ValueError: the bundle is empty.
     """
     wanted = _bundles(bundle, place)
     if not all(wanted.values()):

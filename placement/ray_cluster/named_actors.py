@@ -71,13 +71,7 @@ class _HostedMethod:
 
 
 def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> Any:
-    """Create a detached actor of class ``kind`` on the head node, since nothing works if the head is lost anyway.
-
-    Args:
-        **options: Further Ray options, such as ``get_if_exists``.
-
-    Raises ValueError: an actor of this name is alive, and ``get_if_exists`` is not set.
-    """
+    """Create a detached actor of class ``kind`` on the head node, since nothing works if the head is lost anyway."""
     if options.get("get_if_exists") and (found := find_actor(name)) is not None:
         return found
     fixed = {
@@ -159,8 +153,6 @@ def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: floa
         call: Function that makes the call, which the actor may receive more than once.
         timeout_s: Longest wait for one answer [s]; None waits for as long as the actor lives.
         patience_s: Longest wait for an unavailable actor [s].
-
-    Raises RayError: the actor is gone for good, or was unavailable for too long; GetTimeoutError: no answer in time.
     """
     away_since_s: float | None = None
     while True:

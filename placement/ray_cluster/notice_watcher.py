@@ -124,12 +124,7 @@ class Metadata:
         return None
 
     def poll(self, cloud: str) -> Notice | None:
-        """Return the cloud's notice that it will reclaim this machine; None if there is none.
-
-        Raises:
-            OSError, http.client.HTTPException: There is no answer, or an invalid one.
-            ValueError: The answer cannot be parsed.
-        """
+        """Return the cloud's notice that it will reclaim this machine; None if there is none."""
         try:
             answer = self._ask(self._question(cloud))
         except urllib.error.HTTPError as error:
@@ -168,12 +163,7 @@ def drain(node_id: str, notice: Notice) -> None:
 
 
 def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
-    """Request Ray to drain a node, as ``ray drain-node`` does; return "", or Ray's reason if it refuses.
-
-    Args:
-        reason: Reason for draining the node, as text.
-        deadline_s: Time at which the node goes away [s since the epoch].
-    """
+    """Request Ray to drain a node, as ``ray drain-node`` does; return "", or Ray's reason if it refuses."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2
 

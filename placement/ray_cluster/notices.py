@@ -94,11 +94,7 @@ def read_notice(cloud: str, answer: str | None, *, now_s: float, machine: str = 
     """Return the notice in a metadata server's response; None if the response contains no notice.
 
     Args:
-        answer: Body of the response; None for 404 (not found).
-        now_s: Current time [s since the epoch].
         machine: Azure's name of this machine; Azure's responses list all machines of a scale set.
-
-    Raises ValueError: the response cannot be parsed; the message includes it.
     """
     if answer is None:
         return None

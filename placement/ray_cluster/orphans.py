@@ -59,11 +59,7 @@ async def _release(group_id: str) -> None:
 
 
 class Orphans:
-    """Periodic search for orphaned groups (every few seconds) and orphaned notes (every few minutes, or on demand).
-
-    Args:
-        timeout_s: Time for which a process without a controller, which may be saving the job, keeps its group [s].
-    """
+    """Periodic search for orphaned groups (every few seconds) and orphaned notes (every few minutes, or on demand)."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -87,12 +83,7 @@ class Orphans:
             logger.warning("the placement groups of job %s were not released: %s", job, error)
 
     async def poll(self, known: Collection[str], now_s: float) -> None:
-        """Release groups that have long had no known job, and delete notes of dead controllers.
-
-        Args:
-            known: Names of the jobs that the allocator knows.
-            now_s: Current time [s, monotonic].
-        """
+        """Release groups that have long had no known job, and delete notes of dead controllers."""
         if now_s - self._looked_s < _EVERY_S:
             return
         self._looked_s = now_s

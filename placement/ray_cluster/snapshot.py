@@ -101,10 +101,6 @@ def usable(history: Sequence[Sequence[RawNode]], ours: Collection[str]) -> Clust
 
     Ray's view of available resources lags behind placement groups that come and go, in both directions. The median of
     the latest snapshots is therefore used, so that use by others counts only once it has lasted for a while.
-
-    Args:
-        history: The latest snapshots, oldest first; the last one determines the nodes.
-        ours: Names of elastic jobs known to the allocator; groups of other jobs count as use by others.
     """
     earlier = [{node.node_id: node for node in snapshot} for snapshot in history]
     nodes = []

@@ -305,10 +305,6 @@ def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bo
     """Run simulations in parallel and return their reports in the order of the tasks.
 
     All input is checked before anything runs.
-
-    Raises:
-        InputError: The input of some task is invalid.
-        ValueError: A policy is unknown.
     """
     if processes is not None:
         check_number("processes", processes, least=1, error=InputError)

@@ -157,12 +157,7 @@ class Task:
     foresight: bool = True
 
     def check(self) -> _Checked:
-        """Check all input without running the simulation.
-
-        Raises:
-            InputError: The input is invalid.
-            ValueError: The policy is unknown.
-        """
+        """Check all input without running the simulation."""
         nodes, rules, trace, profiles = parse_cluster(self.cluster), make_rules(self.rules), self.trace, self.profiles
         types = gpu_types(nodes)
         applications = load_profiles(profiles, types) if isinstance(profiles, (str, Path)) else profiles

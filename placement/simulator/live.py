@@ -28,7 +28,6 @@ class LiveDriver:
     """Driver of a simulation with a heap of events; simultaneous events are handled in the order they were pushed.
 
     Args:
-        cluster: All nodes of the cluster, before any is lost.
         longest_s: Simulated time after which the simulation gives up [s].
         pace: Interval of heartbeats and of the allocator's periodic checks, and delay until a new size is measured.
     """

@@ -49,12 +49,7 @@ class Call:
 
 
 class StorageCalls:
-    """Pool of threads for one owner's calls to one storage.
-
-    Args:
-        where: Name of the storage, for messages.
-        threads: Maximum number of concurrent calls; further calls wait for their turn.
-    """
+    """Pool of threads for one owner's calls to one storage."""
 
     def __init__(self, where: str, *, threads: int = 4) -> None:
         self.where = where
@@ -75,11 +70,7 @@ class StorageCalls:
         return self._add(call)
 
     async def run(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-        """Run a call in a thread and await its result.
-
-        Raises StorageTimeoutError if there is no result within ``timeout_s``. Errors of the function are raised
-        unchanged.
-        """
+        """Run a call in a thread and await its result."""
         call = self.start(what, function)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(call.answer), timeout_s)
@@ -186,8 +177,5 @@ class StorageCalls:
 
 
 def call_storage(where: str, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-    """Make one blocking call to storage, with a deadline; errors name the storage ``where`` and the call ``what``.
-
-    Raises StorageTimeoutError if there is no answer within ``timeout_s``. Errors of the function are raised unchanged.
-    """
+    """Make one blocking call to storage, with a deadline; errors name the storage ``where`` and the call ``what``."""
     return StorageCalls(where, threads=1).call(what, function, timeout_s=timeout_s)

@@ -76,13 +76,7 @@ def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
     """Return the tuner that a user specified, as a name such as ``"TPE"`` or as an NNI ``tuner`` configuration.
 
     Args:
-        given: A name, a mapping with ``name`` (or ``class_name`` and ``code_directory``) and ``class_args``, or
-            an NNI ``AlgorithmConfig``.
-        mode: "max" or "min", which sets ``optimize_mode``.
         in_tune: True if the tuner will run in Ray Tune, without NNI's manager.
-
-    Raises TypeError: ``given`` has another form. ValueError: the tuner is unknown or not supported; the message names
-    an alternative.
     """
     return _with_mode("tuner", _read("tuner", ("tuner", "advisor"), given, in_tune=in_tune), mode)
 

@@ -34,14 +34,7 @@ class ExperimentState:
 
 
 class Manager:
-    """Process of NNI's manager, which serves one experiment, its web page and its tuner; started by :meth:`start`.
-
-    Args:
-        host: Address that the web page listens on, see ``tuning.nni.Experiment``.
-        settings: Other fields of NNI's ``ExperimentConfig``, keyed by name.
-
-    Raises ImportError: NNI is not installed.
-    """
+    """Process of NNI's manager, which serves one experiment, its web page and its tuner; started by :meth:`start`."""
 
     def __init__(self, host: str, tuner: Algorithm, assessor: Algorithm | None, settings: Mapping[str, Any]) -> None:
         self._host = host
@@ -86,10 +79,7 @@ class Manager:
         return Path(self.nni.config.experiment_working_directory).expanduser().absolute() / str(self.nni.id)
 
     def start(self, port: int, trials_at: str) -> None:
-        """Start the manager on ``port`` (0 picks a free one); trial commands connect to the Unix socket ``trials_at``.
-
-        Raises RuntimeError: the port is in use.
-        """
+        """Start the manager on ``port`` (0 picks a free one); trial commands connect to the Unix socket ``trials_at``."""
         port = _free_port(port)
         with _environment(trials_at, self._host), _patience():
             self.nni.start(port)

@@ -72,10 +72,7 @@ class ManagerChannel:
         self._call("PUT", message)
 
     def _call(self, method: str, data: Mapping[str, Any] | None = None) -> bytes:
-        """Return the body of the manager's answer; empty if there is none yet.
-
-        Raises HTTPError for any other refusal.
-        """
+        """Return the body of the manager's answer; empty if there is none yet."""
         body = None if data is None else json.dumps(data).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self._url, data=body, headers=headers, method=method)
@@ -90,11 +87,7 @@ class ManagerChannel:
 
 
 class TrialServer:
-    """Server that runs the jobs of an NNI experiment's trials; each trial's command connects to it.
-
-    Args:
-        metric: Name of the reported metric that NNI's tuner receives.
-    """
+    """Server that runs the jobs of an NNI experiment's trials; each trial's command connects to it."""
 
     def __init__(self, template: Template, metric: str, context: ExperimentContext) -> None:
         self._template, self._metric, self._context = template, metric, context

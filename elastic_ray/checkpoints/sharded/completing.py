@@ -37,12 +37,7 @@ Values = Iterable[tuple[Path, tuple[int, int]]]
 
 
 class PartsMissingError(Exception):
-    """Error raised if some ranks have not written their parts of a checkpoint.
-
-    Args:
-        text: message with the missing ranks and the time waited.
-        unseen: True if no file of the missing ranks has appeared in the directory.
-    """
+    """Error raised if some ranks have not written their parts of a checkpoint."""
 
     def __init__(self, text: str, *, unseen: bool) -> None:
         super().__init__(text)
@@ -62,13 +57,9 @@ def await_parts(
     """Wait until all ranks have written their parts of a checkpoint, and return the parts in rank order.
 
     Args:
-        own: the part of rank 0, already written.
-        ranks: number of ranks.
         timeout_s: longest time without any change in the checkpoint's ``directory`` [s].
         go_on: polled while waiting; if it returns False, waiting stops with ``InterruptedError``.
         all_live: returns True if all workers that should write a part are still in the group.
-
-    Raises PartsMissingError: some ranks have not written their parts. ManifestError: a part is invalid.
     """
     found: dict[int, Part] = {0: own}
     sizes: dict[str, int] = {}
@@ -105,10 +96,7 @@ def finish(
     resume_point: ResumePoint,
     go_on: Callable[[], bool] = lambda: True,
 ) -> StateFile:
-    """Write torch's metadata, the manifest and finally the note, which makes the checkpoint complete.
-
-    Raises ManifestError: the parts do not form a complete state. InterruptedError: ``go_on`` returned False.
-    """
+    """Write torch's metadata, the manifest and finally the note, which makes the checkpoint complete."""
     manifest = complete(parts)
     metadata, content = torch_metadata(manifest, parts[0].values), manifest.to_bytes()
     path = posixpath.join(directory, TORCH_METADATA)
@@ -130,10 +118,7 @@ def _sizes(storage: RunStorage, directory: str) -> dict[str, int]:
 
 
 def _account(storage: RunStorage, directory: str, rank: int, steps: int) -> Part | None:
-    """Read a rank's account of its part and compare it with the part; None while the account is being written.
-
-    Raises ManifestError: the account is of another rank, step or size.
-    """
+    """Read a rank's account of its part and compare it with the part; None while the account is being written."""
     name = account_name(rank)
     size = storage.filesystem.get_file_info(posixpath.join(directory, name)).size or 0
     if size > _LARGEST_ACCOUNT_BYTES:

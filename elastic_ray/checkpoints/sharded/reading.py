@@ -56,10 +56,7 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 
 
 def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
-    """Retry a read while storage fails, so that a short failure does not cost the progress since an earlier state.
-
-    Raises CorruptStateError: all attempts failed.
-    """
+    """Retry a read while storage fails, so that a short failure does not cost the progress since an earlier state."""
     try:
         for pause_s in _PAUSES_S:
             try:
@@ -75,10 +72,7 @@ def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
 
 
 def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises CorruptStateError, ManifestError, OSError: the manifest cannot be read, or has changed.
-    """
+    """Read the manifest of a checkpoint."""
     path = posixpath.join(state.path, MANIFEST)
     size = _size(storage, path)
     if size > _LARGEST_MANIFEST_BYTES:
@@ -216,9 +210,6 @@ class PartFile:
 
     def read(self, offset: int, target: memoryview) -> None:
         """Read bytes of the file into `target`, using only a few blocks of memory; call :meth:`scatter` first.
-
-        Args:
-            target: buffer for the bytes, which must lie within the file.
 
         Raises CorruptStateError: the bytes have changed since :meth:`scatter`. OSError: they cannot be read.
         """

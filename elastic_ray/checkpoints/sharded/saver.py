@@ -368,7 +368,6 @@ def write_part(
     """Write a rank's part and then, for ranks other than 0, the file that describes the part.
 
     Args:
-        steps: optimizer steps that the state includes.
         tensors: tensors to which indices in ``skeleton`` refer, in CPU memory; they must not change meanwhile.
         go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
 

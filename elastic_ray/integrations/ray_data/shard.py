@@ -126,11 +126,6 @@ class RayDataBatches:
     """Source of one rank's batches from one dataset (see ``elastic_ray.data.batches.BatchSource``).
 
     Keeps track of where the rows of the next steps are stored, and fetches and slices the blocks with this rank's rows.
-
-    Args:
-        known_rows: Number of rows per epoch, or None if unknown.
-        collate: Function that makes a batch; None makes a dict from column to tensor.
-        run: Identifier of this run of the train function (see ``Reader``).
     """
 
     def __init__(

@@ -32,11 +32,7 @@ class StoredRun:
 def stored_page(
     name: str, runs: Sequence[StoredRun], *, problem: str = ""
 ) -> tuple[PageSnapshot, dict[str, JobDetail]]:
-    """Return a page called ``name`` that shows all runs, and the details of each run keyed by job name.
-
-    Args:
-        problem: Message about runs that are not shown; empty if all are shown.
-    """
+    """Return a page called ``name`` that shows all runs, and the details of each run keyed by job name."""
     history = History()
     ordered = sorted(runs, key=lambda run: (run.events[0].time_s if run.events else 0.0, run.job))
     jobs = tuple(_row(run, colour(number)) for number, run in enumerate(ordered))

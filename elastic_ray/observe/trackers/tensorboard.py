@@ -56,10 +56,7 @@ class TensorBoardWriter:
         self._marks = collections.deque[tuple[int, JobEvent]](maxlen=_MOST_MARKS)
 
     def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """Read existing files and, unless the run just continues (``again``), invalidate values after ``step``.
-
-        Raises OSError: the files cannot be read or written.
-        """
+        """Read existing files and, unless the run just continues (``again``), invalidate values after ``step``."""
         found = self._files.find()
         if again:
             self._step = max(self._step, found.step)
@@ -166,10 +163,7 @@ class EventFiles:
         self._not_before_s = self._again_s = 0.0
 
     def find(self) -> Found:
-        """Return the contents of earlier controllers' event files, without those that a restart has invalidated.
-
-        Raises OSError: the directory cannot be read.
-        """
+        """Return the contents of earlier controllers' event files, without those that a restart has invalidated."""
         selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
         names = [posixpath.basename(entry.path) for entry in self._filesystem.get_file_info(selector) if entry.is_file]
         names = sorted(name for name in names if _FILE.fullmatch(name))

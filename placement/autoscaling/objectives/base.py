@@ -112,11 +112,6 @@ def offers(
     """Return the job's options on all node types, ordered by cost per useful sample at its smallest size.
 
     A job whose ``spot`` is ``mixed`` runs its minimum on the cheapest on-demand nodes of the same GPU type.
-
-    Args:
-        types: Node types of which at least one node may exist.
-        lasts_h: Mean time until a node is reclaimed [h], keyed by type.
-        cache: Goodput computations of earlier decisions.
     """
     fitting = [kind for kind in types if kind.max_nodes and kind.slots(view)]
     on_demand = {kind.gpu_type: kind for kind in sorted(fitting, key=lambda each: -_usd(each, view)) if not kind.spot}

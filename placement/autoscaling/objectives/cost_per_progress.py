@@ -259,12 +259,7 @@ class Budget:
         return {job: dataclasses.replace(want, reason=want.reason.with_figures(said)) for job, want in wants.items()}
 
     def value_usd_per_h(self, account: Account, jobs: int) -> float:
-        """Return the current value of finishing a job one hour earlier [USD/h].
-
-        Args:
-            account: Recent costs and numbers of jobs.
-            jobs: Current number of jobs, which counts like one more hour of the account.
-        """
+        """Return the current value of finishing a job one hour earlier [USD/h]."""
         # The present jobs count like an hour's: a mean over the first minutes says nothing.
         mean = (account.job_hours + jobs) / (account.hours + 1.0)
         saved_h = account.hours - account.spent_usd / self.usd_per_h

@@ -39,9 +39,6 @@ def boa_widths(classes: Mapping[str, JobClass], gpus: float) -> dict[str, int]:
     T(k)) are optimal for some B. Among the steps along these hulls, those that save most time per GPU hour come first,
     whatever the arrival rates; the search stops at the first step that would exceed B.
 
-    Args:
-        gpus: B, the number of GPUs.
-
     Raises ValueError: B is less than the classes need at their cheapest widths.
     """
     hulls = {name: _hull(each) for name, each in classes.items()}

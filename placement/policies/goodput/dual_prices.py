@@ -75,7 +75,6 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
     The remaining capacity cannot be used to increase the sum. Ties go to the first option. The result is deterministic.
 
     Args:
-        near: Initial prices from a similar case, (K,); None starts at 0.
         polished: True to improve a small case further if its sum is too far below the bound.
     """
     if not options.values.size:
@@ -114,9 +113,6 @@ def find_multipliers(options: Options, near: Floats | None = None) -> Floats:
 
     Prices are found for one type at a time, in repeated passes, since a rising price moves jobs to other types. In
     later passes prices only rise, as in an ascending auction, until each type has room for its demand.
-
-    Args:
-        near: Initial prices; None starts at 0.
     """
     pools = len(options.capacities)
     multipliers = np.zeros(pools) if near is None else near.copy()

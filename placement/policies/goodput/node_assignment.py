@@ -24,11 +24,6 @@ def assign_nodes(
     more nodes than its size needs, smaller jobs that are in the way are moved. Such moves are rarer the more sizes
     are powers of two or whole nodes.
 
-    Args:
-        slots: Number of workers that fit on each node when it is empty.
-        sizes: Workers of each job; their sum must not exceed the sum of the slots.
-        present: Current workers of each job, keyed by node index; empty if it has none.
-
     Returns the workers of each job, keyed by node index; all workers are placed.
     """
     assignment = _Assignment(slots, sizes)
@@ -57,9 +52,7 @@ def grow_in_place(
     """Assign nodes to each job's workers without moving current workers; a job grows on its own nodes first.
 
     Args:
-        slots: Number of workers that fit on each node when it is empty.
         sizes: Workers of each job; a job whose size is below its current workers keeps its current workers.
-        present: Current workers of each job, keyed by node index; together they fit the slots.
 
     Returns the workers of each job, keyed by node index: fewer than its size if there is not enough room.
     """

@@ -309,9 +309,6 @@ class MixedTypes:
         """Return the targets with workers on other GPU types added, in order of arrival, if these promise a gain.
 
         The model of mixed groups (``MixedGroup``) predicts the gain.
-
-        Args:
-            targets: The policy's targets with one GPU type per job, including nodes.
         """
         placed: Allocation = {job: target.nodes for job, target in targets.items() if target.nodes}
         room = FreeResources(without(self.cluster, placed, {view.job: view.bundle for view in jobs}))

@@ -255,14 +255,7 @@ class SizeGrid:
 
 
 def size_grid(node: int, total: int, most: int, extra: Iterable[int]) -> SizeGrid:
-    """Return the sizes to consider in one pool (nodes of one GPU type).
-
-    Args:
-        node: Workers on the largest node.
-        total: Workers on all nodes together.
-        most: Largest number of workers that any job can use.
-        extra: Sizes that must be included: minimums, maximums, and sizes at which users hold jobs.
-    """
+    """Return the sizes to consider in one pool (nodes of one GPU type)."""
     top = min(total, most)
     wanted = tuple(sorted({size for size in extra if 1 <= size <= top}))
     return _size_grid(node, top, wanted)

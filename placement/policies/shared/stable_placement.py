@@ -42,10 +42,6 @@ class StablePlacer:
         A job that moves goes to the node with the fewest workers of staying jobs, preferring the tightest fit. A job
         that needs several nodes uses as few as possible, preferably without other multi-node jobs; it gets fewer
         workers than its size if room is short.
-
-        Args:
-            present: Current workers of each job, keyed by node index.
-            kinds: Kind of node that each job needs; by default 0 for all jobs.
         """
         wanted = [0] * len(sizes) if kinds is None else list(kinds)
         stays = [

@@ -90,11 +90,6 @@ class Provider:
     A spot machine needs a place of the recorded market (``SpotTrace``) that is occupied in the record at that time and
     not used by another simulated machine. It is reclaimed when the record loses the place. If no place is free, nothing
     is rented and the caller must try again later.
-
-    Args:
-        spot: Recorded markets keyed by GPU type; the empty type stands for all.
-        offset_s: Time in the records at which the simulation starts [s].
-        seed: Seed for assigning places to machines.
     """
 
     def __init__(self, types: Sequence[NodeType], spot: Mapping[str, SpotTrace], offset_s: float, seed: int) -> None:

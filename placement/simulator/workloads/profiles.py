@@ -155,10 +155,7 @@ class Application:
 
 
 def load_profiles(folder: str | Path, gpus: tuple[str, ...]) -> dict[str, Application]:
-    """Load those applications in a folder that were profiled on all of these GPU types, keyed by name.
-
-    Raises InputError: the folder is missing or has no application, or a file lacks a column or has non-numbers.
-    """
+    """Load those applications in a folder that were profiled on all of these GPU types, keyed by name."""
     return dict(_load(Path(folder).resolve(), tuple(gpus)))
 
 
@@ -185,10 +182,7 @@ MOST_NODES = 16
 
 
 def read_rows(path: str | Path, columns: Sequence[str], what: str) -> list[tuple[int, dict[str, str | None]]]:
-    """Return the rows of a CSV file that must have these columns, each with its line number.
-
-    Raises InputError: the file is missing, or lacks a column; the message calls the file ``what``.
-    """
+    """Return the rows of a CSV file that must have these columns, each with its line number."""
     with reading(f"{what} {path}"), open(path, newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         missing = [column for column in columns if column not in (reader.fieldnames or ())]
@@ -200,10 +194,7 @@ def read_rows(path: str | Path, columns: Sequence[str], what: str) -> list[tuple
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[str]]:
-    """Return columns of a profile as text, keyed by header.
-
-    Raises InputError: as ``read_rows``, or the file is empty.
-    """
+    """Return columns of a profile as text, keyed by header."""
     rows = read_rows(path, columns, "profile")
     if not rows:
         raise InputError(f"profile {path} must hold one row or more, but is empty")
@@ -290,12 +281,7 @@ class StepTimes:
         self._cache: dict[tuple[Counts, float], tuple[float, float]] = {}
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
-        """Return the time of a step without accumulation, and the part of it spent on synchronisation [s].
-
-        Args:
-            counts: Workers on each node, each at least 1, in the order of the nodes.
-            local_bsz: Samples per worker and micro-step, at least 1.
-        """
+        """Return the time of a step without accumulation, and the part of it spent on synchronisation [s]."""
         key = canonical(counts), float(local_bsz)
         if key not in self._cache:
             self._cache[key] = self._look_up(*key)

@@ -45,23 +45,13 @@ class TraceJob:
 
 
 def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJob, ...]:
-    """Return the jobs of a CSV file in the order of submission; simultaneous jobs keep their order in the file.
-
-    Args:
-        path: A file that has the columns listed in ``COLUMNS``, in any order.
-        applications: Names of the applications that have a profile.
-
-    Raises InputError: the file is missing or empty, lacks a column, or has an invalid line, which the message names.
-    """
+    """Return the jobs of a CSV file in the order of submission; simultaneous jobs keep their order in the file."""
     jobs = [_job(row, f"{path}, line {line}") for line, row in read_rows(path, COLUMNS, "trace")]
     return in_order(jobs, applications, str(path))
 
 
 def _job(row: dict[str, str | None], where: str) -> TraceJob:
-    """Return the job in a row.
-
-    Raises InputError with ``where`` if a field is empty, not a number or out of range.
-    """
+    """Return the job in a row."""
     try:
         return TraceJob(
             name=(row["name"] or "").strip(),
@@ -75,10 +65,7 @@ def _job(row: dict[str, str | None], where: str) -> TraceJob:
 
 
 def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str) -> tuple[TraceJob, ...]:
-    """Return the jobs in the order of submission.
-
-    Raises InputError: a name occurs twice, or an application has no profile; the message names ``where``.
-    """
+    """Return the jobs in the order of submission."""
     if not jobs:
         raise InputError(f"trace {where} must hold one job or more, but is empty")
     seen: set[str] = set()

@@ -79,15 +79,8 @@ class SimulatedJob:
     """One simulated job: its progress, clock, workers and measurements.
 
     Args:
-        requested: True to run with the trace's batch and worker count (rigid) instead of adapting the batch.
-        gpus_per_node: GPUs per node, keyed by GPU type, for the oracle's packed placements.
-        sigma: Standard deviation of the logarithm of measured step times; 0 measures exactly.
-        declared: Number of epochs that the job declares; None if it declares none.
         statistical: True if the job knows its statistical efficiency; otherwise it chooses batches, and rates sizes, by
             samples per second alone.
-        mixed_gpu_types: True if the job may run on several GPU types at once.
-        sizes: Worker counts with which the job can train; ignored if its batch allows none of them.
-        foresight: True if the job announces the later batches of its ramp.
     """
 
     def __init__(

@@ -46,7 +46,6 @@ class World:
     """Simulated state that a driver advances through time: the allocator core and the jobs.
 
     Args:
-        cluster: The nodes at the start.
         knowledge: Measurements shared by jobs of one application; None if each job knows only its own.
     """
 

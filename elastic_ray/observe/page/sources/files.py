@@ -26,8 +26,6 @@ class RunFiles(StoredPage):
 
     Args:
         path: A URI or a local path, as in ``RunConfig(storage_path)``.
-
-    Raises InputError: the path cannot be read, or contains no run.
     """
 
     def __init__(self, path: str) -> None:
