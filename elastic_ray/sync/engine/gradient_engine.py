@@ -414,7 +414,7 @@ class GradientEngine(Participant):
     @property
     def merge_layout(self) -> int:
         """Digest of the tensors that replicas merge: parameters and optimizer state."""
-        return self._drift.layout
+        return self.drift.layout
 
     def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
         """Make diverged replicas identical; with `gather`, rank 0 also receives the complete optimizer state."""
@@ -428,7 +428,7 @@ class GradientEngine(Participant):
 
     def _make_one(self, *, alike: bool = False) -> None:
         if self.drifts:
-            self.drift.collapse()
+            self.drift.collapse(alike=alike)
 
     def prepare_to_save(self) -> None:
         """Gather complete tables and optimizer state on rank 0, where they stay until the next update."""
