@@ -8,8 +8,8 @@ broken one can be abandoned. ``init_process_group`` does not allow this, but low
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
+import functools
 import math
 import secrets
 import threading
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
+from elastic_ray.communication.background_work import BackgroundWork
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import (
     Connections,
@@ -29,7 +30,6 @@ from elastic_ray.communication.connections import (
     keep_group,
     leave_at_exit,
     refuse_connections,
-    start_transfer,
 )
 from elastic_ray.communication.nccl import CUDA_POLL_S, abort_nccl, connect_nccl, has_run, identity_of, start_nccl
 from elastic_ray.monitoring.measures import OPERATIONS
@@ -373,34 +373,29 @@ class Communicator:
         The thread ends at the group's timeout at the latest.
         """
         works = [*(work for work in works if work is not None), *batched]
-        failure: list[str] = []
-        done = threading.Event()
 
-        def block() -> None:
-            try:
-                for work in works:
-                    work.wait()
-                if self._nccl is not None:
-                    if not has_run(works, self._voided, deadline):
-                        return
-                    for work in batched:
-                        work.wait()  # one that has failed has "run", too: now it says so
-            except RuntimeError as error:
-                failure.append(str(error).split("\n", 1)[0])
-            done.set()
-            self._wake.set()
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            if self._nccl is not None:
+                if not has_run(works, self._voided, deadline):
+                    raise RuntimeError("the generation was called off")
+                for work in batched:
+                    work.wait()  # one that has failed has "run", too: now it says so
 
         self._wake.clear()
         deadline = time.monotonic() + self.timeout_s + 1.0
-        start_transfer(block)
-        while not done.is_set() and not self._voided.is_set() and time.monotonic() < deadline:
+        ending = BackgroundWork(finish)
+        ending.add_done_callback(lambda _: self._wake.set())
+        while not (ending.done() or self._voided.is_set()) and time.monotonic() < deadline:
             self._wake.wait(0.25)
             self._wake.clear()
-            if speak is not None and not done.is_set():
+            if speak is not None and not ending.done():
                 speak()
-        if failure or not done.is_set():
+        failure = ending.exception() if ending.done() else RuntimeError("the generation was called off")
+        if failure is not None:
             self.broken = True
-            raise CommunicationFailedError(failure[0] if failure else "the generation was called off")
+            raise CommunicationFailedError(str(failure).split("\n", 1)[0])
 
     def waited_briefly(self, work: Any) -> bool:
         """True if the operation ended within a short wait by gloo, which is cheap but cannot be cancelled.
@@ -521,44 +516,6 @@ def receive_staged(backend: Any, tensor: torch.Tensor, source: int, tag: int) ->
     return StagedTransfer(backend.recv([host], source, tag), host, tensor)
 
 
-class BackgroundWork(concurrent.futures.Future[None]):
-    """Work of gloo's sends and receives in a thread of their own, because gloo can neither poll nor cancel them.
-
-    Like a collective that gloo runs, the thread ends at the group's timeout at the latest.
-    """
-
-    def __init__(self, transfer: Callable[[Any], None], backend: Any) -> None:
-        super().__init__()
-
-        def run() -> None:
-            try:
-                transfer(backend)
-            except BaseException as error:
-                self.set_exception(error)
-            else:
-                self.set_result(None)
-
-        start_transfer(run)
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until all transfers have ended.
-
-        Raises RuntimeError: a transfer has failed, or ``timeout`` has passed.
-        """
-        try:
-            self.result(None if timeout is None else timeout.total_seconds())
-        except concurrent.futures.TimeoutError as error:
-            raise RuntimeError("transfers have not ended yet") from error
-
-    def is_completed(self) -> bool:
-        """True once all transfers have ended."""
-        return self.done()
-
-    def get_future(self) -> BackgroundWork:
-        """Return the work itself, to which callbacks can be added."""
-        return self
-
-
 class _Closed:
     """Backend of a closed group; ``Communicator._guard`` raises before it calls any of its methods."""
 
@@ -626,7 +583,7 @@ class GradientGroup:
             sent_bytes: Bytes that it sends.
         """
         self._traffic["send"] += sent_bytes
-        work: BackgroundWork = self._guard(BackgroundWork, transfer, self._backends["cpu"])
+        work: BackgroundWork = self._guard(BackgroundWork, functools.partial(transfer, self._backends["cpu"]))
         return work
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:

@@ -3,7 +3,7 @@
 KungFu (OSDI 2020) makes the topology of an all-reduce a parameter that adaptation policies change. Here, a
 topology is a schedule of rounds that is equal on all ranks. Each round is one ``all_to_all``, which every backend
 supports; ranks with nothing to send or receive take part with empty tensors. Each sum is computed by one rank and
-then copied, so that all ranks have bit-identical results.
+then copied, or by two ranks from the same two parts, so that all ranks have bit-identical results.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def two_level(nodes: Sequence[int], size: int) -> list[Round]:
     """Return rounds that sum within nodes, then between nodes, and copy the result within nodes; see :func:`ring`.
 
     Each node sends the bucket only once. The bucket is cut into as many slices as the smallest node has ranks. On each
-    node, one rank is responsible for each slice. In four rounds, these ranks sum their slice within the node,
-    reduce-scatter it among their counterparts on other nodes, gather the results, and send the slice to all ranks of
-    their node.
+    node, one rank is responsible for each slice. These ranks sum their slice within the node, then among their
+    counterparts on other nodes, and send it to all ranks of their node. Two counterparts exchange their slices, and
+    both add. More of them reduce-scatter the slice and gather the results, which takes two rounds.
     """
     members = [[rank for rank, node in enumerate(nodes) if node == each] for each in sorted(set(nodes))]
     slices = cut((0, size), min(map(len, members)))
@@ -108,17 +108,18 @@ def two_level(nodes: Sequence[int], size: int) -> list[Round]:
         for rank in ranks
         if rank != carrier
     }
+    two = len(members) == 2
     between = {
         (source[at], destination[at]): part
         for at, span in enumerate(slices)
-        for destination, part in zip(members, cut(span, len(members)), strict=True)
+        for destination, part in zip(members, [span, span] if two else cut(span, len(members)), strict=True)
         for source in members
         if source is not destination
     }
     rounds = (Round(transfers=inside, adds=True), Round(transfers=between, adds=True))
     backwards = [
         Round(transfers={(to, by): span for (by, to), span in each.transfers.items()}, adds=False)
-        for each in reversed(rounds)
+        for each in (rounds[:1] if two else reversed(rounds))
     ]
     return [each for each in (*rounds, *backwards) if each.transfers]
 
@@ -215,14 +216,15 @@ def exchange(rounds: Sequence[Round], flat: torch.Tensor, rank: int, tag: int, g
                 part = torch.empty_like(mine) if each.adds else mine
                 parts.append((mine, part, group.recv([part], source, tag + number)))
         coming.append(parts)
-    going = []
     for number, (each, parts) in enumerate(zip(rounds, coming, strict=True)):
-        for (source, destination), (begin, end) in each.transfers.items():
-            if source == rank and begin < end:
-                going.append(group.send([flat[begin:end]], destination, tag + number))
+        going = [
+            group.send([flat[begin:end]], destination, tag + number)
+            for (source, destination), (begin, end) in each.transfers.items()
+            if source == rank and begin < end
+        ]
+        for work in going:
+            work.wait()  # two ranks may add what they exchange
         for mine, part, work in parts:
             work.wait()
             if part is not mine:
                 mine.add_(part)
-    for work in going:
-        work.wait()
