@@ -230,7 +230,7 @@ class Allocator:
         return in_force(ruling).to_plain()
 
     async def apply(self, wanted: OperatorSettings) -> Mapping[str, Any]:
-        """Apply and store an operator's settings, and return the effective ones; allocators created later use them too."""
+        """Apply and store an operator's settings for this and later allocators, and return the effective ones."""
         async with self._applying:  # of two operators one comes after the other
             await self.settings(wanted)
             await asyncio.to_thread(notes.keep_settings, wanted.to_plain())

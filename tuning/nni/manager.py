@@ -79,7 +79,7 @@ class Manager:
         return Path(self.nni.config.experiment_working_directory).expanduser().absolute() / str(self.nni.id)
 
     def start(self, port: int, trials_at: str) -> None:
-        """Start the manager on ``port`` (0 picks a free one); trial commands connect to the Unix socket ``trials_at``."""
+        """Start the manager on ``port`` (0 picks a free one); trials connect to the Unix socket ``trials_at``."""
         port = _free_port(port)
         with _environment(trials_at, self._host), _patience():
             self.nni.start(port)
