@@ -224,7 +224,6 @@ class RunTrackers:
     """Trackers of a run: TensorBoard and the user's callbacks; only ``finish`` blocks.
 
     Args:
-        run_id: Id of the run. It stays the same when the controller is replaced.
         tell: Function that sends a sentence about a failing tracker to the job's user.
     """
 
