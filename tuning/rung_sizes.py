@@ -182,13 +182,7 @@ class SweepPlanner:
         slots: Mapping[str, Sequence[int]],
         now_s: float,
     ) -> dict[str, int]:
-        """Return the number of workers for each running trial, keyed by trial; empty until any trial's speed is known.
-
-        Args:
-            records: Records of all trials so far, keyed by trial; ``views`` are those of the running trials.
-            slots: Number of a trial's workers that fit on each node of the empty cluster, keyed by trial.
-            now_s: Current time [s since the epoch].
-        """
+        """Return the number of workers for each running trial, keyed by trial; empty until a speed is known."""
         self._spent_s += max(now_s - self._seen_s, 0.0) * sum(view.workers for view in views)
         self._seen_s, self._at_once = now_s, max(self._at_once, len(views))
         rates = _rates(records, views, slots)

@@ -361,7 +361,6 @@ class SweepActor:
         """Stop all running trials and start no more; return the number of trials that were running.
 
         Args:
-            reason: Reason recorded in the trials' last events.
             now: True to stop in the middle of a step; by default trials finish their current step.
         """
         self._stop_reason = self._stop_reason or reason

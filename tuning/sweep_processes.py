@@ -84,11 +84,7 @@ class SweepProcesses:
         ray.kill(actor)  # lent by a sweep's actor that is gone
 
     def complete(self, run: str, fit: Mapping[Any, bool] | None = None) -> None:
-        """Close a finished run, and kill the processes it still borrows, except those in ``fit``.
-
-        Args:
-            fit: Processes that another run may use, each mapped to whether it has already started up; None for none.
-        """
+        """Close a finished run, and kill the processes it still borrows, except those in ``fit``."""
         self._kinds.pop(run, None)
         fit = fit or {}
         for process in self._lent.pop(run, []):

@@ -207,8 +207,6 @@ class TrialJob:
 
         Each call acknowledges the reports that earlier calls returned. Training blocks in ``report`` when it is
         more than ``reports_ahead`` reports ahead of the last acknowledged one.
-
-        Raises ValueError: the trial has made ``Promise.patience`` reports, none with the metric that is compared.
         """
         try:
             report = self._handle.next_report(self._taken, timeout)
@@ -267,10 +265,7 @@ class TrialJob:
         self._send("notify", self.job, before, self._values)
 
     def _start(self, config: Mapping[str, Any]) -> JobHandle:
-        """Start a new job of the trial in a new run directory.
-
-        The trial's note records the job, so that it can be found again.
-        """
+        """Start a new job of the trial in a new run directory."""
         template, base = self._template, self._template.spec
         if self._start_from is None and _PAUSED in (self._read_note() or {}):
             raise NoCheckpointError(self.job)

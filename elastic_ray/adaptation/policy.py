@@ -102,12 +102,7 @@ def overrides(policy: Policy, hook: str) -> bool:
 
 
 def check_policies(given: object) -> tuple[Policy, ...]:
-    """Return the user's policies as a tuple; ``given`` is one policy, several, or None.
-
-    Raises:
-        TypeError: a value is not a ``Policy`` instance, its ``strict`` is no flag, or its ``watches`` is a text.
-        ValueError: a deadline is not above 0.
-    """
+    """Return the user's policies as a tuple; ``given`` is one policy, several, or None."""
     if given is None:
         return ()
     listed = (given,) if isinstance(given, (Policy, type)) or not isinstance(given, Iterable) else tuple(given)
@@ -144,8 +139,6 @@ class HookCaller:
         """Call ``hook`` in this object's background thread, and return its result or raise its error.
 
         If the hook does not return in time, its thread is left running and the next call uses a new thread.
-
-        Raises HookTimeoutError: the hook has not returned after ``timeout_s`` [s].
         """
         if self._calls is None:
             self._calls = queue.SimpleQueue()

@@ -163,8 +163,6 @@ class PolicyRunner:
 
         A policy that exists already is not added again. Neither is a copy (same class and equal attributes) that was
         given in another place, such as in the loop after the trainer. Equal policies in the same call are all added.
-
-        Raises PolicyError: the state of a policy is not plain.
         """
         before = list(self._policies)
         for policy in policies:
@@ -252,10 +250,7 @@ class PolicyRunner:
         return said
 
     def complete(self, step: int) -> None:
-        """Apply the requests that all ranks agreed on during step ``step``, which has been committed.
-
-        Raises PolicyError: a strict policy failed, was refused, or differs between ranks; raised on every rank.
-        """
+        """Apply the requests that all ranks agreed on during step ``step``, which has been committed."""
         if self.ballot.pop_entered():
             self._repeat()
         self.values.news = []  # they have arrived once another step is committed
@@ -334,10 +329,7 @@ class PolicyRunner:
         return not known
 
     def check_plain(self) -> None:
-        """Check that the policies' states consist of plain values, which can be sent to other ranks.
-
-        Raises PolicyError: a state cannot be sent; the message names the attribute.
-        """
+        """Check that the policies' states consist of plain values, which can be sent to other ranks."""
         for policy in self._policies:
             for name, value in policy.state_dict().items():
                 _check_plain(value, f"{name_of(policy)}.{name}")
@@ -392,10 +384,7 @@ class PolicyRunner:
         self.watched.restore(self.values.metrics, self.values.reports)
 
     def _changed(self, number: int, policy: Policy) -> dict[str, Any]:
-        """Return a copy of the parts of a policy's state that have changed since the start; the rest are settings.
-
-        Raises PolicyError: the state is not plain.
-        """
+        """Return a copy of the parts of a policy's state that have changed since the start; the rest are settings."""
         initial = self._initial[number]
         given = dict(policy.state_dict())
         for name, value in given.items():

@@ -98,7 +98,6 @@ class RunStorage:
         Args:
             path: directory of the run, including the run's name; a URI if ``filesystem`` is None.
             filesystem: file system of ``path``; None derives it from ``path``.
-            private: make files on a local file system readable by their owner only.
         """
         self.filesystem, self.path = resolve(path, filesystem)
         self.private = private
@@ -233,9 +232,6 @@ class RunStorage:
             go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
         Returns the checkpoint in the run's directory.
-
-        Raises SourceError: ``source`` is not a readable directory. FileNotFoundError: this node does not see the run's
-        directory.
         """
         from ray.train import Checkpoint
 
@@ -275,9 +271,6 @@ class RunStorage:
             go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
         Returns the names of the added files; None if rank 0 has not stored the checkpoint yet.
-
-        Raises SourceError: ``source`` is not a readable directory. FileNotFoundError: this node does not see the run's
-        directory.
         """
         origin, origin_path = _source_directory(source)
         self.check_reachable()
@@ -370,12 +363,7 @@ class RunStorage:
                     raise BadNoteError(f"its {name} does not have the checksum of what was written")
 
     def _noted(self, path: str, note: Mapping[str, Any], names: Iterable[str]) -> dict[str, list[tuple[int, str]]]:
-        """Return sizes and checksums of each file by all notes of a checkpoint; two ranks may have added the same file.
-
-        Args:
-            note: rank 0's note.
-            names: names of the files in the checkpoint; an incomplete note on added files is ignored.
-        """
+        """Return sizes and checksums of each file by all notes of a checkpoint; two ranks may have added one file."""
         noted = {name: [each] for name, each in _files(note).items()}
         for name in names:
             if name.startswith(_ADDED) and name.endswith(".json"):

@@ -72,10 +72,7 @@ def next_id(name: str, taken: Sequence[str]) -> str:
 
 
 def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, runtime_env: Mapping[str, Any]) -> None:
-    """Submit a command that Ray runs on the cluster.
-
-    Raises TakenError: the id was taken in the meantime. ClickException: Ray refuses, with Ray's message.
-    """
+    """Submit a command that Ray runs on the cluster."""
     there = client()
     deadline = time.monotonic() + _AGENT_S
     while True:

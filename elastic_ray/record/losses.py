@@ -151,11 +151,7 @@ class SizeHistory:
             self.resize_cost_s += 0.3 * (note.pause.pause_s - self.resize_cost_s)
 
     def is_stuck(self, steps: int) -> bool:
-        """Count a failed group; True if many in a row have failed without a committed step in between.
-
-        Args:
-            steps: Number of committed steps when the current group failed.
-        """
+        """Count a failed group; True if many in a row have failed without a committed step in between."""
         self._stuck = (steps, self._stuck[1] + 1 if steps == self._stuck[0] else 1)
         return self._stuck[1] > STUCK_FAILURES
 

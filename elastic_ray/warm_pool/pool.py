@@ -66,10 +66,7 @@ def get_or_create_pool() -> Any:
 
 
 def close_pool(timeout_s: float = _CLOSE_S) -> None:
-    """End the cluster's pool and all unclaimed processes; running jobs keep theirs, and may create a new pool.
-
-    Raises TimeoutError if the pool has not ended in time.
-    """
+    """End the cluster's pool and all unclaimed processes; running jobs keep theirs, and may create a new pool."""
     deadline_s = time.monotonic() + timeout_s
     for _, controller in actors_named(CONTROLLERS):
         controller.leave.remote()
@@ -126,7 +123,6 @@ class WarmPool:
 
         Args:
             job: Job or sweep of the caller. For a new job, the pool starts no other process on the node for a while.
-            environment: Key of the process's runtime environment.
             starting: Whether a process that is still starting is acceptable.
         """
         await self._found
@@ -147,7 +143,6 @@ class WarmPool:
         """Record how many processes a job would use on each node, and return the processes to start.
 
         Args:
-            environment: Key of the job's runtime environment.
             nodes: Number of processes that the job has and may want again, keyed by node.
             first: True if the job has just started training.
             over: True if the job has ended, so that this is its last call.

@@ -45,7 +45,6 @@ class WorkerActors:
     controller adopts them.
 
     Args:
-        on_result: Called with a worker and how its run ended.
         on_refusal: Called with a worker, the reason why it got no process, and whether a retry is certain to fail.
     """
 

@@ -60,12 +60,7 @@ def explain(
     decide: Callable[[Sequence[JobView], Cluster], Plan],
     cluster: Cluster,
 ) -> Explanation:
-    """Explain a job's size, by deciding once more with a hypothetical node for one more worker of the job.
-
-    Args:
-        view: The job, with its planned workers as ``allocation``.
-        views: All jobs that take part in decisions, also with planned workers; ``decide`` returns a plan for them.
-    """
+    """Explain a job's size, by deciding once more with a hypothetical node for one more worker of the job."""
     workers = view.workers
     slots = FreeResources(cluster).slots(view).tolist()
     if spans_nodes(view, cluster):

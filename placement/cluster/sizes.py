@@ -13,10 +13,7 @@ from placement.checks import check_whole
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedSizes:
-    """Group sizes with which a job can train, restricted for instance by shard groups, pipelines or the batch.
-
-    Raises TypeError, ValueError: sizes are not whole numbers from 1, or contradict each other.
-    """
+    """Group sizes with which a job can train, restricted for instance by shard groups, pipelines or the batch."""
 
     sizes: tuple[int, ...] = ()  # these only, each once and ascending; empty allows any
     multiple_of: int = 1  # only multiples of this

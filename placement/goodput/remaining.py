@@ -38,11 +38,7 @@ def _left(progress: Progress, epochs: float) -> float:
 
 
 def seconds_to_end(view: JobView, slots: Sequence[int]) -> Floats | None:
-    """Return the time to the end [s] on 1..n workers; None without a model, a declared length or a finished epoch.
-
-    Args:
-        slots: Number of the job's workers that fit on each node of the empty cluster, which limits n.
-    """
+    """Return the time to the end [s] on 1..n workers; None without a model, a declared length or a finished epoch."""
     missing = remaining(view.progress)
     if missing is None or view.progress is None or not view.progress.epoch_ends or view.goodput is None:
         return None

@@ -41,10 +41,6 @@ def make_plan(
     All constraints apply. Units (workers of several processes) that do not fit on any node span several
     (``placement.planning.spans``).
 
-    Args:
-        guaranteed: ``Plan.guaranteed`` of the last decision: the jobs whose deadlines it guaranteed.
-        granted: ``Plan.granted`` of the last decision: the workers that it added for jobs' own requests.
-
     Raises AllocationError: the policy violated a rule; the caller must not change anything.
     """
 
@@ -163,11 +159,7 @@ def _place(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Clu
 
 
 def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Cluster) -> None:
-    """Check a policy's answer against the rules that do not depend on placement.
-
-    Raises AllocationError: the violated rule is ``known job``, ``every job``, ``whole number``, ``minimum``,
-    ``maximum``, ``nodes`` or ``capacity``.
-    """
+    """Check a policy's answer against the rules that do not depend on placement."""
     known = {view.job: view for view in views}
     for job in targets:
         if job not in known:

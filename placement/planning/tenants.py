@@ -261,7 +261,6 @@ class _Filling:
         """Distribute all jobs' minimums, or workers one by one, up to the limits (and never above a quota).
 
         Args:
-            limits: Limits by nodes and tenant; None for no limits.
             starts: True to distribute minimums, False for single workers.
         """
         for reach in sorted(set(self._reach.values()), key=lambda nodes: (len(nodes), sorted(nodes))):
@@ -363,9 +362,6 @@ def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
 
     Resources that ``ceiling`` omits are not limited. The part is chosen in this order: the placements ``first``, other
     workers that the jobs already hold, more workers on the same nodes, and then the nodes with the most room.
-
-    Args:
-        first: Placements that must be in the part, for jobs in ``problem``.
     """
     if not ceiling:
         return problem

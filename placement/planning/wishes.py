@@ -23,9 +23,6 @@ def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
 
     A wish is the size that the job's own adaptation policy requests. The job keeps the workers that the allocation
     policy gave it, and at least its minimum if it has that many.
-
-    Args:
-        granted: Workers granted for the job's wish, keyed by node, from ``Plan.granted`` of the last decision.
     """
     if not granted:
         return view if view.wished is None else dataclasses.replace(view, wished=None)

@@ -99,9 +99,6 @@ class Metadata:
     """Client of a machine's metadata server, which names the cloud and announces the machine's end.
 
     Its methods block.
-
-    Args:
-        clock: Monotonic clock [s], used to renew the AWS token.
     """
 
     def __init__(self, config: NoticeConfig, clock: Callable[[], float] = time.monotonic) -> None:

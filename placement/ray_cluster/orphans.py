@@ -33,11 +33,6 @@ def orphaned(
 
     A group is released at once if its process is dead, and after ``_ORPHANED_S`` if no process holds it. Pure, except
     that ``since_s`` is updated.
-
-    Args:
-        holders: For each group, True if its process is alive, False if the process is dead; None if there is none.
-        since_s: Time when each group was first seen without a known job [s].
-        timeout_s: Time for which a living process keeps its group [s].
     """
     for group in since_s.keys() - holders.keys():
         del since_s[group]

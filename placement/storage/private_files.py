@@ -260,9 +260,6 @@ class LineFile:
     """File to which lines are appended in order; they are in the file when the call returns.
 
     After an error, which is logged, nothing more is written, because a gap between lines would falsify the record.
-
-    Args:
-        path: Path of the file; its folder must exist.
     """
 
     def __init__(self, path: str) -> None:

@@ -42,8 +42,6 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 
     Args:
         least_bytes: tensors smaller than this [bytes] are read at once, which is cheaper than reading them later.
-
-    Raises CorruptStateError: the checkpoint differs from what was written, or cannot be read after several attempts.
     """
 
     def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:
@@ -183,11 +181,7 @@ class PartFile:
         self._sums = array.array("I")
 
     def scatter(self, pieces: Sequence[tuple[int, memoryview]] = ()) -> str:
-        """Read the whole file, copy the given ranges of bytes into buffers, and return its SHA-256 in hexadecimal.
-
-        Args:
-            pieces: for each range, the position of its first byte in the file, and the buffer to fill.
-        """
+        """Read the whole file, copy the given ranges of bytes into buffers, and return its SHA-256 in hexadecimal."""
         digest, at = hashlib.sha256(), 0
         waiting = sorted(pieces, key=lambda piece: piece[0])
         blocks = _Blocks()

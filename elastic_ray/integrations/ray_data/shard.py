@@ -302,13 +302,7 @@ def cut(block: Any, first: int, end: int) -> Any:
 
 
 def to_batch(pieces: Sequence[Any], collate: Callable[[Any], Any] | None) -> Any:
-    """Return one batch made from the rows of the given tables.
-
-    Args:
-        pieces: Arrow tables with a common schema, in order.
-        collate: The user's function, like Ray Data's ``collate_fn``. None makes a dict from column to the result of
-            :func:`tensor`.
-    """
+    """Return one batch made from the rows of the given tables."""
     table = pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces, promote_options="default")
     if isinstance(collate, ArrowBatchCollateFn):
         return collate(table)

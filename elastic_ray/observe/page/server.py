@@ -15,8 +15,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from elastic_ray.observe.page.changes import difference, plain, tables, to_json
-from elastic_ray.observe.page.feed import Client, Feed, TooManyClientsError
+from elastic_ray.observe.page.feed import Client, Feed, TooManyClientsError, difference, plain, tables, to_json
 from elastic_ray.observe.page.gate import HEADERS, LONGEST_WAIT_S, MOST, MOST_OF_ONE, Asked, Doors, Gate
 from elastic_ray.observe.page.importance import importance
 from elastic_ray.observe.page.source import LOOKS, ActionRefusedError, Source

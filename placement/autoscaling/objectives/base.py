@@ -231,10 +231,7 @@ def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Flo
 
 
 def work_left(view: JobView) -> float | None:
-    """Return the remaining work, in samples at the initial batch; None if it is unknown.
-
-    The remaining work is unknown if the job has not declared its length, or before it can be estimated.
-    """
+    """Return the remaining work, in samples at the initial batch; None if it is unknown."""
     missing = remaining(view.progress)
     if missing is None or view.progress is None or not (view.progress.epoch_ends or view.progress.usual_epoch):
         return None

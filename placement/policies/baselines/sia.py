@@ -51,9 +51,6 @@ class SiaPolicy:
     (age - restarts d) / (age + d) with d = ``JobView.resize_cost_s`` for any other. A job may grow to
     ``JobView.growth_limit``. Running jobs, and as many waiting jobs as have room (in order of arrival), get some
     configuration; moving a job to nodes of the same kind counts as no change.
-
-    Attributes:
-        power: p, below 0.
     """
 
     name = "sia"

@@ -23,9 +23,6 @@ class TiresiasPolicy:
     jobs keep their nodes. Jobs that request no number keep their minimum and grow in the order of the queues.
 
     The policy is stateful: it remembers in which order jobs entered the second queue.
-
-    Attributes:
-        threshold_s: Service after which a job enters the second queue [GPU-seconds].
     """
 
     name = "tiresias"

@@ -17,12 +17,7 @@ _HORIZON_S = 60.0
 
 
 class StablePlacer:
-    """Placer that tracks free slots per node; jobs are identified by their index in the arguments of ``place``.
-
-    Args:
-        slots: Number of free slots of each node.
-        kinds: Kind (a number) of each node, the same for all by default; a job's workers are on one kind.
-    """
+    """Placer that tracks free slots per node; jobs are identified by their index in the arguments of ``place``."""
 
     def __init__(self, slots: Sequence[int], kinds: Sequence[int] | None = None) -> None:
         self._kinds = np.zeros(len(slots), dtype=np.int64) if kinds is None else np.array(kinds, dtype=np.int64)

@@ -82,10 +82,6 @@ def outlook(
     Args:
         stay: True if the jobs already run on these nodes, so that the result describes their current workers; False if
             they all start from scratch.
-
-    Returns one outlook per job, in the order of the views.
-
-    Raises InputError: the policy is unknown or violates a rule.
     """
     try:
         core = AllocatorCore(make_policy(policy), _config(constraints))
