@@ -68,8 +68,7 @@ class Schedulers:
             key = f"lr_scheduler/{name}/{number}"
             run.states.register(key, DictState(scheduler))
             run.states.register_rollback(scheduler.state_dict, scheduler.load_state_dict, key)
-        if self._known:
-            run.states.register_rollback(self._rates, self._set_rates, f"learning rates/{name}")
+        run.states.register_rollback(self._rates, self._set_rates, f"learning rates/{name}")  # a loop sets them, too
         self._rates_were_loaded = False
         optimizer.register_load_state_dict_pre_hook(self._check_loaded)
         run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check)
@@ -103,10 +102,15 @@ class Schedulers:
         return [type(each).__name__ for each in strange], bool(made)
 
     def _rates(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
+        """Return the numbers in the optimizer's groups, which schedulers and loops change."""
+        kinds, groups = (int, float, tuple, torch.Tensor), self._optimizer.param_groups
+        return [
+            {k: v for k, v in group.items() if isinstance(v, kinds) and not getattr(v, "requires_grad", False)}
+            for group in groups
+        ]
 
     def _set_rates(self, rates: list[dict[str, Any]]) -> None:
-        for group, values in zip(self._optimizer.param_groups, rates, strict=True):
+        for group, values in zip(self._optimizer.param_groups, rates, strict=False):  # one may have been added
             group.update(values)
 
 
