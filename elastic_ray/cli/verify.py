@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import posixpath
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
@@ -36,7 +38,7 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
     """
     from elastic_ray.checkpoints.resumable import find_stored
     from elastic_ray.checkpoints.run_directory import EVENTS_FILE, RunStorage, resolve
-    from elastic_ray.record.verification import Finding, verify_events
+    from elastic_ray.record.verification import verify_events
 
     try:
         filesystem, root = resolve(path, None)
@@ -53,8 +55,6 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
         raise click.ClickException(f"the run {path!r} cannot be read: {error}") from error
     findings += [Finding(line=0, what="checkpoint", proven=proven, text=text) for proven, text in looked]
     if step is not None:
-        from elastic_ray.cli.verify import replay_submitted
-
         findings.append(replay_submitted(path, step))
     if as_json:
         show_json(findings)
@@ -63,6 +63,23 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
         show_table(("LINE", "WHAT", "STATE", "FINDING"), rows, empty="nothing to verify")
     if any(each.proven is False for each in findings):
         raise click.exceptions.Exit(1)
+
+
+def _automatic(storage: RunStorage, states: Sequence[StateFile]) -> Iterator[tuple[bool, str]]:
+    """Yield for each automatic checkpoint whether its files are whole, and a sentence that says so."""
+    if not states:
+        return
+    from elastic_ray.checkpoints.automatic import CorruptStateError, state_files
+    from elastic_ray.checkpoints.sharded.reading import check_whole  # imports torch
+
+    for state in states:
+        try:
+            check_whole(storage, state)
+        except CorruptStateError as error:
+            if state in state_files(storage):  # else the running job has deleted it
+                yield False, str(error)
+        else:
+            yield True, f"{state.path} is whole"
 
 
 _LONGEST_S = 3600.0
