@@ -185,7 +185,10 @@ class Participant:
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
-    merge_layout = 0  # digest of the tensors that :meth:`collapse` merges
+    @property
+    def merge_layout(self) -> int:
+        """Digest of the tensors that :meth:`collapse` merges."""
+        return 0
 
     def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
         """Merge diverged replicas into one model.
