@@ -251,14 +251,14 @@ class StepLedger:
         return self._inner
 
     def start_round(
-        self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, ends_pass: bool, copies: bool
+        self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool, ends_pass: bool = False
     ) -> None:
         """Start a round of ``steps`` local steps, which the ranks commit together after averaging their models.
 
         Args:
             counts: Samples of each step; empty if unknown.
-            ends_pass: Whether the pass has no step after the round.
             copies: Whether to copy the state so that the round can be undone; a group that cannot change needs no copy.
+            ends_pass: Whether the pass has no step after the round.
         """
         if copies:
             self.state.start_round()

@@ -47,7 +47,7 @@ def test_codes_tell_kinds_numbers_and_details_apart() -> None:
         (Announced(Intent.EDGE, 3), "has come to the end of a step of a loader nested 2 deep"),
         (
             Announced(Intent.EDGE, 1, 7),
-            "has come to the end of a step, and averages models or ends its pass (0000000007)",
+            "has come to the end of a step, and averages models or ends its pass (00000",
         ),
         (Announced(Intent.END_OF_PASS, 0, 9), "ends its pass over a loader, or left it (buffers 0000000009)"),
         (Announced(Intent.BUFFERS, 0, 9), "brings the buffers of its models along (layout 0000000009)"),
