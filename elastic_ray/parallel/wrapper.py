@@ -463,7 +463,7 @@ class AdaptiveDataParallel(torch.nn.Module):
                 states.register(f"{name}/{attribute}", OptimizerState(inner))
         for number, table in enumerate(self._tables.tables):
             states.register(f"rows/{index}/{number}", table)
-        states.register_rollback(self._sync.remember, self._sync.roll_back, f"gradients/{index}")
+        states.register_rollback(self._sync.remember, self._sync.roll_back, f"gradients/{index}", nested=False)
         states.register(f"noise/{index}", self._tracker)
         names = [f"{index}.{number}" if number else str(index) for number in range(len(self._optimizers))]
         self._schedulers = [
@@ -475,7 +475,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         saved = self._saved_buffers
         if saved is not None:
             registry.add_hook(HookPoint.UPDATE_LEFT_OUT, saved.restore)
-            states.register_rollback(lambda: None, lambda _: saved.mend(), f"buffers/{index}")
+            states.register_rollback(lambda: None, lambda _: saved.mend(), f"buffers/{index}", nested=False)
         if self._scaler is not None:
             if saved is not None:
                 for each in self._optimizers:
