@@ -45,6 +45,7 @@ from elastic_ray.parallel.refusals import (
     refuse_divided_by_torch,
     refuse_graphed,
     refuse_in_unit,
+    refuse_inner_training,
     refuse_lazy,
     refuse_left_out,
     refuse_options,
@@ -191,6 +192,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._run = run = session.run
         self._optimizers, self._scaler = optimizers, grad_scaler
         self._untried = set(map(id, optimizers))  # those whose first update is still to come
+        self._own_step: LoaderStep | None = None  # the latest outermost step for which an update was asked
+        self._nested_in: LoaderStep | None = None  # the latest in which a loop within it asked for one
         if monitor is not None:
             run.registry.monitoring.ask(monitor)
         if session.elastic:
@@ -514,6 +517,10 @@ class AdaptiveDataParallel(torch.nn.Module):
             check_scaler(self._run)
         if self._trainable.left_out:
             self._trainable.drop_strangers()
+        outer = ledger.outermost
+        vars(self)["_own_step" if ledger.step is outer else "_nested_in"] = outer
+        if self._own_step is self._nested_in is not None:
+            refuse_inner_training(self._run, self._own_step)
         if not ledger.may_apply():
             return value
         if not own.tiles.idle:

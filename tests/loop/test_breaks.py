@@ -119,7 +119,9 @@ def test_pass_to_end_with_a_lost_step_draws_again(moment: str, joins: tuple[int,
     assert result[0] == pytest.approx(undisturbed[0], abs=1e-6)
 
 
-def nested_trainings(*, leaves: bool, first: bool) -> tuple[float, int, int]:
+def nested_trainings(
+    *, leaves: bool = False, first: bool = True, most: int = BATCH, accumulates: bool = False
+) -> tuple[float, int, int]:
     """Updates in a nested loop, all or two of its three, and one of the loop around it: parameter, steps, schedule."""
     torch.manual_seed(1)
     model: Any = torch.nn.Linear(1, 1)
@@ -128,6 +130,7 @@ def nested_trainings(*, leaves: bool, first: bool) -> tuple[float, int, int]:
     model = er.AdaptiveDataParallel(model, optimizer, lr_scheduler=schedule, scaling_rule="none")
     rows = TensorDataset(torch.arange(SAMPLES).float())
     loader = er.AdaptiveDataLoader(rows, batch_size=BATCH, seed=3)
+    loader.autoscale_batch_size(2 * BATCH, (1, most), gradient_accumulation=accumulates)
     inner = er.AdaptiveDataLoader(TensorDataset(rows.tensors[0][:18]), batch_size=BATCH, seed=4)
 
     def train(x: torch.Tensor) -> None:
@@ -160,6 +163,22 @@ def test_each_update_of_nested_trainings_is_made_once(first: bool, leaves: bool,
     (undisturbed,) = set(run_job(train, [], first=(1, 2, 3)).results.values())
     (result,) = set(run_job(train, [Kill(2, 1, moment)], first=(1, 2, 3)).results.values())
     assert result == (pytest.approx(undisturbed[0], abs=1e-6), *undisturbed[1:])
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_nested_training_between_micro_batches_is_refused(first: bool) -> None:
+    with pytest.raises(RuntimeError, match="let one loop follow the other"):
+        run_job(lambda: nested_trainings(first=first, most=3, accumulates=True))
+
+
+def test_no_step_with_a_nested_training_is_halved() -> None:
+    def train() -> tuple[float, int, int]:
+        session_of_thread().registry.need_halves()
+        return nested_trainings(most=2 * BATCH)
+
+    (alone,) = run_job(train).results.values()
+    (result,) = set(run_job(train, first=(1, 2)).results.values())
+    assert result == (pytest.approx(alone[0], abs=1e-6), *alone[1:])
 
 
 def both_left() -> list[bool]:
