@@ -258,10 +258,7 @@ class LoaderPasses:
                 self._draw_in_parts(step, abandoned=abandoned)
                 return False
         except CommunicationFailedError as error:
-            if abandoned and not nested:
-                self._give_up(step, str(error))
-            else:
-                self._recover(step, str(error), abandoned=abandoned)
+            self._recover(step, str(error), abandoned=abandoned)
             return run.states.progress.loader_steps > before
         if ends_early:
             self.ended_early = step.loader_pass
@@ -434,11 +431,12 @@ class LoaderPasses:
             except CommunicationFailedError as error:
                 if early and run.ledger.depth == 0:
                     self._end_alone(loader_pass)
+                elif early and run.ledger.abandoned == run.ledger.depth:
+                    self._give_up(None, str(error))
+                    break
                 elif early:
                     run.ledger.leave_steps(0)
-                furthest = self._changes.regroup(str(error))
-                # Others are through: they only differ in code that this rank will run by itself.
-                self._run.states.progress.advance_passes(furthest)
+                self._regroup(str(error))
                 run.ledger.resume(lost, str(error))
         self._leave_pass(loader_pass, total, put_off=put_off)
 
@@ -523,9 +521,12 @@ class LoaderPasses:
         """Recover from a lost step: undo what user code changed in it, and continue with the remaining workers.
 
         Code that has left a nested loop by ``break`` cannot draw its step again, and a worker that joins cannot come to
-        where that code is: the step around it is drawn again.
+        where that code is: the step around it is drawn again, or given up if its loop was left as well.
         """
         run, ledger = self._run, self._run.ledger
+        if abandoned and ledger.abandoned == ledger.depth:
+            self._give_up(step, cause)
+            return
         if abandoned:
             ledger.leave_steps(0)
             self._changes.regroup(cause)
@@ -549,17 +550,32 @@ class LoaderPasses:
             self._end_alone(step.loader_pass)
             run.notify("warning", _LOST.format(what="ran out of memory", count=step.count))
 
-    def _give_up(self, step: LoaderStep, cause: str) -> None:
-        """Give up a lost step whose loop was left: end its pass, and commit it if the model contains its update."""
-        run = self._run
-        run.sums.undo_beyond(run.ledger.depth)
+    def _give_up(self, step: LoaderStep | None, cause: str) -> None:
+        """Give up a lost step, and all steps around it, whose loops were left: end the outermost one's pass.
+
+        The outermost step is committed if the model contains its update.
+
+        Args:
+            step: The step that was lost; None if it was a pass's end within the steps that were left.
+        """
+        run, ledger = self._run, self._run.ledger
+        run.sums.undo_beyond(0)
+        count = step.count if step is not None else 0
+        while ledger.pop_abandoned() is not None:
+            step = ledger.end()
+            count += step.count
+        assert step is not None, "a step was left"
         before = run.states.progress.loader_steps
-        if self._run.states.progress.optimizers_stepped:
-            run.ledger.commit(step, run.group.generation, run.registry.models.gain)
+        if run.states.progress.optimizers_stepped:
+            ledger.commit(step, run.group.generation, run.registry.models.gain)
         else:
-            run.ledger.undo(step)
+            ledger.undo(step)
         self._end_alone(step.loader_pass)
-        self._changes.regroup(cause)
+        self._regroup(cause)
         lost = _LOST if run.states.progress.loader_steps == before else _LOST_SUMS
         # Not all ranks come by here: one may have been a step behind, see :meth:`_end_left_pass`.
-        self._run.notify_once("warning", lost.format(what="was lost", count=step.count), run.group.generation)
+        run.notify_once("warning", lost.format(what="was lost", count=count), run.group.generation)
+
+    def _regroup(self, cause: str) -> None:
+        """Enter a new group in which others may be through the passes that this rank ends: it runs on by itself."""
+        self._run.states.progress.advance_passes(self._changes.regroup(cause))
