@@ -124,7 +124,9 @@ class JobMembership(GenerationChanges):
         self.announced = tuple(announced)
         self._loaded = max((record.loaded for record in self.workers.values()), default=0)
         trains = self.trained or (announced and not any(w.worker in announced for w in survivors))
-        if trains and not self._may_go_on():
+        if trains and not any(
+            record.has_state for record in self.workers.values() if record.phase is not WorkerPhase.LEAVING
+        ):
             self.current = self.in_flight = None
             self._out = []
             self._end(AllLost(reason="all workers were lost while the controller was away"))
@@ -157,9 +159,6 @@ class JobMembership(GenerationChanges):
         if record.phase is WorkerPhase.MEMBER:
             return record.joined_others and len(self.members()) > 1
         return record.phase in (WorkerPhase.STARTING, WorkerPhase.READY) and not record.has_state
-
-    def _may_go_on(self) -> bool:
-        return any(record.has_state for record in self.workers.values() if record.phase is not WorkerPhase.LEAVING)
 
     def _aim(self, goal: Allocated) -> None:
         target = {node: count for node, count in goal.nodes.items() if count > 0}

@@ -118,7 +118,9 @@ class GroupChanges:
         left = run.group.generation
         try:
             if prepared is not None:  # else the others find out that this rank has not come
-                run.registry.before_change(self._staying(prepared))
+                run.registry.before_change(
+                    [prepared.rank_of(member.worker) is not None for member in self._run.group.members]
+                )
             left = generation
             taken = self._membership.take(generation)
             self._switch_group()
@@ -129,10 +131,6 @@ class GroupChanges:
             self._go_to(*taken)
         except CommunicationFailedError as error:
             self._regroup(str(error), left)
-
-    def _staying(self, following: GenerationSpec) -> list[bool]:
-        """Return, for each rank of the current group, whether it is in the following one."""
-        return [following.rank_of(member.worker) is not None for member in self._run.group.members]
 
     def _waits_for_gradients(self) -> bool:
         """True if a planned change must wait, because it would lose gradients that ``no_sync`` has left on each rank.

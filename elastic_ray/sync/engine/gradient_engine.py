@@ -23,8 +23,7 @@ from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup, make_operation
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.trainable import Trainable, layers_by_parameter, local_groups, profile_of
-from elastic_ray.sync.engine.unit_statistics import UnitStatistics
-from elastic_ray.sync.engine.unit_strategies import held_by_several, why_not_in_units
+from elastic_ray.sync.engine.unit_statistics import UnitStatistics, held_by_several, why_not_in_units
 from elastic_ray.sync.plan import ModelProfile, SyncPlan
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.example_norms import ExampleNorms

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.device_numbers import Number, read, read_with
@@ -164,8 +163,8 @@ class BucketLayout:
         """Tail (extra elements) that holds the control values, in its current memory."""
         last = self.buckets[-1]
         if self.tail_rides and isinstance(last, Bucket):
-            self._numbers = last.tail_numbers
-            return last.tail
+            self._numbers = last.memory.tail_numbers
+            return last.memory.tail
         self._numbers = self._own_tail.numpy() if self._own_tail.device.type == "cpu" else None
         return self._own_tail
 
@@ -502,24 +501,6 @@ class StepWeights:
         self._consensus.announcer.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[list[float]] = told.tolist()
         return found
-
-
-class Announcements:
-    """Announcements of a model's backward pass, by which ranks check that all are about to reduce the same buckets.
-
-    Args:
-        layout: Layout of the model's buckets in the current group.
-
-    Attributes:
-        plain: Announcement that is made if micro-batches are weighted by their numbers of samples.
-        weighed: Announcement that is made if the loop sets the weights, which requires one more collective.
-    """
-
-    def __init__(self, number: int, layout: BucketLayout) -> None:
-        plain, strategy = layout.digest, layout.strategy
-        weighed = digest((plain, "weighed")), f"{strategy}, weighed by loader.weigh()"
-        self.plain = Announced(Intent.GRADIENTS, number, plain, strategy)
-        self.weighed = Announced(Intent.GRADIENTS, number, *weighed)
 
 
 def refuse_weights(step: LoaderStep | None) -> None:

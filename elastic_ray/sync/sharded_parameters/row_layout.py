@@ -190,7 +190,7 @@ def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout)
     def has(rank: int, index: int) -> bool:
         return not any(_without((each.start, each.stop), have[rank][each.param]) for each in pieces[index])
 
-    wanted = _followers(target)
+    wanted = tuple(target.holders(index)[1] for index in range(target.parts))
     found = {index: rank for index, rank in enumerate(wanted) if has(rank, index)}
     load = collections.Counter(found.values())
     for index in range(target.parts):
@@ -202,10 +202,6 @@ def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout)
         load[rank] += 1
     followers = tuple(found[index] for index in range(target.parts))
     return target if followers == wanted else dataclasses.replace(target, followers=followers)
-
-
-def _followers(layout: Layout) -> tuple[int, ...]:
-    return tuple(layout.holders(index)[1] for index in range(layout.parts))
 
 
 def check_shard_sizes(sizes: Sequence[int]) -> None:

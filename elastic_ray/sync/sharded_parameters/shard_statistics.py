@@ -48,7 +48,7 @@ class RowDenominators:
     which the lower bound of the parameter's denominators is computed.
     """
 
-    idle = False
+    idle = outdated = False  # denominators are computed before they are needed
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer) -> None:
         self._optimizer, self._shards = optimizer, shards
@@ -64,11 +64,6 @@ class RowDenominators:
     def adam_like(self) -> bool:
         """True if the optimizer divides gradients by a running estimate of their size."""
         return any(map(is_adam_like, optimizers_of(self._optimizer)))
-
-    @property
-    def outdated(self) -> bool:
-        """Always False, because denominators are computed before they are needed."""
-        return False
 
     def invalidate(self) -> None:
         """Discard the denominators, because this rank owns different rows in a new group."""
