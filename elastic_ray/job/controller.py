@@ -384,7 +384,7 @@ class JobController:
             logger.exception("job %s: its controller ends", self._spec.job)
         await asyncio.sleep(0.2)  # let the last answers out
         await self._job.group.actors.withdrawn()
-        await self._job.group.actors.refilled()
+        await self._job.group.actors.supply.refilled()
         if self._spec.trial is None and self._spec.elastic.warm_workers_per_node and read_config(os.environ).on:
             await asyncio.to_thread(prepare_next)
         await asyncio.to_thread(self._discard)

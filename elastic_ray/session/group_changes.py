@@ -431,13 +431,9 @@ class UserCollectives:
     def __init__(self, run: Run, changes: GroupChanges, passes: LoaderPasses, results: CollectiveResults) -> None:
         self._run, self._changes, self._passes, self._results = run, changes, passes, results
 
-    @property
-    def _progress(self) -> RunProgress:
-        return self._run.states.progress
-
     def next_known(self) -> bytes | None:
         """Return the next collective's recorded result while this worker replays code between steps; otherwise None."""
-        progress, kept = self._progress, self._results
+        progress, kept = self._run.progress, self._results
         if not kept.contents or self._run.ledger.depth or kept.place != _place(progress):
             return None
         return kept.of(progress.collectives)
@@ -468,12 +464,12 @@ class UserCollectives:
         if self._run.ledger.depth:
             return self._within_step(Announced(Intent.COLLECTIVE, 0, digest((what, detail)), what), perform, alone)
         while True:
-            number = self._progress.collectives
+            number = self._run.progress.collectives
             self._run.ledger.reach_collective(number)
-            self._results.start(number, _place(self._progress))
+            self._results.start(number, _place(self._run.progress))
             known = self._results.of(number)
             if known is not None:
-                self._progress.count_collective()
+                self._run.progress.count_collective()
                 return known
             if number < self._results.first:
                 raise RuntimeError(
@@ -481,14 +477,14 @@ class UserCollectives:
                     "discarded: the results between two passes over loaders exceeded 256 MiB"
                 )
             announced = Announced(Intent.COLLECTIVE, 1 + number % _NUMBERS, digest((what, detail)), what)
-            self._progress.meeting = True
+            self._run.progress.meeting = True
             try:
                 content = self._carried_out(announced, perform, alone)
             except CommunicationFailedError as error:
                 self._changes.regroup(str(error))
                 continue
             self._results.keep(content)
-            self._progress.count_collective()
+            self._run.progress.count_collective()
             return content
 
     def _carried_out(
