@@ -161,8 +161,6 @@ class BatchSource(Protocol):
         """Start or restart at ``position`` of the epoch, for a new pass or after the group or batch changed.
 
         Args:
-            position: number of samples that the pass has used.
-            cut: division of the next steps among the ranks.
             new_pass: True at the start of a pass, False if the current pass is continued.
         """
 
@@ -234,8 +232,6 @@ class MapBatches:
 
     Args:
         dataset: dataset of the samples; its length may change between passes.
-        make_order: function that returns the order of samples for the dataset's current length.
-        fetching: settings for fetching samples.
     """
 
     def __init__(self, dataset: Any, make_order: Callable[[], EpochOrder], *, seed: int, fetching: Fetching) -> None:
@@ -524,7 +520,6 @@ class WholeBatches(MapBatches):
 
     Args:
         batch_size: samples per batch; ignored if the order is a ``BatchSamplerOrder``.
-        drop_last: drop a last batch that is shorter.
     """
 
     def __init__(

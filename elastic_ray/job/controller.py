@@ -161,8 +161,6 @@ class JobController:
 
         Args:
             own: Name of this controller's actor; the job's name is added as an alias.
-            owner: The job's driver, whose modules this process uses and to which its output goes.
-            theirs: Protocol version and release of the driver.
         """
         check_spoken(theirs, "the driver", "its job's controller")
         async with self._takes:

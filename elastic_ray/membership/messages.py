@@ -155,9 +155,6 @@ def transfer_rounds(progress: Sequence[StateVersion]) -> list[list[tuple[int, in
     ceil(log2((n + h) / h)) rounds. If some holders have already left a loader pass, the holders that are still
     leaving it do not send, because a newcomer would remain in that pass for good. If no rank holds a trained state
     (in the first generation, or after a restart from a checkpoint), rank 0 is the source.
-
-    Args:
-        progress: State version of each rank, in rank order; not empty.
     """
     if not progress:
         raise ValueError("progress must hold at least one rank, but got none")

@@ -47,7 +47,6 @@ class Schedulers:
     """Schedulers of one model's optimizer.
 
     Args:
-        name: Name that distinguishes the optimizer from other optimizers of the run.
         schedule: Unit in which schedulers that step with every batch count; see ``AdaptiveDataParallel``.
     """
 
@@ -141,7 +140,6 @@ class LearningRates:
     """Learning rates of one optimizer, scaled by a rule during each step.
 
     Args:
-        rule: Scaling rule, as in ``AdaptiveDataParallel(scaling_rule=...)``.
         noise: Returns the noise of each parameter group; None for a group whose noise is unknown.
         held: Factors of the previous step if they depend on the noise; equal on all ranks, and changed in place.
         adam_steps: Same as in ``NoiseTracker``; equal on all ranks, and changed in place.

@@ -152,12 +152,7 @@ class LoaderRegistry:
 
 
 class Registry:
-    """Registry of one run: its models, loaders, hooks and buffers.
-
-    Args:
-        monitoring: Measurements that the run's monitors have requested.
-        fixed_batch: Whether the batch size stays constant even if the loader allows it to adapt.
-    """
+    """Registry of one run: its models, loaders, hooks and buffers."""
 
     def __init__(self, monitoring: Monitoring | None = None, *, fixed_batch: bool = False) -> None:
         self.monitoring = monitoring or Monitoring()
@@ -406,11 +401,7 @@ class Registry:
         self.gradients[what.index].join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
-        """Merge diverged replicas into one model.
-
-        Args:
-            gather: Whether to also collect the whole optimizer state on rank 0.
-        """
+        """Merge diverged replicas into one model."""
         for each in self.gradients:
             each.collapse(gather=gather)
 
@@ -427,9 +418,6 @@ class Registry:
 
     def before_change(self, stays: Sequence[bool]) -> None:
         """Prepare all models for a change of group on which the ranks have agreed.
-
-        Args:
-            stays: ``stays[r]`` is True if rank r is also in the next group.
 
         Raises CommunicationFailedError: The current group broke meanwhile.
         """

@@ -33,7 +33,6 @@ class Adaptation:
     """Adaptation of one run by its policies.
 
     Args:
-        run: The run that policies observe and change.
         sizes: Smallest and largest number of workers of the job; None if the group cannot change.
     """
 
@@ -117,9 +116,6 @@ class Adaptation:
 
     def after_step(self, step: LoaderStep, samples: int) -> None:
         """Apply the requests agreed on with a committed training step, and call the policies' ``after_step``.
-
-        Args:
-            samples: Number of samples committed with the step.
 
         Raises PolicyError: A strict policy failed; raised on every rank.
         """

@@ -42,7 +42,6 @@ class GroupChanges:
         adaptation: The user's policies, whose batch takes precedence.
         results: Results of user code's own collectives, which are sent to ranks that are behind in a new group.
         explain: Returns why a collective failed in a group that cannot change, given the collective's own error.
-        regroup_timeout_s: Longest wait for a generation with which to continue.
     """
 
     def __init__(
@@ -421,12 +420,7 @@ def _place(progress: RunProgress) -> tuple[int, int]:
 
 
 class UserCollectives:
-    """Collectives of the train function, whose results survive changes of the group.
-
-    Args:
-        changes: Finds another group if a collective between two steps fails.
-        passes: Passes of the loaders, which commit steps that were left by ``break`` before a collective.
-    """
+    """Collectives of the train function, whose results survive changes of the group."""
 
     def __init__(self, run: Run, changes: GroupChanges, passes: LoaderPasses, results: CollectiveResults) -> None:
         self._run, self._changes, self._passes, self._results = run, changes, passes, results
@@ -446,7 +440,6 @@ class UserCollectives:
         Args:
             what: Name of the collective, for comparison across ranks and for messages.
             detail: Further facts that must be equal on all ranks.
-            perform: Executes the collective in a group of several ranks.
             alone: Returns the result for this rank alone: before it has joined, during catch-up, and in a step that is
                 already lost.
 

@@ -32,7 +32,6 @@ class PoolClient:
     """Client of the pool of warm processes, which claims processes, and starts new ones when the pool requests it.
 
     Args:
-        environment: Ray runtime environment of the processes, added to that of this Ray job.
         start: Starts a process without an owner, given a node and a name.
     """
 

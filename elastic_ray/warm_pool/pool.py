@@ -114,7 +114,6 @@ class WarmPool:
 
         Args:
             job: Job or sweep of the caller. For a new job, the pool starts no other process on the node for a while.
-            environment: Key of the process's runtime environment.
             starting: Whether a process that is still starting is acceptable.
         """
         await self._found
@@ -135,7 +134,6 @@ class WarmPool:
         """Record how many processes a job would use on each node, and return the processes to start.
 
         Args:
-            environment: Key of the job's runtime environment.
             nodes: Number of processes that the job has and may want again, keyed by node.
             first: True if the job has just started training.
             over: True if the job has ended, so that this is its last call.

@@ -47,10 +47,7 @@ class GradientEngine(Participant):
     and the state that operations keep between steps.
 
     Args:
-        grad_scale: Returns AMP's current loss scale; 1 without AMP.
-        number: Index of the model, in the order in which the loop wraps models.
         check_finite: Whether to determine which ranks have NaN or infinite gradients.
-        scaler: AMP's ``GradScaler``; None without AMP.
         tiles: State of each optimizer, which the strategy may divide among ranks.
 
     Raises StrategyError: the strategy cannot be used with this model and optimizer.

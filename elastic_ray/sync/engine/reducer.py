@@ -50,9 +50,6 @@ class GradientReducer:
     ``optimizer.step()``, so user code may zero, clip and unscale gradients in each micro-step as usual.
 
     Args:
-        carried: Tracker of gradients that user code accumulates over several steps.
-        grad_scale: Returns AMP's current loss scale; 1 without AMP.
-        number: Index of the model, in the order in which the loop wraps models.
         check_finite: Whether to determine which ranks have NaN or infinite gradients.
         exchange_rows: Sends the row gradients of a pass to their owners; None without tables.
     """
@@ -179,11 +176,7 @@ class GradientReducer:
             self._layout.release()  # a rank that is alone uses it in such steps only
 
     def close(self, *, refuses_own: bool) -> None:
-        """Close the accumulation of gradients when the optimizer steps; later gradients belong to another loss.
-
-        Args:
-            refuses_own: Whether to raise RuntimeError if some gradients were not averaged over the ranks.
-        """
+        """Close the accumulation of gradients when the optimizer steps; later gradients belong to another loss."""
         if refuses_own and (self._step is None or self._step is not self._ledger.step):
             self._carried.refuse_own()
         self._open = False

@@ -49,12 +49,7 @@ def is_plain(plan: BucketPlan) -> bool:
 def make_bucket(
     plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, tiles: Sequence[TiledOptimizer]
 ) -> GradientBucket:
-    """Return the bucket for a plan, with ``tail`` extra elements for control values.
-
-    Args:
-        index: Position of the bucket in the order of reduction.
-        tiles: Tiled optimizer states, which know the ranks that own each part of a parameter.
-    """
+    """Return the bucket for a plan, with ``tail`` extra elements for control values."""
     if isinstance(plan.sync, Rows):
         return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
     if isinstance(plan.sync, Owner) and plan.sync.owns_tiles:
@@ -96,9 +91,6 @@ class BucketLayout:
     The tail holds control values, squared norms of local gradients, rank 0's statistics, the step's tag, and flags of
     used parameters. It is part of the last bucket if that bucket's reduction sums it exactly. Otherwise it is a
     separate buffer with its own all-reduce.
-
-    Args:
-        groups: Parameters of each parameter group, in the model's order.
 
     Attributes:
         sliced: Buckets of which each rank receives only a part of the mean.
@@ -242,10 +234,6 @@ class Reduction:
     The operations' state is committed once the optimizer has applied their results, or once the step has ended and
     its gradients wait for a later one. It does not change if a step is drawn again after the optimizer has applied
     it, or if the sum of a pass is not finite.
-
-    Args:
-        group: Ranks whose gradients are summed.
-        grad_scale: Function that returns AMP's current loss scale, 1 without AMP.
     """
 
     def __init__(
@@ -267,11 +255,7 @@ class Reduction:
         self._took_s = list(self._began_s)
 
     def start_step(self, steps: int) -> bool:
-        """Start a step; return True if its gradients are sent uncompressed, so that statistics can be measured.
-
-        Args:
-            steps: Number of committed steps, equal on all ranks.
-        """
+        """Start a step; return True if its gradients are sent uncompressed, so that statistics can be measured."""
         self.end_step()
         self.written = set()  # also where nothing is reduced any more: this rank may have become the only one
         # What does not compress may have been given something to send by a change of group.

@@ -32,11 +32,7 @@ _NOTHING = Monitor()
 
 
 class UnitStatistics:
-    """Statistics of one model's backward passes on one worker of a unit (workers that share one replica).
-
-    Args:
-        module: The model, or the part of it that this worker holds.
-    """
+    """Statistics of one model's backward passes on one worker of a unit (workers that share one replica)."""
 
     def __init__(self, unit: UnitGroup, module: torch.nn.Module, statistics: GradientStatistics) -> None:
         self._unit, self._module, self._statistics = unit, module, statistics
@@ -65,7 +61,6 @@ class UnitStatistics:
         """Sum the measurements of the unit's workers after the gradients of a step have been averaged.
 
         Args:
-            due: Results of :meth:`due`, one per worker.
             needed_by: Names of the settings that require the statistics; empty if there are none.
 
         Raises StrategyError: workers have different numbers of parameter groups, and a setting needs the statistics.
@@ -148,7 +143,6 @@ def why_not_in_units(plan: SyncPlan, params: Sequence[ParamInfo], held: Set[str]
     """Return why a model divided within a unit cannot use ``plan``, with a suggestion; empty if it can use it.
 
     Args:
-        params: Parameters of the model, to which the plan refers.
         held: Names of parameters that several workers of the unit hold and that must stay equal on them.
     """
     average = plan.strategy.average

@@ -36,9 +36,6 @@ class Bucket:
     :meth:`release`; a lone rank needs none.
 
     Args:
-        index: Position of the bucket in the order of reduction.
-        group: Parameter group that the parameters belong to.
-        params: Parameters in the order of ``views``.
         shows: Whether ``.grad`` may be a view of the buffer, because only a plain all-reduce uses the buffer.
 
     Attributes:

@@ -235,7 +235,6 @@ def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]
     """Return the rows that no rank holds, as pieces of parameters.
 
     Args:
-        rows: Number of rows of each parameter.
         held: Shards that each rank holds, possibly from several layouts.
     """
     have = covered(rows, {shard for mine in held for shard in mine})
@@ -254,8 +253,6 @@ def moves(
     If several ranks hold a row, the rank that has to send the least so far sends it.
 
     Args:
-        rows: Number of rows of each parameter.
-        held: Shards that each rank of the current group holds.
         widths: Number of elements per row of each parameter; 1 by default.
 
     Raises ValueError: Some rows are held by no rank; see :func:`lost`.

@@ -121,13 +121,7 @@ class MovedRows:
         self._waiting = None
 
     def measure(self, number: int, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
-        """Run an update and return its result; measure the update's norms if its gradient was measured.
-
-        Args:
-            number: Index of the optimizer that makes the update.
-            alone: Whether the group has a single rank, so that no values are exchanged.
-            counts: Whether this rank's rows are included in the sums; True on only one of several owners.
-        """
+        """Run an update and return its result; measure the update's norms if its gradient was measured."""
         optimizers, moved = optimizers_of(self._optimizer), self._meter.moved
         rows = self._rows(counts=counts)[group_ranges(optimizers)[number]]
         result, moved[number] = with_update_norms(optimizers[number], rows, update, whole=False)
@@ -170,12 +164,7 @@ class MovedRows:
 
 
 class ShardStatistics:
-    """Gradient statistics of one sharded model, measured while torch scatters its gradients.
-
-    Args:
-        optimizer: Optimizer that holds the model's shards and their state.
-        moved: Meter for the norms of updates.
-    """
+    """Gradient statistics of one sharded model, measured while torch scatters its gradients."""
 
     def __init__(
         self,
@@ -240,11 +229,7 @@ class ShardStatistics:
     # -- one backward pass ---------------------------------------------------------------------------------------------
 
     def start_pass(self, step: LoaderStep | None) -> None:
-        """Start a backward pass.
-
-        Args:
-            step: Step to which the pass belongs; None outside of steps.
-        """
+        """Start a backward pass."""
         ledger = self._run.ledger
         self._goes_on = self._measures = False
         if step is not None:

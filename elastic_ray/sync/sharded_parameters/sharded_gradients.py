@@ -45,12 +45,7 @@ if TYPE_CHECKING:
 
 
 class ShardedGradients(Participant):
-    """Gradient synchronisation of one sharded model; implements ``GradientSync``.
-
-    Args:
-        optimizer: Optimizer that holds the model's shards and their state.
-        number: Number of the model, in order of wrapping.
-    """
+    """Gradient synchronisation of one sharded model; implements ``GradientSync``."""
 
     def __init__(
         self,
