@@ -96,8 +96,7 @@ class TokenBatch:
         """Return this batch and its limits [samples], both recomputed for ``per_sample`` tokens per sample.
 
         Args:
-            limits: Current limits, whose initial and largest batch are replaced.
-            most: Samples per epoch, which no batch exceeds; None if unknown.
+            most: Samples per epoch, which the largest batch may not exceed; None if unknown.
         """
         batch = dataclasses.replace(self, per_sample=per_sample)
         first = max(batch.batch_size if most is None else min(batch.batch_size, most), limits.lower)
@@ -114,12 +113,6 @@ def read_token_batch(
     batch_tokens: Any, max_batch_tokens: Any, tokens_per_sample: Any, *, counted_first: float | None
 ) -> TokenBatch | None:
     """Return the batch that a loader's user declared in tokens; None if it was declared in samples.
-
-    Args:
-        batch_tokens: Tokens per step, or a schedule such as ``[(0, 65_536), ("0.25B", 262_144)]``.
-        max_batch_tokens: Largest batch [tokens]; None keeps the batch constant.
-        tokens_per_sample: A number, or ``"weigh"`` to count tokens by the loop's weights.
-        counted_first: Assumed tokens per sample until the loop has counted them; None if unknown.
 
     Raises TypeError, ValueError: An argument is invalid. The message names it and says how to fix it.
     """

@@ -58,9 +58,6 @@ class AgreedChanges:
         saves: Whether checkpoints are reported in the current group.
         reports: Number of rank 0's ``report`` calls. It is shared because a rank with fewer calls may become rank 0.
         critical_batch: Critical batch measured by the job's branches; None if unknown, and in a group's first step.
-
-    Args:
-        wishes: Source of the controller's requests to this rank.
     """
 
     def __init__(self, wishes: WorkerMembership | UnitWishes) -> None:
@@ -152,15 +149,11 @@ class AgreedChanges:
         """Vote (sum the ranks' control values) in a separate collective, and sum all values added to accumulators.
 
         Args:
-            added: Values added on this rank, keyed by accumulator and name.
             agree: Announces the vote with a payload, and returns the payload's sums over all ranks.
 
         Returns the accumulator, name and sum of each value, in the same order on every rank.
 
-        Raises:
-            CommunicationFailedError: the collective failed.
-            RanksDisagreeError: the ranks are not at the same place in the program.
-            RuntimeError: the ranks have added values under different names.
+        Raises the errors of :meth:`RankConsensus.vote`.
         """
         names = [(key, name) for key in sorted(added) for name in sorted(added[key])]
         world_size = communicator.world_size
@@ -239,14 +232,7 @@ class RankConsensus:
     """Consensus of one rank with the other ranks of its group.
 
     Args:
-        changes: Decisions that are agreed on but not yet carried out.
-        position: Progress of this rank.
-        parts: Further values to send with the control sums.
-        warn: Called with a warning for the job's user.
         is_last_epoch: Returns True if all ranks know that no other epoch follows.
-
-    Attributes:
-        announcer: Announcements of the current group before collectives.
     """
 
     def __init__(
@@ -295,13 +281,9 @@ class RankConsensus:
         """Announce this rank's next action. Call :meth:`agreed` before starting the action's collectives.
 
         Args:
-            payload: Values to be summed over the ranks.
-            plan: Facts to compare with those of the other ranks; None to compare parameters instead, if requested.
+            plan: Data plan to compare with the other ranks' plans; None to compare parameters instead, if requested.
 
-        Raises:
-            CommunicationFailedError: the group broke.
-            RanksDisagreeError: this rank has not completed its previous announcement.
-            ReplicasDifferError: facts that were announced ahead differ.
+        Raises RanksDisagreeError: this rank has not completed its previous announcement.
         """
         if self._ahead:
             self._complete_ahead()
@@ -335,9 +317,7 @@ class RankConsensus:
 
         Returns True if :meth:`agreed` must be called before the results are used.
 
-        Raises:
-            CommunicationFailedError: the group broke.
-            RanksDisagreeError: this rank has not completed its previous announcement.
+        Raises RanksDisagreeError: this rank has not completed its previous announcement.
         """
         if known and not self._ahead and not self._compares(what):
             self.announcer.start_quietly(what, self._position.state.progress.loader_steps)
@@ -381,9 +361,6 @@ class RankConsensus:
 
     def announce_finished(self, what: Announced, wait_s: float, fingerprint: int = 0) -> list[int]:
         """Announce that this rank no longer needs other ranks; return the fingerprints of all ranks.
-
-        Args:
-            fingerprint: Fingerprint of this rank's parameters after the last epoch; 0 if unknown.
 
         The result is empty if some ranks have not announced the same within ``wait_s`` [s].
         """
@@ -468,8 +445,6 @@ class RankConsensus:
         """Vote (sum the ranks' control values) in a separate collective, and sum all values added to accumulators.
 
         Args:
-            what: Announcement of the action for which the ranks vote.
-            added: Values added on this rank, keyed by accumulator and name.
             some_are_idle: Whether some ranks have no samples in this step; they do not know the names that other
                 ranks use.
             join: On a rank without samples, participates in an action that the other ranks have announced; None on

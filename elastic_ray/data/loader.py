@@ -408,7 +408,7 @@ class AdaptiveDataLoader(ResumableLoader):
                     self._source.commit()
                     if session.passes.ended_early is loader_pass:
                         break
-            total = self._pass_total(loader_pass)
+            total = loader_pass.position if self.dataset_size is None else self.dataset_size
         except GeneratorExit:
             # By break or by an exception: only after break does the program go on, and the step is committed then.
             self._session.ledger.abandon(loader_pass)
@@ -531,7 +531,7 @@ class AdaptiveDataLoader(ResumableLoader):
                 drop_last=self._drop_last,
                 shares=self._shares,
                 halving=self._halving(shape),
-                least=self._least_share(),
+                least=self._session.registry.least_share if self._leads and not self._given.whole_batches else 1,
                 owed=self._owed(),
                 shard=self._shard_of_unit[0],
                 shards=self._shard_of_unit[1],
@@ -552,10 +552,6 @@ class AdaptiveDataLoader(ResumableLoader):
             return 0, 1
         total = None if self._given.whole_batches else self.dataset_size
         return unit.place.share(self.current_batch_size, total, drop_last=self._drop_last)
-
-    def _least_share(self) -> int:
-        """Return the fewest samples that the run's models need at once for training; 1 if this loader does not lead."""
-        return self._session.registry.least_share if self._leads and not self._given.whole_batches else 1
 
     def _halving(self, shape: BatchChoice) -> Halving | None:
         """Return the rule for steps halved to measure noise; None if ranks or micro-batches show the noise already."""
@@ -583,6 +579,3 @@ class AdaptiveDataLoader(ResumableLoader):
         most, parts = min(bounds, default=None), self._shard_of_unit[1]  # shares count a sample of each shard as one
         least = -(-least // parts)
         return Shares(weights=weights, least=least, most=None if most is None else max(least, most // parts))
-
-    def _pass_total(self, loader_pass: PassProgress) -> int:
-        return loader_pass.position if self.dataset_size is None else self.dataset_size

@@ -21,10 +21,6 @@ def plan_rows(lengths: Sequence[int], row: int, *, seed: int, epoch: int) -> lis
     Every token of every document is used once. Documents are processed in random order. Each is cut into pieces of
     ``row`` tokens and a remainder, and each piece goes into the first of the most recent rows that has room for it.
 
-    Args:
-        lengths: tokens of each document; ``row`` is the number of tokens per row.
-        epoch: epoch number; each epoch has a different packing.
-
     >>> plan_rows([3, 5, 2], 4, seed=0, epoch=0)
     [[(1, 0, 4)], [(1, 4, 5), (2, 0, 2)], [(0, 0, 3)]]
     """

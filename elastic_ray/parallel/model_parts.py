@@ -119,11 +119,7 @@ class KeptModel:
 
 
 class ModelParts:
-    """Builder of the components of one wrapped model, replicated or sharded.
-
-    Args:
-        optimizer: Optimizer of the model; a ``JointOptimizer`` if there are several.
-    """
+    """Builder of the components of one wrapped model, replicated or sharded."""
 
     def __init__(
         self,

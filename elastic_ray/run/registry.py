@@ -152,12 +152,7 @@ class LoaderRegistry:
 
 
 class Registry:
-    """Registry of one run: its models, loaders, hooks and buffers.
-
-    Args:
-        monitoring: Measurements that the run's monitors have requested.
-        fixed_batch: Whether the batch size stays constant even if the loader allows it to adapt.
-    """
+    """Registry of one run: its models, loaders, hooks and buffers."""
 
     def __init__(self, monitoring: Monitoring | None = None, *, fixed_batch: bool = False) -> None:
         self.monitoring = monitoring or Monitoring()
@@ -405,19 +400,8 @@ class Registry:
         """Join the action ``what`` that other ranks have announced, because this rank has no samples in the step."""
         self.gradients[what.index].join(what)
 
-    @property
-    def merge_layout(self) -> MergeLayout | None:
-        """Layout of what :meth:`collapse` merges now; None if no replicas diverge."""
-        layouts = [(number, each.merge_layout) for number, each in enumerate(self.gradients) if each.drifts]
-        return MergeLayout(digest(layouts)) if layouts else None
-
-    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
-        """Merge diverged replicas into one model.
-
-        Args:
-            gather: Whether to also collect the whole optimizer state on rank 0.
-            alike: Whether all ranks are known to have the same :attr:`merge_layout`.
-        """
+    def collapse(self, *, gather: bool = True) -> None:
+        """Merge diverged replicas into one model."""
         for each in self.gradients:
             each.collapse(gather=gather, alike=alike)
 
@@ -434,9 +418,6 @@ class Registry:
 
     def before_change(self, stays: Sequence[bool]) -> None:
         """Prepare all models for a change of group on which the ranks have agreed.
-
-        Args:
-            stays: ``stays[r]`` is True if rank r is also in the next group.
 
         Raises CommunicationFailedError: The current group broke meanwhile.
         """

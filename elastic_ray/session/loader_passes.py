@@ -30,11 +30,7 @@ _LOST_SUMS = (
 
 
 class LoaderPasses:
-    """Passes of a run's loaders, and their steps.
-
-    Args:
-        adaptation: The user's policies, which are called between steps.
-    """
+    """Passes of a run's loaders, and their steps."""
 
     def __init__(self, run: Run, changes: GroupChanges, adaptation: Adaptation) -> None:
         self._run, self._changes, self._adaptation = run, changes, adaptation
@@ -75,11 +71,6 @@ class LoaderPasses:
         that their announcements would not match. The facts are then compared at the end of the step. The facts of a
         pass nested in a step are compared at the end of that pass, with its announcement. Before a round of steps in
         which no rank waits for another, ranks do not wait for the comparison, but before the round's end.
-
-        Args:
-            loader_pass: The pass, whose next step all ranks are about to start.
-            facts: Returns the facts that must be equal on all ranks.
-            leads: True for the loader whose steps count as the job's.
 
         Returns False if the group broke meanwhile and another one was entered; the step must then be divided again.
 
@@ -307,9 +298,6 @@ class LoaderPasses:
     def end_round(self, *, ends_pass: bool = True, abandoned: bool = False) -> bool:
         """End the current round (steps between two averagings of models), if any: the ranks vote, then average models.
 
-        Args:
-            ends_pass, abandoned: Same as in :meth:`edge`.
-
         Returns True if the round's steps are committed; otherwise they must be drawn again.
         """
         run, ledger = self._run, self._run.ledger
@@ -402,10 +390,8 @@ class LoaderPasses:
         """End a loader pass on all ranks together, so that no rank is ever more than one step ahead.
 
         Args:
-            total: Number of samples in the pass.
             put_off: True if user code after the loop has already run. Actions between two steps are postponed until the
                 progress includes that code, so that a joiner, or the job when resumed, does not run it again.
-            abandoned: True if the loop was left before its end.
             rest: Returns the hashes of the samples that the pass leaves out; None if the pass is not meant to use each
                 of its samples once.
 

@@ -134,11 +134,7 @@ def packed(layout: Mapping[str, str]) -> bytes:
 
 
 def difference(layouts: Mapping[int, bytes]) -> str:
-    """Return an error text on how the layouts of two ranks differ.
-
-    Args:
-        layouts: Packed layouts of the two ranks, keyed by rank.
-    """
+    """Return an error text on how the layouts of two ranks differ."""
     (one, ones), (other, others) = ((rank, json.loads(text)) for rank, text in sorted(layouts.items()))
     names = [name for name in dict.fromkeys([*ones, *others]) if ones.get(name) != others.get(name)]
     told = [

@@ -326,7 +326,6 @@ class SharedState:
             ledger: Ledger of this rank, which leaves a step if other ranks will draw it again or have completed it.
             replicas: Merges replicas that differ among ranks at the same progress. Before anything is sent, the ranks
                 that hold a state replace it by the mean over the ranks among them that completed the last average.
-            samples: Samples per epoch of this rank's training data; None if unknown.
 
         Raises:
             CommunicationFailedError: A peer was lost meanwhile. This rank's state is complete, or it has none.
@@ -491,10 +490,6 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 class RegisteredState:
     """Registered state, and everything needed to restore it after a lost step.
 
-    Args:
-        target: Object with ``state_dict`` and ``load_state_dict``.
-        warn: Warns the job's user of a state that cannot be sent.
-
     Attributes:
         state: The part of the state that all ranks share.
         extras: For a module: modes, extra states, and sums of metrics; None for any other object.
@@ -530,7 +525,6 @@ class ModuleExtras:
 
     Args:
         sums: Whether sums of metrics are included, because the user has declared that all ranks share them.
-        warn: Warns the job's user of a state that cannot be sent.
     """
 
     in_place = False

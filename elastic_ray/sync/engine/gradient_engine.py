@@ -23,8 +23,7 @@ from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup, make_operation
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.trainable import Trainable, layers_by_parameter, local_groups, profile_of
-from elastic_ray.sync.engine.unit_statistics import UnitStatistics
-from elastic_ray.sync.engine.unit_strategies import held_by_several, why_not_in_units
+from elastic_ray.sync.engine.unit_statistics import UnitStatistics, held_by_several, why_not_in_units
 from elastic_ray.sync.plan import ModelProfile, SyncPlan
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.example_norms import ExampleNorms
@@ -48,10 +47,7 @@ class GradientEngine(Participant):
     and the state that operations keep between steps.
 
     Args:
-        grad_scale: Returns AMP's current loss scale; 1 without AMP.
-        number: Index of the model, in the order in which the loop wraps models.
         check_finite: Whether to determine which ranks have NaN or infinite gradients.
-        scaler: AMP's ``GradScaler``; None without AMP.
         tiles: State of each optimizer, which the strategy may divide among ranks.
 
     Raises StrategyError: the strategy cannot be used with this model and optimizer.
@@ -119,18 +115,15 @@ class GradientEngine(Participant):
 
     @property
     def strategy_name(self) -> str:
-        """Name of the current strategy; ``"by hand"`` if the user built a strategy without a name."""
         return self.plan.strategy.name or "by hand"
 
     @property
     def strategy_key(self) -> str | None:
-        """Key under which step times are recorded; times with equal keys are comparable. None during a race."""
         force = self._in_force
         return force.own_key if force.tuner is None else force.key
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
-        """Winners of races between strategies, keyed by model number, backend, and distribution of ranks over nodes."""
         return self._in_force.tuner.found if self._in_force.tuner is not None else {}
 
     @property
@@ -161,7 +154,6 @@ class GradientEngine(Participant):
 
     @property
     def is_open(self) -> bool:
-        """True if ``.grad`` holds gradients of earlier steps that no optimizer step has applied yet."""
         return self._carried.is_open
 
     @property
@@ -170,18 +162,12 @@ class GradientEngine(Participant):
         return self._carried.local
 
     def set_strategy(self, strategy: object) -> None:
-        """Switch to another strategy from the next step on; all ranks must request the same one in the same step.
-
-        Raises StrategyError, TypeError: the strategy is unknown, or cannot be used with this model.
-        """
         self._in_force.ask(strategy)
 
     def keep_strategy(self) -> None:
-        """Cancel a requested switch to another strategy that has not taken effect yet."""
         self.set_strategy(self.strategy)
 
     def set_topology(self, topology: str) -> None:
-        """Switch to another all-reduce topology from the next step on; raises StrategyError if the name is unknown."""
         self._in_force.ask_topology(topology)
 
     def explain_strategy(self) -> StrategyTable:
@@ -255,11 +241,6 @@ class GradientEngine(Participant):
             self._expect_examples(self._statistics.examples)
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
-        """Set whether noise is measured from the gradients of single samples; return True if it will be.
-
-        Args:
-            every: Number of steps between measurements; None lets the meter choose.
-        """
         known = self._statistics.examples
         if wanted and known is not None and known.every == every:
             return True
@@ -333,14 +314,12 @@ class GradientEngine(Participant):
                 statistics.add_up(wishes.measured, self._statistics_for)
 
     def applied(self) -> None:
-        """Record, just before an update, that gradients are applied, so that a lost step does not restore them."""
         self._carried.applied = True
         self._reducer.reduction.applied()
         if self.drift.average is not None:
             self.drift.record_update()
 
     def scale_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Correct Adam's second moments to those of the whole batch, after an update with local gradients."""
         average, step = self.drift.average, self._context.ledger.outermost
         if average is not None and average.batch_moments and self.drift.on and step is not None:
             own = sum(step.sizes[self._context.group.rank])
@@ -352,22 +331,18 @@ class GradientEngine(Participant):
 
     @property
     def gives_statistics(self) -> bool:
-        """True if the gradient noise scale is measured."""
         return self._in_force.plan.strategy.average is None
 
     @property
     def drifts(self) -> bool:
-        """True while replicas intentionally diverge (local SGD and similar strategies)."""
         return self.drift.average is not None and self.drift.on
 
     @property
     def may_train(self) -> bool:
-        """True if the model is in training mode and gradients are enabled."""
         return self._module.training and torch.is_grad_enabled()
 
     @property
     def settled(self) -> bool:
-        """True if all replicas are identical and this rank can save the complete state after the committed steps."""
         return self.drift.settled and self._sharded.settled and all(each.settled for each in self._tiles)
 
     def fix_drift(self) -> int:
@@ -380,12 +355,10 @@ class GradientEngine(Participant):
         return digest((self.plan.digest, self._in_force.asked_digest))
 
     def prepare_average(self) -> None:
-        """Start to average the models after the last step of a period, while the ranks still vote on its steps."""
         if not self._in_force.pending:
             self.drift.prepare()
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """Average the replicas, if due, after a committed step; with ``agree_on_scale``, equalise AMP's loss scales."""
         self._reducer.drop_halves()
         if self.drift.average is not None:
             self.drift.after_step(ends=self._ends)
@@ -394,12 +367,10 @@ class GradientEngine(Participant):
 
     @property
     def divided(self) -> bool:
-        """True if the optimizer's state is divided among ranks."""
         return any(each.divided for each in self._tiles)
 
     @property
     def tabled(self) -> bool:
-        """True if the model has sharded tables."""
         return bool(self._sharded)
 
     @property
@@ -408,17 +379,10 @@ class GradientEngine(Participant):
         return self.tabled
 
     def join(self, what: Announced) -> None:
-        """Participate in the announced row exchange ``what`` without fetching rows, as this rank has no samples."""
         self._sharded.join(what)
 
-    @property
-    def merge_layout(self) -> int:
-        """Digest of the tensors that replicas merge: parameters and optimizer state."""
-        return self.drift.layout
-
-    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
-        """Make diverged replicas identical; with `gather`, rank 0 also receives the complete optimizer state."""
-        self._make_one(alike=alike)
+    def collapse(self, *, gather: bool = True) -> None:
+        self._make_one()
         if gather:
             self._gather_tiles()
 
@@ -469,7 +433,6 @@ class GradientEngine(Participant):
             each.enter_group()
 
     def remember(self) -> Any:
-        """Return the data that :meth:`roll_back` needs if the step that is about to start is lost."""
         self._reducer.reduction.end_step()
         force = self._in_force
         self._asked_before, self._entering = force.asked, False
@@ -478,7 +441,6 @@ class GradientEngine(Participant):
         return self._carried.remember()
 
     def roll_back(self, remembered: Any) -> None:
-        """Undo a lost step, given the data from :meth:`remember`."""
         self._reducer.reduction.void()
         self._stepped = None
         self._in_force.roll_back(self._asked_before)
@@ -491,7 +453,6 @@ class GradientEngine(Participant):
         return {**self._carried.capture(), **self._in_force.capture(), **self._owed.capture(), **average}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state; its strategy is ignored if this run started with a different strategy."""
         if self._in_force.restore(tree):
             self._reducer.rebuild()
         for each in self._row_steps:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.device_numbers import Number, read, read_with
@@ -50,12 +49,7 @@ def is_plain(plan: BucketPlan) -> bool:
 def make_bucket(
     plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, tiles: Sequence[TiledOptimizer]
 ) -> GradientBucket:
-    """Return the bucket for a plan, with ``tail`` extra elements for control values.
-
-    Args:
-        index: Position of the bucket in the order of reduction.
-        tiles: Tiled optimizer states, which know the ranks that own each part of a parameter.
-    """
+    """Return the bucket for a plan, with ``tail`` extra elements for control values."""
     if isinstance(plan.sync, Rows):
         return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
     if isinstance(plan.sync, Owner) and plan.sync.owns_tiles:
@@ -97,9 +91,6 @@ class BucketLayout:
     The tail holds control values, squared norms of local gradients, rank 0's statistics, the step's tag, and flags of
     used parameters. It is part of the last bucket if that bucket's reduction sums it exactly. Otherwise it is a
     separate buffer with its own all-reduce.
-
-    Args:
-        groups: Parameters of each parameter group, in the model's order.
 
     Attributes:
         sliced: Buckets of which each rank receives only a part of the mean.
@@ -164,8 +155,8 @@ class BucketLayout:
         """Tail (extra elements) that holds the control values, in its current memory."""
         last = self.buckets[-1]
         if self.tail_rides and isinstance(last, Bucket):
-            self._numbers = last.tail_numbers
-            return last.tail
+            self._numbers = last.memory.tail_numbers
+            return last.memory.tail
         self._numbers = self._own_tail.numpy() if self._own_tail.device.type == "cpu" else None
         return self._own_tail
 
@@ -243,10 +234,6 @@ class Reduction:
     The operations' state is committed once the optimizer has applied their results, or once the step has ended and
     its gradients wait for a later one. It does not change if a step is drawn again after the optimizer has applied
     it, or if the sum of a pass is not finite.
-
-    Args:
-        group: Ranks whose gradients are summed.
-        grad_scale: Function that returns AMP's current loss scale, 1 without AMP.
     """
 
     def __init__(
@@ -268,11 +255,7 @@ class Reduction:
         self._took_s = list(self._began_s)
 
     def start_step(self, steps: int) -> bool:
-        """Start a step; return True if its gradients are sent uncompressed, so that statistics can be measured.
-
-        Args:
-            steps: Number of committed steps, equal on all ranks.
-        """
+        """Start a step; return True if its gradients are sent uncompressed, so that statistics can be measured."""
         self.end_step()
         self.written = set()  # also where nothing is reduced any more: this rank may have become the only one
         # What does not compress may have been given something to send by a change of group.
@@ -502,24 +485,6 @@ class StepWeights:
         self._consensus.announcer.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[list[float]] = told.tolist()
         return found
-
-
-class Announcements:
-    """Announcements of a model's backward pass, by which ranks check that all are about to reduce the same buckets.
-
-    Args:
-        layout: Layout of the model's buckets in the current group.
-
-    Attributes:
-        plain: Announcement that is made if micro-batches are weighted by their numbers of samples.
-        weighed: Announcement that is made if the loop sets the weights, which requires one more collective.
-    """
-
-    def __init__(self, number: int, layout: BucketLayout) -> None:
-        plain, strategy = layout.digest, layout.strategy
-        weighed = digest((plain, "weighed")), f"{strategy}, weighed by loader.weigh()"
-        self.plain = Announced(Intent.GRADIENTS, number, plain, strategy)
-        self.weighed = Announced(Intent.GRADIENTS, number, *weighed)
 
 
 def refuse_weights(step: LoaderStep | None) -> None:

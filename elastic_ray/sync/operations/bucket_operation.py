@@ -72,9 +72,6 @@ class WireForm:
 
     With fp16, a value above 65504 becomes infinite, and so does the sum on every rank. AMP's scaler then skips the
     step and lowers its scale, as for an overflow under autocast.
-
-    Args:
-        dtype: Value of ``Wire.dtype``: ``"native"``, ``"bf16"`` or ``"fp16"``.
     """
 
     def __init__(self, dtype: str) -> None:

@@ -102,13 +102,11 @@ class LowRankCompression(Compression):
         self._fresh = []
 
     def factors(self) -> dict[int, torch.Tensor]:
-        """Return the factor Q^T of each matrix, keyed by the position of its parameter in the bucket."""
         if not self._laid_out:
             return dict(self._given)
         return {matrix.place: factor for matrix, factor in zip(self._matrices, self._factors, strict=True)}
 
     def set_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Use the given factors, which come from another rank or another layout, as the start of the next pass."""
         self._given = factors
         self._laid_out = 0
 

@@ -210,11 +210,7 @@ class Compression(Protocol):
 
 
 class CompressedOperation(OwingOperation):
-    """Compressed all-reduce of one bucket; implements ``BucketOperation``.
-
-    Args:
-        places: Positions of the bucket's parameters in the model.
-    """
+    """Compressed all-reduce of one bucket; implements ``BucketOperation``."""
 
     def __init__(self, compression: Compression, places: Sequence[int]) -> None:
         super().__init__()

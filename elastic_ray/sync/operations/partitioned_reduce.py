@@ -21,12 +21,6 @@ class PartitionedReduceOperation(BucketOperation):
     Along the first axis, the flat buffer is divided as it is. Along another axis, each tensor is cut into slices, and
     the i-th slices of all tensors are packed together. If a tensor's axis is shorter than ``parts``, it is cut into
     as many slices as possible.
-
-    Args:
-        parts: Number of parts, each reduced by its own collective; 1 or more.
-        axis: Axis along which tensors are divided; see ``Reduce``.
-        seed: Seed for the choice of the axis; see ``Reduce``.
-        places: Positions of the bucket's parameters in the model.
     """
 
     def __init__(self, parts: int, axis: int, seed: int, places: Sequence[int], form: WireForm) -> None:
@@ -99,11 +93,7 @@ def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> in
 
 
 class OwnerOperation(BucketOperation):
-    """Reduction to an owner, and broadcast of the result; it has no state that could be lost with the owner.
-
-    Args:
-        owner: Rank that sums the bucket.
-    """
+    """Reduction to an owner, and broadcast of the result; it has no state that could be lost with the owner."""
 
     def __init__(self, owner: int, form: WireForm) -> None:
         self._owner, self._form = owner, form

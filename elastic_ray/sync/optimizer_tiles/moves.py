@@ -21,11 +21,7 @@ class StateLostError(LostGroupError):
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], give: Callable[[int], list[State]]
 ) -> Iterator[tuple[int, list[State]]]:
-    """Send tiles of optimizer state to ranks that lack them; see :func:`exchange`.
-
-    Args:
-        give: Returns, for a tile that this rank holds, the optimizer state of each of its spans.
-    """
+    """Send tiles of optimizer state to ranks that lack them; see :func:`exchange`."""
     pairs: dict[tuple[int, int], list[int]] = {}
     for move in sorted(moves, key=lambda move: move.tile):
         pairs.setdefault((move.source, move.destination), []).append(move.tile)

@@ -46,7 +46,6 @@ class TiledOptimizer:
     Methods that communicate raise CommunicationFailedError if the group breaks.
 
     Args:
-        number: Index of the model, in the order in which the loop wraps models.
         groups: Range of this optimizer's parameter groups among those of all optimizers of the model; None if it is
             the only one.
 
@@ -443,11 +442,7 @@ class Denominators:
     def gather(
         self, communicator: Communicator, held: HeldTiles, params: Mapping[str, Parameter], senders: Sequence[int]
     ) -> None:
-        """Send the denominators from their first owners to all ranks; called on every rank.
-
-        Args:
-            senders: First owner of each tile.
-        """
+        """Send the denominators from their first owners to all ranks; called on every rank."""
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         # Parameters keep their memory format where they are whole, and so do these.
         found = {name: torch.empty_like(params[name], dtype=torch.bfloat16) for name in held.tiling.names}

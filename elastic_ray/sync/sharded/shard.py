@@ -218,11 +218,7 @@ class TableShard:
         return rows
 
     def push(self, communicator: Communicator, ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Send row gradients to the row owners; return ids and summed gradients of the rows that this rank owns.
-
-        Args:
-            gradient: Gradients on this rank for the rows ``ids``, weighted by samples.
-        """
+        """Send row gradients to the row owners; return ids and summed gradients of the rows that this rank owns."""
         if communicator.world_size == 1:
             return ids, gradient
         owners = self._by_tile
@@ -237,11 +233,7 @@ class TableShard:
         return summed(list(pieces), gradient.shape[1])
 
     def whole(self, communicator: Communicator | None, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """Return the named tensors of the complete table on rank 0, None on other ranks; called on every rank.
-
-        Args:
-            communicator: Communicator of the group; None before the first group.
-        """
+        """Return the named tensors of the complete table on rank 0, None on other ranks; called on every rank."""
         store = self.store
         assert store is not None
         stores = [store]

@@ -199,7 +199,6 @@ def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, 
     that writes later rows returns `Pieces` without elements for it, so that all ranks list the same names in order.
 
     Args:
-        shapes: Shape of each whole parameter of the model.
         share: Index of this rank among the shard's owners, and number of owners.
     """
     found: Written = {}

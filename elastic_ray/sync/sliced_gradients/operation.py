@@ -30,9 +30,6 @@ class SlicedBucket(Bucket):
 
     Before its reduction is launched, it is an ordinary bucket. From then on, ``.grad`` is a ``SlicedGradient``, and
     the bucket holds the sums of the parts that this rank owns.
-
-    Args:
-        index: Position of the bucket in the order of reduction.
     """
 
     sliced = True
@@ -178,10 +175,6 @@ class SlicedOperation(BucketOperation):
     per tile, the two exchanges send (W - 1) / W and 1 / W of the bucket, compared with 2 (W - 1) / W for an
     all-reduce. All owners of a piece have bit-identical results: the first owner sums in rank order, and sends the
     sum to the others.
-
-    Args:
-        copies: Number of owners per tile.
-        form: Dtype conversion for gradients that are sent to the first owner.
     """
 
     def __init__(self, copies: int, form: WireForm) -> None:
