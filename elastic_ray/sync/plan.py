@@ -331,7 +331,7 @@ def _cut(mine: Sequence[int], params: Sequence[ParamInfo], sync: Sync, *, first:
     cuts: list[list[int]] = [[]]
     size = 0
     for i in mine:
-        if cuts[-1] and size + params[i].nbytes > limit:
+        if size >= limit:  # not before: a bias would be alone if the matrix after it did not fit
             cuts.append([])
             size, limit = 0, full
         cuts[-1].append(i)

@@ -127,6 +127,29 @@ def test_ranks_of_a_real_group_hold_equal_bits(topology: str, dtype: torch.dtype
     assert sum(sent for *_, sent in results) == 2 * elements * dtype.itemsize
 
 
+def test_sums_under_way_at_once_do_not_mix() -> None:
+    """Buckets of several models, or of several topologies, may have one number, or other numbers of rounds."""
+    names = ("ring", "star", "ring", "two_level")
+
+    def work(communicator: Communicator) -> list[torch.Tensor]:
+        found = []
+        for step in range(5):
+            works, buckets = [], []
+            for number, name in enumerate(names):
+                bucket = Bucket(0, 0, [torch.nn.Parameter(torch.zeros(20 + number))], 0)
+                bucket.flat.fill_(float(10**number * (step + communicator.rank)))
+                works += make_operation(plan(name, TWO_NODES[:3])).launch(bucket, communicator.gradients)
+                buckets.append(bucket)
+            for each in works:
+                communicator.wait(each)
+            found += [bucket.flat for bucket in buckets]
+        return found
+
+    wanted = [torch.full((20 + at,), float(10**at * (3 * step + 3))) for step in range(5) for at in range(4)]
+    for found in on_ranks(3, work):
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("ending", ["a lost peer", "void"])
 def test_rounds_end_with_their_group(ending: str) -> None:
     def work(communicator: Communicator) -> str:

@@ -1,9 +1,10 @@
 """All-reduces with a selectable topology, which defines the rounds of transfers between ranks (torch).
 
 KungFu (OSDI 2020) makes the topology of an all-reduce a parameter that adaptation policies change. Here, a
-topology is a schedule of rounds that is equal on all ranks. Each round is one ``all_to_all``, which every backend
-supports; ranks with nothing to send or receive take part with empty tensors. Each sum is computed by one rank and
-then copied, or by two ranks from the same two parts, so that all ranks have bit-identical results.
+topology is a schedule of rounds that is equal on all ranks. On CPUs, a round is the sends and receives of ranks that
+exchange something. On GPUs, it is one ``all_to_all``, which NCCL orders with its other collectives. Each sum is
+computed by one rank and then copied, or by two ranks from the same two parts, so that all ranks have bit-identical
+results.
 """
 
 from __future__ import annotations
@@ -160,10 +161,8 @@ class RoutedReduceOperation:
             for (source, _), (begin, end) in each.transfers.items()
             if source == group.rank
         )
-        # ranks launch buckets in the same order, so that a tag may come again in the next step
-        tag = bucket.index * len(self._rounds)
-        transfer = functools.partial(exchange, self._rounds, flat, group.rank, tag)
-        return (group.in_background(transfer, sent * flat.itemsize),)
+        transfer = functools.partial(exchange, self._rounds, flat, group.rank)
+        return (group.in_background(transfer, len(self._rounds), sent * flat.itemsize),)
 
     def next_round(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Add or copy the parts received in the last round, and start the next round."""
@@ -196,14 +195,14 @@ class RoutedReduceOperation:
         self._coming = []
 
 
-def exchange(rounds: Sequence[Round], flat: torch.Tensor, rank: int, tag: int, group: Any) -> None:
+def exchange(rounds: Sequence[Round], flat: torch.Tensor, rank: int, group: Any, tag: int) -> None:
     """Go through all rounds of a rank, with the sends and receives of torch's process group ``group``.
 
     All receives start at once, so that no sender waits for word that the receiver is ready. Copied parts arrive in
     their place: their sum contains what was there, which has therefore been sent.
 
     Args:
-        tag: First of the tags of this bucket, one for each round.
+        tag: First of the tags of this exchange, one for each round.
 
     Raises RuntimeError: a peer is gone, or the group's timeout has passed.
     """
