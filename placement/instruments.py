@@ -49,13 +49,13 @@ class Instrument:
             raise ValueError(f"buckets must be given for a histogram, and for nothing else, but got {self.buckets}")
 
     def sample(self, value: float | None, *labels: str) -> tuple[Sample, ...]:
-        """Return a sample of the value; empty if the value is unknown, infinite, or no increase (of a counter).
+        """Return a sample of the value; empty if the value is unknown, infinite, or not an increase (of a counter).
 
         Args:
-            value: Value in the metric's unit, or increase of a counter; None if unknown.
-            *labels: Values of the labels, in their order.
+            value: Value in the metric's unit, or the increase of a counter; None if unknown.
+            *labels: Values of the labels, in the metric's order.
 
-        Raises ValueError: the number of labels differs from the metric's.
+        Raises ValueError if the number of labels differs from the metric's.
         """
         if len(labels) != len(self.labels):
             raise ValueError(f"{self.name} must get values for {self.labels}, but got {labels}")
@@ -105,7 +105,7 @@ def counter(name: str, description: str, *labels: str) -> Instrument:
 
 
 def histogram(name: str, description: str, buckets: tuple[float, ...], *labels: str) -> Instrument:
-    """Return a metric of single observations, counted in buckets with these upper bounds."""
+    """Return a metric of individual observations, counted in buckets with these upper bounds."""
     return Instrument(name=name, kind=InstrumentKind.HISTOGRAM, description=description, labels=labels, buckets=buckets)
 
 

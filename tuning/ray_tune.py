@@ -284,7 +284,7 @@ class ElasticTrainable(Trainable):
     def restore(self, checkpoint_path: Any) -> None:
         """Set the checkpoint, from this or another trial, that the trial loads at its first step.
 
-        Raises NoCheckpointError: ``checkpoint_path`` is a training result without a checkpoint.
+        Raises NoCheckpointError if ``checkpoint_path`` is a training result without a checkpoint.
         """
         if checkpoint_path.checkpoint is None:
             raise NoCheckpointError(self.trial_id)

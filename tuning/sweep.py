@@ -93,7 +93,7 @@ def this_driver(
 ) -> SweepDriver:
     """Return a new driver: a record that this process runs the sweep whose results are in ``folder``.
 
-    Without a promise (comparison rule), all trials weigh the same. Raises ValueError: the limits have a deadline or
+    Without a promise (comparison rule), all trials weigh the same. Raises ValueError if the limits have a deadline or
     budget, but the total number of ``trials`` or of reports per trial is unknown.
     """
     if limits is not None and limits.planned:
@@ -127,7 +127,7 @@ def sweep_runs(name: str) -> bool:
 def claim_sweep(name: str, driver: SweepDriver) -> None:
     """Make ``driver`` the only driver of the sweep ``name``; wait up to 10 s for an earlier driver to end.
 
-    Raises SweepRunsError: another sweep of this name is running.
+    Raises SweepRunsError if another sweep of this name is running.
     """
     deadline = time.monotonic() + 2 * _SEEN_S
     for attempt in range(_ATTEMPTS):

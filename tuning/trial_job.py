@@ -215,7 +215,7 @@ class TrialJob:
         Each call acknowledges the reports that earlier calls returned. Training blocks in ``report`` when it is
         more than ``reports_ahead`` reports ahead of the last acknowledged one.
 
-        Raises ValueError: the trial has made ``Promise.patience`` reports, none with the metric that is compared.
+        Raises ValueError if the trial has made ``Promise.patience`` reports, none with the metric that is compared.
         """
         try:
             report = self._handle.next_report(self._taken, timeout)

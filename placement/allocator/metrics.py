@@ -53,7 +53,7 @@ def cluster_samples(
 
     Args:
         scaling: Latest decision about the cluster's size; None if the allocator does not size the cluster.
-        prices: Dual price per slot (the price at which jobs request no more slots than exist), keyed by GPU type.
+        prices: Dual price per slot (high enough that jobs request no more slots than exist), keyed by GPU type.
     """
     found = _slot_samples(core.cluster.nodes, core.jobs.values())
     phases = collections.Counter(map(_phase, core.jobs.values()))
@@ -87,8 +87,8 @@ def _phase(job: JobState) -> str:
 def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sample]:
     """Return slots by GPU type and state; the states of a type sum to all its slots.
 
-    ``starting`` slots are granted to jobs that do not hold them yet, ``draining`` ones are unused on nodes that will
-    go away, ``other`` ones are held by users other than elastic jobs.
+    ``starting`` slots have been granted to jobs that do not hold them yet, ``draining`` ones are unused on nodes that
+    will go away, and ``other`` ones are held by users other than elastic jobs.
     """
     held, granted = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
     by_id = {node.node_id: node for node in nodes}
@@ -119,12 +119,12 @@ def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sampl
 
 
 def _amount(amounts: Resources, total: Resources) -> float:
-    """Return the GPUs among these amounts, or the CPUs on a node that has no GPU in all."""
+    """Return the number of GPUs in these amounts, or of CPUs if the node has no GPU at all."""
     return amounts.get("GPU" if total.get("GPU") else "CPU", 0.0)
 
 
 class AllocatorMetrics:
-    """Writer of the allocator's metrics at regular intervals.
+    """Periodic writer of the allocator's metrics.
 
     Args:
         write: Function that writes samples; None writes nothing.

@@ -1,6 +1,6 @@
 """Snapshot of the allocator: its jobs, its decision log, and predicted start times of waiting jobs.
 
-All are plain values. Start times are predicted from the ends of running jobs, which release their slots.
+All are plain values. Start times are predicted from the times when running jobs end and release their slots.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from placement.text import printable
 
 
 class Trigger(str, enum.Enum):
-    """Trigger of a decision; if there were several, the first one is recorded."""
+    """Trigger of a decision; if there were several, only the first is recorded."""
 
     ARRIVAL = "arrival"
     """A job has come."""
@@ -139,10 +139,10 @@ def start_times(
 ) -> dict[str, float]:
     """Return the time until each waiting job's smallest size fits [s], keyed by job, omitting unpredictable jobs.
 
-    The estimate is rough. It assumes that every running job keeps its current size and goodput until its end, that a
+    The estimate is rough. It assumes that every running job keeps its current size and goodput until it ends, that a
     job without a declared length or a fitted model never ends, that nodes and the set of jobs do not change, and that
-    jobs started in the meantime do not end. Waiting jobs are served by priority, then by arrival; among jobs with the
-    same kind of worker, each waits for the jobs before it.
+    jobs started in the meantime do not end. Waiting jobs are served by priority, then by arrival; a job waits for all
+    earlier jobs with the same kind of worker.
 
     Args:
         running: Running jobs, with their workers keyed by node id.

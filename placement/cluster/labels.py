@@ -31,7 +31,7 @@ def check_selector(selector: Mapping[Any, Any], what: str) -> None:
 
     Raises:
         TypeError: A label or a condition is not a string.
-        ValueError: A condition has none of the four forms.
+        ValueError: A condition matches none of the four forms.
     """
     for label, condition in selector.items():
         if not isinstance(label, str) or not isinstance(condition, str):

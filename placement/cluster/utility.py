@@ -56,7 +56,7 @@ class Utility:
         return found
 
     def surplus(self, age_s: float, left_s: NDArray[np.float64], usd_per_h: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the value of completing the job in ``left_s`` [s], less the workers' cost until then [USD].
+        """Return the value of completing the job in ``left_s`` [s], minus the workers' cost until then [USD].
 
             surplus = U(age + left) - price x left
 
@@ -75,7 +75,7 @@ class Utility:
             age_s: Time since the job's submission [s].
             left_s: Time until completion on 1..n workers [s].
             usd_per_h: Price of 1..n workers [USD/h].
-            least: Minimum number of workers of the job.
+            least: Minimum number of workers for the job.
             present: Current number of workers; 0 if the job is waiting.
         """
         if len(left_s) < least:
@@ -106,7 +106,7 @@ def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> 
         old, old_rate: The smaller number of workers, and the throughput R on them in any unit.
         new, new_rate: The larger number of workers, and the throughput on them in the same unit.
 
-    Returns 1 for perfect scaling, 0 if nothing is gained, a negative number if throughput falls.
+    Returns 1 for perfect scaling, 0 if nothing is gained, and a negative number if throughput falls.
     """
     return (new_rate - old_rate) / (new - old) / (old_rate / old)
 

@@ -1,8 +1,7 @@
-"""Fit of the throughput model to measured steps, with optimistic priors for configurations never measured.
+"""Fit of the throughput model to measured steps, with optimistic priors for configurations not yet measured.
 
-Source of the priors: Pollux (OSDI 2021), section 4.1 ("prior-driven exploration"). A job that has never run on
-more resources is assumed to scale perfectly onto them, so that the allocator tries them and then has
-measurements.
+Source of the priors: Pollux (OSDI 2021), section 4.1 ("prior-driven exploration"). A job that has never run on more
+resources is assumed to scale perfectly onto them, so that the allocator tries them and thereby gets measurements.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
 
         sum_i w_i [(log T_step(i) - log step_time_i)^2 + (log T_grad(i) - log grad_time_i)^2]
 
-    with the second term only if grad_time was measured. Priors determine the parameters that the data leave open. If
-    the data contain
+    with the second term only if grad_time was measured. Priors determine any parameters that the data do not. If the
+    data contain
 
     - only one atomic batch size: alpha_c = beta_c m, half of the compute time each. With ``fixed_batch``, alpha_c =
       0: more replicas then mean smaller atomic batches, and sizes that were never tried are assumed to scale
@@ -117,8 +116,8 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
 class _Regression:
     """Least squares over the free parameters z; the full parameter vector is p = ties @ z + offset.
 
-    Times are in units of the geometric mean step time, and beta_c in such units per mean atomic batch, so
-    that the unknowns are near 1 at any speed of the job.
+    Times are in units of the geometric mean step time, and beta_c in such units per mean atomic batch, so that the
+    unknowns are near 1 whatever the job's speed.
     """
 
     def __init__(self, observations: list[Observation], *, fixed_batch: bool) -> None:
@@ -178,7 +177,7 @@ class _Regression:
         return ties, offset, free
 
     def starts(self) -> list[Floats]:
-        """Return starting points of the search: little and much synchronisation, with little and much overlap."""
+        """Return starting points for the search: little synchronisation with little overlap, and much of both."""
         micro = np.where(self.measured, self.log_grad, self.log_step - np.log1p(self.accum))
         compute = float(np.exp(np.median(micro))) / 2
         points = [(0.1, 1.5), (1.0, 3.0)] if _GAMMA in self.free else [(0.0, 1.0)]
@@ -250,9 +249,9 @@ def least_squares(
 ) -> tuple[float, Floats]:
     """Minimise the cost from ``start`` by the Levenberg-Marquardt method, projected onto the bounds.
 
-    With errors e, slopes J = de/dx and g = J^T e, an unknown is fixed while it lies on a bound and -g points beyond
-    that bound. All other unknowns move by d, clipped at the bounds, with Marquardt's damping mu and a separate scale
-    for each unknown::
+    With errors e, slopes J = de/dx and g = J^T e, an unknown is fixed while it is on a bound and -g points beyond that
+    bound. All other unknowns move by d, clipped at the bounds, with Marquardt's damping mu and a separate scale for
+    each unknown::
 
         (J^T J + mu diag(J^T J)) d = -g
 
@@ -300,7 +299,7 @@ def _normal(j: Floats, e: Floats) -> tuple[Floats, Floats]:
 
 
 def _step(normal: Floats, g: Floats, free: npt.NDArray[np.bool_], damping: float) -> Floats:
-    """Return the step of the unknowns; it is 0 for those that are not free."""
+    """Return the step for the unknowns, which is 0 for those that are not free."""
     step = np.zeros_like(g)
     of_free = normal[np.ix_(free, free)]
     scale = np.maximum(np.diag(of_free), np.finfo(np.float64).tiny * 1e16)

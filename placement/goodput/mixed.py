@@ -1,4 +1,4 @@
-"""Throughput of a group of workers on several GPU types, each of which gets a share of the batch by its speed."""
+"""Throughput of a group of workers on several GPU types, where each worker's share of the batch suits its speed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _WHOLE = 1e-9  # rounding of a quotient that is a whole number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypePart:
-    """Part of a group of workers: those on GPUs of one type.
+    """Part of a group: its workers on GPUs of one type.
 
-    Raises ValueError: a number is below 1.
+    Raises ValueError if a number is below 1.
     """
 
     gpu: str
@@ -48,7 +48,7 @@ class MixedBatch:
 
     @property
     def smallest_share(self) -> int:
-        """Smallest number of samples of any worker in a micro-step; 0 if some worker gets none or no batch fits."""
+        """Smallest number of samples for any worker in a micro-step; 0 if some worker gets none or no batch fits."""
         return min((min(each) for each in self.shares), default=0)
 
 
@@ -63,11 +63,11 @@ class MixedGroup:
         T_sync    = max over k of T_sync[k](N, R)
         T_step    = max over k of alpha_s[k] + s T_grad + (T_grad^gamma + T_sync^gamma)^(1/gamma)
 
-    with gamma of the type with the largest T_sync. Shares are thus proportional to speeds (exactly so for alpha_c =
-    0, except for rounding). A worker whose alpha_c alone exceeds T_grad gets no samples: the group would be faster
+    with gamma of the type with the largest T_sync. Shares are thus proportional to speeds (exactly so for alpha_c = 0,
+    except for rounding). A worker with an alpha_c that alone exceeds T_grad gets no samples: the group would be faster
     without it. With one type, the model equals ``ThroughputModel``.
 
-    Raises ValueError: there is no part, or the number of nodes is out of range.
+    Raises ValueError if there are no parts, or the number of nodes is out of range.
     """
 
     parts: tuple[TypePart, ...]  # the workers by type, one or more
@@ -90,17 +90,17 @@ class MixedGroup:
         return sum(math.inf if part.most is None else float(part.workers * part.most) for part in self.parts)
 
     def grad_time(self, samples: int) -> float:
-        """Return the compute time of a micro-step with ``samples`` samples in all [s]; infinity above ``most``.
+        """Return the compute time of a micro-step with ``samples`` samples in total [s]; infinity above ``most``.
 
-        Raises ValueError: samples is below 1.
+        Raises ValueError if samples is below 1.
         """
         check_number("samples", samples, least=1)
         return float(self._grad_times(np.array([samples], dtype=np.float64))[0][0])
 
     def shares(self, samples: int) -> tuple[tuple[int, ...], ...]:
-        """Return each worker's share of a micro-step of ``samples`` samples, grouped by part, in descending order.
+        """Return each worker's share of a micro-step with ``samples`` samples, grouped by part, in descending order.
 
-        Raises ValueError: samples is below 1, or above ``most``.
+        Raises ValueError if samples is below 1, or above ``most``.
         """
         check_number("samples", samples, least=1)
         if samples > self.most:
@@ -126,7 +126,7 @@ class MixedGroup:
 
         The time is infinity if a micro-step has more samples than the group can hold (``most``).
 
-        Raises ValueError: the batch is below 1, or accum_steps below 0.
+        Raises ValueError if the batch is below 1, or accum_steps is below 0.
         """
         check_number("batch_size", batch_size, least=1)
         check_number("accum_steps", accum_steps, least=0)
@@ -151,7 +151,7 @@ class MixedGroup:
             held_batch: Batch to use if it fits [samples]; None always chooses the best batch.
             accumulation: True if a step may have several micro-steps.
 
-        Raises ValueError: a size is below 1.
+        Raises ValueError if a size is below 1.
         """
         check_number("init_batch_size", init_batch_size, least=1, unit="sample")
         low, high = init_batch_size, max(init_batch_size, max_batch_size or init_batch_size)
@@ -182,7 +182,7 @@ class MixedGroup:
         )
 
     def _step_times(self, micro: Floats, accum_steps: Floats) -> Floats:
-        """Return T_step for each size of a micro-step."""
+        """Return T_step for each micro-step size."""
         grad, _ = self._grad_times(micro)
         sync, gamma = self._sync()
         once = max(part.model.alpha_s for part in self.parts)
@@ -192,13 +192,13 @@ class MixedGroup:
         return np.where(finite, step, np.inf)
 
     def _sync(self) -> tuple[float, float]:
-        """Return T_sync, and gamma of the type with the largest one."""
+        """Return T_sync, and the gamma of the type with the largest T_sync."""
         times = [(float(part.model.sync_time(self.nodes, self.workers)), -part.model.gamma) for part in self.parts]
         sync, gamma = max(times)
         return sync, -gamma
 
     def _grad_times(self, samples: Floats) -> tuple[Floats, Floats]:
-        """Return T_grad for each size of a micro-step, and the most samples of a worker of each type in it, (K, B)."""
+        """Return T_grad for each micro-step size, and the most samples for a worker of each type in it, (K, B)."""
         alpha, beta, count = (
             np.array(column, dtype=np.float64)[:, np.newaxis]
             for column in zip(*((p.model.alpha_c, p.model.beta_c, p.workers) for p in self.parts), strict=True)
@@ -222,9 +222,9 @@ class MixedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
-    """Measured times of the workers on one GPU type in the steps of a mixed group.
+    """Measured times for the workers on one GPU type during steps of a mixed group.
 
-    Raises ValueError: a number is out of range.
+    Raises ValueError if a number is out of range.
     """
 
     gpu: str
@@ -242,7 +242,7 @@ class MeasuredPart:
 class MixedObservation:
     """Measured step time of a group on several GPU types.
 
-    Raises ValueError: there is no part, or a number is out of range.
+    Raises ValueError if there are no parts, or a number is out of range.
     """
 
     parts: tuple[MeasuredPart, ...]  # what its types took, one or more
@@ -258,8 +258,8 @@ class MixedObservation:
     def by_type(self) -> dict[str, tuple[Observation, ...]]:
         """Return the measurement as observations keyed by GPU type, for ``fit``.
 
-        The step waits for the slowest type, so its time counts as that of a group of only that type with that type's
-        samples. Every other type gets an observation of one worker alone, for which T_step is T_grad.
+        A step waits for the slowest type, so its time is attributed to a group of only that type's workers and samples.
+        Every other type gets an observation of a single worker, with T_step equal to T_grad.
         """
         slowest = max(self.parts, key=lambda part: part.grad_time)
         replicas = sum(part.workers for part in self.parts)

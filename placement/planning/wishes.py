@@ -1,8 +1,8 @@
 """Sizes requested by jobs' own policies (wishes), granted from slots that the allocation policy leaves unused.
 
-The allocation policy sees neither the wishes nor the workers granted for them: it decides about other jobs as if these
-slots were free. A wish therefore takes no worker from another job. Granted workers are withdrawn as soon as the
-policy has a use for their slots, by its own measure of goodput.
+The allocation policy sees neither the wishes nor the workers granted for them: it decides as if these slots were free.
+A wish therefore takes no worker from another job. Granted workers are withdrawn as soon as the policy has a use for
+their slots, by its own measure of goodput.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
 def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
     """Return the plan plus workers that jobs' own policies request (wishes), in slots that the plan leaves free.
 
-    Only running jobs whose size their user has not fixed are served, by priority and arrival. Granted workers stay in
-    place while their slots are free, and are on nodes of the job's GPU type. They respect quotas, the preference for
-    whole nodes and, if required, the rule of one multi-node job per node.
+    Only running jobs without a size fixed by their user are served, by priority and arrival. Granted workers stay in
+    place as long as their slots are free, and are on nodes of the job's GPU type. They respect quotas, the preference
+    for whole nodes and, if required, the rule of one multi-node job per node.
 
     Args:
         plan: Plan decided without wishes.

@@ -47,7 +47,7 @@ class OwnPolicy:
 def own_policy(given: Any) -> Policy:
     """Return a policy made from user code, which may be a policy object or class, or a function.
 
-    Raises TypeError: the argument is none of these; the message lists the valid forms.
+    Raises TypeError if the argument is none of these; the message lists the valid forms.
     """
     policy = _instance(given) if isinstance(given, type) else given
     decide = getattr(policy, "decide", None)
@@ -65,7 +65,7 @@ def own_policy(given: Any) -> Policy:
 def load(text: str) -> Any:
     """Load the object that ``module:name`` or ``path/to/file.py:name`` refers to.
 
-    Raises ValueError: the module, file or name does not exist; the message says which.
+    Raises ValueError if the module, file or name does not exist; the message says which.
     """
     place, _, name = text.rpartition(":")
     try:

@@ -79,7 +79,7 @@ def reserve(bundle: Resources, place: str, name: str) -> PlacementGroup:
         name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, by which the allocator recognises the group's
             owner.
 
-    Raises ValueError: the bundle is empty.
+    Raises ValueError if the bundle is empty.
     """
     wanted = _bundles(bundle, place)
     if not all(wanted.values()):

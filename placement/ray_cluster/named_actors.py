@@ -76,7 +76,7 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
     Args:
         **options: Further Ray options, such as ``get_if_exists``.
 
-    Raises ValueError: an actor of this name is alive, and ``get_if_exists`` is not set.
+    Raises ValueError if an actor of this name is alive, and ``get_if_exists`` is not set.
     """
     if options.get("get_if_exists") and (found := find_actor(name)) is not None:
         return found

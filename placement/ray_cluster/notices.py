@@ -98,7 +98,7 @@ def read_notice(cloud: str, answer: str | None, *, now_s: float, machine: str = 
         now_s: Current time [s since the epoch].
         machine: Azure's name of this machine; Azure's responses list all machines of a scale set.
 
-    Raises ValueError: the response cannot be parsed; the message includes it.
+    Raises ValueError if the response cannot be parsed; the message includes it.
     """
     if answer is None:
         return None

@@ -77,8 +77,8 @@ def replace_file(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes, *
     """Replace a file atomically, by writing the new one beside it and moving it into place.
 
     If a move does not replace a file (HDFS), only the new one exists for a moment, as ``PATH.part``: see
-    ``open_whole``. An object store replaces an object when the new one is complete.
-    Raises OSError: the file system refuses.
+    ``open_whole``. An object store replaces an object when the new one is complete. Raises OSError if the file system
+    refuses.
     """
     part = path if isinstance(filesystem, _OBJECT_STORES) else f"{path}{PART}"
     if part != path and not isinstance(filesystem, pyarrow.fs.LocalFileSystem):  # where a move replaces
@@ -167,7 +167,7 @@ def check_own(path: str) -> None:
 def make_own(path: str, below: str) -> None:
     """Create a private directory, and its parents inside ``below``, where other users may write (such as ``/tmp``).
 
-    Raises ForeignDirectoryError: a directory on the path belongs to another user, or is a link, which may lead
+    Raises ForeignDirectoryError if a directory on the path belongs to another user, or is a link, which may lead
     anywhere.
     """
     levels, level = [], os.path.abspath(path)

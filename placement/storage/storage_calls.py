@@ -110,7 +110,7 @@ class StorageCalls:
     def wait(self, call: Call, *, timeout_s: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Wait until a call has ended or ``until`` returns True; return True if the call has ended, else abandon it.
 
-        Raises StorageTimeoutError: storage was silent for ``timeout_s``.
+        Raises StorageTimeoutError if storage was silent for ``timeout_s``.
         """
         finished = threading.Event()
         call.answer.add_done_callback(lambda _: finished.set())

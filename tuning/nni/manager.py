@@ -88,7 +88,7 @@ class Manager:
     def start(self, port: int, trials_at: str) -> None:
         """Start the manager on ``port`` (0 picks a free one); trial commands connect to the Unix socket ``trials_at``.
 
-        Raises RuntimeError: the port is in use.
+        Raises RuntimeError if the port is in use.
         """
         port = _free_port(port)
         with _environment(trials_at, self._host), _patience():

@@ -1,9 +1,9 @@
 """Choice of one option per job that maximises the sum of values, by dual prices instead of an integer program.
 
-Lagrangian decomposition (Everett, "Generalized Lagrange multiplier method", Operations Research 1963): with a
-price on every GPU, the jobs no longer depend on each other. Each job picks argmax of value - price x size, and the
-price is found by bisection. Remaining capacity is filled greedily. Small cases that stay too far from the bound
-are solved exactly by dynamic programming.
+Lagrangian decomposition (Everett, "Generalized Lagrange multiplier method", Operations Research 1963): with a price on
+every GPU, the jobs no longer depend on each other. Each job picks the option with the largest value - price x size, and
+the price is found by bisection. Remaining capacity is filled greedily. Small cases that are still too far from the
+bound are solved exactly by dynamic programming.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Options:
         return taken
 
     def worth(self, picks: Ints) -> float:
-        """Return the sum of the values of the picked options; ``picks`` is each job's option index, (J,)."""
+        """Return the total value of the picked options; ``picks`` is each job's option index, (J,)."""
         return float(self.values[np.arange(len(picks)), picks].sum())
 
 
@@ -70,13 +70,14 @@ class Solution:
 
 
 def solve(options: Options, near: Floats | None = None, *, polished: bool = True) -> Solution:
-    """Return one option per job, such that all fit together and the sum of their values is nearly the highest.
+    """Return one option per job, such that all fit together and their total value is nearly the highest possible.
 
-    The remaining capacity cannot be used to increase the sum. Ties go to the first option. The result is deterministic.
+    The remaining capacity cannot be used to increase the total. Ties go to the first option. The result is
+    deterministic.
 
     Args:
         near: Initial prices from a similar case, (K,); None starts at 0.
-        polished: True to improve a small case further if its sum is too far below the bound.
+        polished: True to improve a small case further if its total value is too far below the bound.
     """
     if not options.values.size:
         return Solution(
@@ -99,7 +100,7 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
 
 
 def bound(options: Options, multipliers: Floats) -> float:
-    """Return an upper bound of the sum of values, by duality: sum of max(value - price x size) + price x capacity."""
+    """Return an upper bound on the total value, by duality: sum of max(value - price x size) + price x capacity."""
     net = options.values - multipliers[options.pool_of] * options.sizes
     return float(net.max(axis=1).sum() + multipliers @ options.capacities)
 
@@ -110,7 +111,7 @@ def _spread(options: Options) -> float:
 
 
 def find_multipliers(options: Options, near: Floats | None = None) -> Floats:
-    """Return the lowest prices at which demand does not exceed the capacity of any GPU type.
+    """Return the lowest prices that keep demand within the capacity of every GPU type.
 
     Prices are found for one type at a time, in repeated passes, since a rising price moves jobs to other types. In
     later passes prices only rise, as in an ascending auction, until each type has room for its demand.

@@ -43,7 +43,7 @@ def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
 
     ``policy`` is its name, for reasons. The numbers are not checked here; the core rejects invalid ones later.
 
-    Raises AllocationError: the answer is not a mapping (rule ``mapping``).
+    Raises AllocationError if the answer is not a mapping (rule ``mapping``).
     """
     if not isinstance(answer, Mapping):
         raise AllocationError("mapping", f"a policy answers with {{job: workers or Target}}, but got {answer!r}")

@@ -142,7 +142,7 @@ class SpotTrace:
 def read_spot(path: str | Path) -> SpotTrace:
     """Read a recorded spot market: JSON with ``metadata.gap_seconds`` and ``data``, or CSV.
 
-    CSV lines are ``milliseconds,add|remove,name``. Raises InputError: the file cannot be read, has neither format, or
+    CSV lines are ``milliseconds,add|remove,name``. Raises InputError if the file cannot be read, has neither format, or
     is inconsistent; the message names the file and the position in it.
     """
     with reading(f"spot trace {path}"):

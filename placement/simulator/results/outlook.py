@@ -47,7 +47,7 @@ class Outlook:
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
     """Return the nodes of a cluster string such as ``t4:2x4``; the type ``cpu`` counts CPUs instead of GPUs.
 
-    Nodes have plenty of all other resources that the jobs in ``views`` need. Raises InputError: the string cannot be
+    Nodes have plenty of all other resources that the jobs in ``views`` need. Raises InputError if the string cannot be
     parsed.
     """
     others = {name for view in views for name in view.bundle if name not in ("GPU", "CPU")}
@@ -85,7 +85,7 @@ def outlook(
 
     Returns one outlook per job, in the order of the views.
 
-    Raises InputError: the policy is unknown or violates a rule.
+    Raises InputError if the policy is unknown or violates a rule.
     """
     try:
         core = AllocatorCore(make_policy(policy), _config(constraints))

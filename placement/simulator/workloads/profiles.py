@@ -157,7 +157,7 @@ class Application:
 def load_profiles(folder: str | Path, gpus: tuple[str, ...]) -> dict[str, Application]:
     """Load those applications in a folder that were profiled on all of these GPU types, keyed by name.
 
-    Raises InputError: the folder is missing or has no application, or a file lacks a column or has non-numbers.
+    Raises InputError if the folder is missing or has no application, or a file lacks a column or has non-numbers.
     """
     return dict(_load(Path(folder).resolve(), tuple(gpus)))
 
@@ -187,7 +187,7 @@ MOST_NODES = 16
 def read_rows(path: str | Path, columns: Sequence[str], what: str) -> list[tuple[int, dict[str, str | None]]]:
     """Return the rows of a CSV file that must have these columns, each with its line number.
 
-    Raises InputError: the file is missing, or lacks a column; the message calls the file ``what``.
+    Raises InputError if the file is missing, or lacks a column; the message calls the file ``what``.
     """
     with reading(f"{what} {path}"), open(path, newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)

@@ -84,7 +84,8 @@ def recorded_workload(life: Life, *, gpu: str = "t4") -> RecordedWorkload:
     Args:
         gpu: GPU type assumed for nodes whose type is unknown.
 
-    Raises InputError: there is no job, a job lacks a model, measurements or a length, or workers are of several kinds.
+    Raises InputError if there is no job, a job lacks a model, measurements or a length, or workers are of several
+    kinds.
     """
     beats = [(now_s, event.view) for now_s, event in life.events if isinstance(event, JobHeartbeat)]
     if not beats:

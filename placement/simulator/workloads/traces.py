@@ -51,7 +51,7 @@ def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJo
         path: A file that has the columns listed in ``COLUMNS``, in any order.
         applications: Names of the applications that have a profile.
 
-    Raises InputError: the file is missing or empty, lacks a column, or has an invalid line, which the message names.
+    Raises InputError if the file is missing or empty, lacks a column, or has an invalid line, which the message names.
     """
     jobs = [_job(row, f"{path}, line {line}") for line, row in read_rows(path, COLUMNS, "trace")]
     return in_order(jobs, applications, str(path))
@@ -77,7 +77,7 @@ def _job(row: dict[str, str | None], where: str) -> TraceJob:
 def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str) -> tuple[TraceJob, ...]:
     """Return the jobs in the order of submission.
 
-    Raises InputError: a name occurs twice, or an application has no profile; the message names ``where``.
+    Raises InputError if a name occurs twice, or an application has no profile; the message names ``where``.
     """
     if not jobs:
         raise InputError(f"trace {where} must hold one job or more, but is empty")

@@ -227,7 +227,7 @@ RULES: Mapping[str, Callable[[], Rules]] = MappingProxyType({"live": LiveRules, 
 
 
 def make_rules(rules: str | Rules) -> Rules:
-    """Return the rules with this name; an object is returned unchanged. Raises InputError: the name is unknown."""
+    """Return the rules with this name; an object is returned unchanged. Raises InputError if the name is unknown."""
     if not isinstance(rules, str):
         return rules
     if rules not in RULES:
