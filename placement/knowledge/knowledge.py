@@ -153,7 +153,7 @@ class Knowledge:
             del self._read[key]
 
     def learn(self, view: JobView, now_s: float) -> None:
-        """Record the measurements in a job's heartbeat, replacing older ones of equal shape (nodes, workers, batch)."""
+        """Record a heartbeat's measurements, replacing older ones of the same shape (nodes, workers, batch)."""
         if view.fingerprint is None:
             return
         self._lengths.receive(view)

@@ -1,6 +1,6 @@
 """SHELL: the dashboard page in its own process beside the allocator, so that it never delays the allocator.
 
-The page belongs to a higher-level package, so it is started as a command, by name.
+The page belongs to a higher-level package, so it is started by name, as a command.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DashboardProcess:
 
 
 def _options(cluster: str) -> dict[str, Any]:
-    """Return how a command's output is read, and its environment."""
+    """Return subprocess options for a command: how its output is read, and its environment."""
     env = {**os.environ, "RAY_ADDRESS": cluster}
     return {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace", "env": env}
 
@@ -81,7 +81,7 @@ resuming = logging.getLogger("placement.resume")
 
 
 def resume_jobs(storage: str, cluster: str) -> None:
-    """Resubmit, in the background, the jobs under ``storage`` that ran when their head node died; log the output.
+    """Resubmit, in the background, jobs under ``storage`` that were running when their head node died; log the output.
 
     Args:
         cluster: HOST:PORT of this cluster's control store.

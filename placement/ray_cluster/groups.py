@@ -2,7 +2,7 @@
 
 If a group is removed after Ray 2.60 has set aside its resources and before the group is fulfilled, these resources are
 lost until the node restarts (ray-project/ray#64693 is a similar case). This happened to four of 92 groups when seven
-actors requested and gave up groups at random on a crowded machine. Groups are therefore only requested when there is
+actors requested and gave up groups at random on a crowded machine. Groups are therefore requested only when there is
 room (:class:`Room`), and unwanted ones are released after they are fulfilled (:func:`withdraw`).
 """
 
@@ -41,7 +41,7 @@ class Room:
         self._lock = asyncio.Lock()
 
     async def holds(self, bundle: Resources, place: str, count: int) -> bool:
-        """True if there is room for ``count`` bundles on a node, or on every node that the place of a unit spans."""
+        """True if there is room for ``count`` bundles on a node, or on every node that a unit's place spans."""
         async with self._lock:
             if time.monotonic() >= self._read_s + _NEWS_S:
                 try:
@@ -76,7 +76,7 @@ def reserve(bundle: Resources, place: str, name: str) -> PlacementGroup:
     Args:
         bundle: Resources of the worker; amounts of 0 are left out.
         place: Ray's hex node id, or the place of a unit (``placement.cluster.cluster.parts``).
-        name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, by which the allocator recognises the group's
+        name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, which lets the allocator recognise the group's
             owner.
 
     Raises ValueError if the bundle is empty.
@@ -120,7 +120,7 @@ def _holder_key(group_id: str) -> bytes:
 
 
 async def withdraw(group: PlacementGroup) -> None:
-    """Wait until a group is fulfilled, or for half a minute, then release it, even if this coroutine is cancelled."""
+    """Wait up to half a minute for a group to be fulfilled, then release it, even if this coroutine is cancelled."""
     try:
         await ready(group, WITHDRAWN_S)
     finally:

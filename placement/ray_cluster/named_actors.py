@@ -32,7 +32,7 @@ _POLL_S = 0.1
 
 @functools.cache
 def actor_class(kind: type) -> Any:
-    """Return the Ray actor class of a Python class, cached because Ray keeps some 20 kB for each ``ray.remote``."""
+    """Return the Ray actor class for a Python class, cached because Ray keeps some 20 kB for each ``ray.remote``."""
     return ray.remote(kind)
 
 
@@ -49,7 +49,7 @@ class HostedGoneError(ActorDiedError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hosted:
-    """Handle of an object hosted by an actor; its methods are called as on an actor's handle."""
+    """Handle of an object hosted by an actor; methods are called as on an actor's handle."""
 
     host: Any  # handle of the actor, which has a method ``call(name, method, *arguments, **options)``
     name: str
@@ -76,7 +76,7 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
     Args:
         **options: Further Ray options, such as ``get_if_exists``.
 
-    Raises ValueError if an actor of this name is alive, and ``get_if_exists`` is not set.
+    Raises ValueError if an actor with this name is alive and ``get_if_exists`` is not set.
     """
     if options.get("get_if_exists") and (found := find_actor(name)) is not None:
         return found
@@ -93,7 +93,7 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
 
 
 def find_actor(name: str) -> Any | None:
-    """Return the actor with this name or alias; None if there is none. Blocks briefly."""
+    """Return the actor with this name or alias; None if none exists. Blocks briefly."""
     with contextlib.suppress(ValueError):
         return ray.get_actor(name, namespace=NAMESPACE)
     for own, _ in aliases(name, whole=True):
@@ -122,9 +122,9 @@ def aliases(prefix: str, *, whole: bool = False) -> list[tuple[str, str]]:
 
 
 def add_alias(alias: str, own: str) -> bool:
-    """Give the actor named ``own`` a second name, by which it can be found; return False if that name is in use.
+    """Give the actor named ``own`` a second name that it can be found by; return False if that name is in use.
 
-    If two callers add the same alias at once, both may fail. Blocks for a moment.
+    If two callers add the same alias at once, both may fail. Blocks briefly.
     """
     if find_actor(alias) is not None:
         return False
@@ -137,7 +137,7 @@ def add_alias(alias: str, own: str) -> bool:
 
 
 def delete_alias(alias: str, own: str) -> None:
-    """Delete an alias of the actor named ``own``, which is then no longer found under it. Blocks for a moment."""
+    """Delete an alias of the actor named ``own``, which can then no longer be found by it. Blocks briefly."""
     internal_kv._internal_kv_del(_alias_key(alias, own), namespace=_KV)
 
 
@@ -157,10 +157,11 @@ def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: floa
 
     Args:
         call: Function that makes the call, which the actor may receive more than once.
-        timeout_s: Longest wait for one answer [s]; None waits for as long as the actor lives.
+        timeout_s: Longest wait for one answer [s]; None waits as long as the actor lives.
         patience_s: Longest wait for an unavailable actor [s].
 
-    Raises RayError: the actor is gone for good, or was unavailable for too long; GetTimeoutError: no answer in time.
+    Raises RayError if the actor is gone for good or unavailable for too long, and GetTimeoutError if there is no answer
+    in time.
     """
     away_since_s: float | None = None
     while True:

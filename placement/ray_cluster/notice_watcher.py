@@ -1,4 +1,4 @@
-"""SHELL: watch for the cloud's notice that a spot node will be reclaimed, upon which Ray drains the node.
+"""SHELL: watch for the cloud's notice that a spot node will be reclaimed; Ray then drains the node.
 
 All components handle draining nodes: the allocator moves jobs off them, and Ray schedules nothing new on them. Since an
 actor keeps a node from being idle, only nodes that elastic jobs use are watched.
@@ -60,7 +60,7 @@ class Watchers:
 
 
 class NoticeWatcher:
-    """Actor class that watches on one node for the cloud's notice that it will reclaim the node."""
+    """Actor class that watches, on one node, for the cloud's notice that it will reclaim that node."""
 
     def __init__(self, config: NoticeConfig, node_id: str) -> None:
         log_plainly(logging.INFO)
@@ -124,7 +124,7 @@ class Metadata:
         return None
 
     def poll(self, cloud: str) -> Notice | None:
-        """Return the cloud's notice that it will reclaim this machine; None if there is none.
+        """Return the cloud's notice that it will reclaim this machine; None if it has given no notice.
 
         Raises:
             OSError, http.client.HTTPException: There is no answer, or an invalid one.
@@ -145,7 +145,7 @@ class Metadata:
         return question(cloud, self._token)
 
     def _ask(self, request: Request) -> str | None:
-        """Return the body of the answer; None for 404 (not found)."""
+        """Return the body of the response; None for 404 (not found)."""
         asked = urllib.request.Request(
             self._config.address.rstrip("/") + request.path, headers=dict(request.headers), method=request.method
         )
@@ -168,11 +168,11 @@ def drain(node_id: str, notice: Notice) -> None:
 
 
 def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
-    """Request Ray to drain a node, as ``ray drain-node`` does; return "", or Ray's reason if it refuses.
+    """Request that Ray drain a node, as ``ray drain-node`` does; return "", or Ray's reason for refusing.
 
     Args:
         reason: Reason for draining the node, as text.
-        deadline_s: Time at which the node goes away [s since the epoch].
+        deadline_s: Time when the node goes away [s since the epoch].
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2

@@ -96,7 +96,7 @@ def read_notice(cloud: str, answer: str | None, *, now_s: float, machine: str = 
     Args:
         answer: Body of the response; None for 404 (not found).
         now_s: Current time [s since the epoch].
-        machine: Azure's name of this machine; Azure's responses list all machines of a scale set.
+        machine: Azure's name for this machine; Azure's responses list all machines of a scale set.
 
     Raises ValueError if the response cannot be parsed; the message includes it.
     """

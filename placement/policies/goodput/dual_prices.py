@@ -132,10 +132,10 @@ def find_multipliers(options: Options, near: Floats | None = None) -> Floats:
 
 
 def _find_multiplier(options: Options, multipliers: Floats, pool: int) -> float:
-    """Find one price by bisection, with all other prices fixed, starting from its previous value.
+    """Return one price, found by bisection from its previous value, with all other prices fixed.
 
     The higher the price, the less each job requests. A job that requests the same at both ends of the interval also
-    does so in between, so it is counted once; after the first few steps only few jobs are evaluated.
+    does so in between, so it is counted once; after the first few steps, only a few jobs are evaluated.
     """
     capacity = options.capacities[pool] + _TINY
     here = options.pool_of == pool
@@ -215,7 +215,7 @@ def fill(options: Options, picks: Ints) -> Ints:
 
 
 def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
-    """Fill the remaining room once; True if some job has freed room by changing its option."""
+    """Fill the remaining room once; return True if some job has freed room by changing its option."""
     rates, steps, needs = _best_steps(options, slice(None), picks, left)
     heap = [(-float(rates[j]), j, int(steps[j])) for j in np.flatnonzero(rates > -np.inf).tolist()]
     heapq.heapify(heap)
@@ -242,8 +242,8 @@ def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
 def _best_steps(options: Options, rows: slice, picks: Ints, left: Floats) -> tuple[Floats, Ints, Floats]:
     """Return, for each job, the option that fits and has the largest gain per size.
 
-    Returns three arrays: the gain per size, -inf if no option that fits adds anything; the option; and how much of each
-    GPU type the job needs before any option adds something, (J, K).
+    Returns three arrays: the gain per size, or -inf if no option that fits adds anything; the option; and how much of
+    each GPU type the job needs before any option adds something, (J, K).
     """
     values, sizes, pool_of = options.values[rows], options.sizes[rows], options.pool_of[rows]
     every, own = np.arange(len(values)), picks[rows]
@@ -259,7 +259,7 @@ def _best_steps(options: Options, rows: slice, picks: Ints, left: Floats) -> tup
 
 
 def _exchange(options: Options, picks: Ints) -> Ints:
-    """Let pairs of jobs choose again together while that raises their sum; better for several types, not exact."""
+    """Let pairs of jobs choose again jointly while that raises their total value; inexact, helps with several types."""
     picks = picks.copy()
     left = options.capacities - options.used(picks)
     pools = np.arange(len(left))
@@ -280,7 +280,7 @@ def _exchange(options: Options, picks: Ints) -> Ints:
 
 
 def solve_exactly(options: Options) -> Ints:
-    """Return the index of each job's option with the highest sum of values, (J,), by dynamic programming.
+    """Return each job's option index for the highest total value, (J,), by dynamic programming.
 
     f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), with g one count of free slots per GPU type.
     """

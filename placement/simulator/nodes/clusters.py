@@ -12,10 +12,10 @@ _EXAMPLES = "'aws:16x4' or 'aws:6x4,rtx:3x8,dgx-ext:2x8'"
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return the nodes of a cluster string: comma-separated ``<gpu type>:<nodes>x<GPUs per node>``.
+    """Return the nodes described by a cluster string: comma-separated ``<gpu type>:<nodes>x<GPUs per node>``.
 
-    Node ids are ``<gpu type>-<three digits>``, so that nodes of a type sort in the order of the string. Raises
-    InputError if the string cannot be parsed, names a type twice, or contains a zero.
+    Node ids are ``<gpu type>-<three digits>``, so that nodes of a type sort by number. Raises InputError if the string
+    cannot be parsed, names a type twice, or contains a zero.
     """
     nodes: list[Node] = []
     seen: set[str] = set()

@@ -45,7 +45,7 @@ class TraceJob:
 
 
 def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJob, ...]:
-    """Return the jobs of a CSV file in the order of submission; simultaneous jobs keep their order in the file.
+    """Return the jobs in a CSV file in order of submission; simultaneous jobs keep their order in the file.
 
     Args:
         path: A file that has the columns listed in ``COLUMNS``, in any order.
@@ -75,7 +75,7 @@ def _job(row: dict[str, str | None], where: str) -> TraceJob:
 
 
 def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str) -> tuple[TraceJob, ...]:
-    """Return the jobs in the order of submission.
+    """Return the jobs in order of submission.
 
     Raises InputError if a name occurs twice, or an application has no profile; the message names ``where``.
     """
@@ -96,7 +96,7 @@ def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Actual and declared job lengths of a trace; by default all jobs of an application have the same length."""
+    """Actual and declared job lengths for a trace; by default, all jobs of an application have the same length."""
 
     # whether jobs declare how many epochs they run. (The oracle of jobs that run as requested, which Optimus was
     # published with, is not touched.)
