@@ -31,7 +31,7 @@ def spoken() -> Spoken:
 
 
 def check_spoken(theirs: Spoken, they: str, we: str) -> None:
-    """Raise VersionError if another process uses another protocol; ``they`` and ``we`` name the two in the message."""
+    """Raise VersionError if the other process uses a different protocol; the message names both (``they``, ``we``)."""
     ours = spoken()
     if theirs.protocol != ours.protocol:
         raise VersionError(
@@ -42,7 +42,7 @@ def check_spoken(theirs: Spoken, they: str, we: str) -> None:
 
 
 def check_format(told: Mapping[str, Any], newest: int) -> None:
-    """Raise ValueError if stored data has a ``format`` number above ``newest``; data without one has format 1."""
+    """Raise ValueError if stored data has a ``format`` number above ``newest``; data without a number has format 1."""
     found = told.get("format", 1)
     if type(found) is not int or not 1 <= found <= newest:
         raise ValueError(f"its format must be from 1 to {newest}, but is {found!r}: a newer elastic-ray wrote it")

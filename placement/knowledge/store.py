@@ -170,7 +170,7 @@ class KnowledgeStore:
     def save(self, measurements: Measurements) -> None:
         """Replace this writer's file, and delete old files of other writers whose contents it includes.
 
-        Raises OSError if the file system rejects the change.
+        Raises OSError if the file system reports an error.
         """
         make_directory(self._files, self._folder, private=self._private)
         table = _table(measurements)

@@ -25,8 +25,8 @@ _VALUES = {
 def check_space(space: Any, tuner: Algorithm) -> dict[str, Any]:
     """Return the NNI search space as a dict, after checking that the tuner can search it.
 
-    Raises TypeError: ``space`` is not a mapping. ValueError: a parameter is not in NNI's format or cannot be searched;
-    the message names the parameter.
+    Raises TypeError if ``space`` is not a mapping, and ValueError if a parameter is not in NNI's format or cannot be
+    searched; the message names the parameter.
     """
     if not isinstance(space, Mapping):
         raise TypeError(
@@ -102,7 +102,7 @@ def _has_domain(value: Any) -> bool:
 
 
 def _from_domain(name: str, domain: Any) -> dict[str, Any]:
-    """Return a numeric Tune domain in NNI's format. Raise ValueError if NNI has no equivalent."""
+    """Return a numeric Tune domain in NNI's format; raise ValueError if NNI has no equivalent."""
     from ray.tune.search.sample import Integer, LogUniform, Normal, Quantized
 
     sampler: Any = domain.get_sampler()

@@ -116,7 +116,7 @@ class Provider:
         return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
 
     def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
-        """Rent machines up to the numbers in ``nodes`` and return the new ones; give surplus starting ones back."""
+        """Rent machines up to the numbers in ``nodes``, returning new ones; give back surplus ones not yet started."""
         fresh: list[Machine] = []
         for each in self.types:
             mine = [m for m in self.machines.values() if m.kind.name == each.name]

@@ -31,7 +31,7 @@ Bar = tuple[str, str, float, float, int]
 
 
 def bars(report: SimulationReport) -> Iterator[Bar]:
-    """Yield a bar (node id, job, from [s], to [s], workers) for each stay of a job on a node, ordered by end time."""
+    """Yield a bar (node id, job, from [s], to [s], workers) for each time a job spends on a node, sorted by end."""
     present: dict[tuple[str, str], tuple[float, int]] = {}
     for placed in report.placed:
         for node, job in [key for key in present if key[1] == placed.job]:

@@ -311,7 +311,7 @@ class StepTimes:
         return step, min(max(sync, 0.0), step)
 
     def _interpolate(self, nodes: int, replicas: int, local_bsz: float) -> tuple[float, float]:
-        """Return interpolated (step time, its synchronisation) [s]; those of the nearest shape if not measured."""
+        """Return interpolated (step time, synchronisation part) [s], for the nearest shape if not measured."""
         from scipy.interpolate import LinearNDInterpolator  # takes a while to import
 
         if self._between is None:

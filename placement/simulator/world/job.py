@@ -287,7 +287,7 @@ class SimulatedJob:
         return min((begin for begin, _ in self._ramp if self.progress < begin < end), default=end)
 
     def _forecast(self) -> BatchForecast | None:
-        """Return the ramp's later batches, each with the samples until it applies at the current noise scale."""
+        """Return the ramp's later batches, each with the samples left until it applies at the current noise scale."""
         if not self._foresight or not self.trace.ramp or self.requested or self._noise is None:
             return None
         steps, samples, done, batch = list[tuple[float, int]](), 0.0, self.progress, self.fixed_batch or 1
