@@ -78,7 +78,7 @@ WriteSamples: TypeAlias = Callable[[Iterable[Sample]], None]
 
 
 class Guarded:
-    """Wrapper that suppresses errors of measuring code and logs the first, so that measured code is not affected."""
+    """Wrapper that suppresses errors in measuring code and logs the first, so that measured code is not affected."""
 
     def __init__(self, what: str) -> None:
         self._what = what

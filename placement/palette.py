@@ -1,4 +1,4 @@
-"""Colours of jobs, shared by the simulator's picture and the web page (pure).
+"""Colours for jobs, shared by the simulator's picture and the web page (pure).
 
 The eight colours of Okabe and Ito, "Color Universal Design" (2008), can be distinguished with every common form of
 colour blindness; black is left out, since text is black. Jobs with the same hue differ in lightness.

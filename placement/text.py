@@ -1,7 +1,7 @@
 """Text from others (names, metrics, exceptions, reasons), made safe for a terminal or a log (pure).
 
 Characters that a terminal would act on instead of showing are shown as Python writes them: escape sequences as
-``\\x1b``, marks that turn or hide text (U+202E, U+200B...) as ``\\u202e``.
+``\\x1b``, marks that reverse or hide text (U+202E, U+200B...) as ``\\u202e``.
 """
 
 from __future__ import annotations

@@ -152,9 +152,9 @@ def elastic(
         model_fingerprint: Name of the model; trials with the same name share speed measurements. Set it only if no
             parameter changes the model's speed. By default, trials with the same architecture share measurements.
         weight: Weight of the sweep relative to other jobs; ``AllocatorConfig.tenants`` overrides it.
-        promise: Rule that compares running trials, so that the best get more workers (see ``Promise``). None derives
+        promise: Rule for comparing running trials, so that the best get more workers (see ``Promise``). None derives
             the rule from Tune's scheduler (ASHA, HyperBand, and median stopping by reports). Without such a scheduler,
-            trials get workers by speed alone.
+            workers are assigned by speed alone.
         sweep: Name of the sweep; by default the name of the Tune experiment. ``fit()`` raises ``SweepRunsError`` while
             another sweep with this name is running. If a sweep with this name ended only seconds ago, its processes are
             reused. Pass a ``tuning.Sweep`` to set a deadline or a budget as well.
@@ -334,7 +334,7 @@ class ElasticTrainable(Trainable):
         )
 
     def _end(self, job: TrialJob) -> dict[str, Any]:
-        """Return the result that ends a trial; raise the error that its job failed with."""
+        """Return the result that ends a trial; raise the error that made its job fail."""
         job.raise_error()
         if stopped := job.status.phase is JobPhase.STOPPED:
             time.sleep(_HELD_S)
@@ -461,7 +461,7 @@ def _was_submitted(storage: StorageContext | None) -> bool:
 def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
     """Return a Tune scheduler's promise (rule for comparing trials); None if the scheduler has no such rule.
 
-    Supported are ASHA, HyperBand and median stopping with ``time_attr="training_iteration"``.
+    ASHA, HyperBand and median stopping are supported with ``time_attr="training_iteration"``.
 
     Args:
         scheduler: The experiment's scheduler, with its metric set.
@@ -530,7 +530,7 @@ class _Watch:
     def claim(self, name: str, driver: SweepDriver) -> None:
         """Claim the sweep with this name for the driver; raise SweepRunsError if another driver has it.
 
-        A sweep without an actor has no other driver. In that case, its actor is started in the background; see
+        A sweep without an actor has no other driver. In that case, an actor is started in the background; see
         :meth:`check`.
         """
         if sweep_runs(name):

@@ -1,9 +1,9 @@
 """Numbers of workers for the trials in each rung, so that a sweep ends in time at the lowest cost (pure).
 
-After Misra et al., "RubberBand: Cloud-based Hyperparameter Tuning" (EuroSys 2021). Successive halving with rungs r_1 <
-... < r_k = R and n trials admits n_i = ceil(n / eta^(i - 1)) trials to rung i, each making r_i - r_(i - 1) reports.
-With W_i remaining reports in rung i, v(w) reports per second from a trial with w workers, and p_i trials running side
-by side::
+After Misra et al., "RubberBand: Cloud-based Hyperparameter Tuning" (EuroSys 2021). Successive halving with rungs
+r_1 < ... < r_k = R and n trials admits n_i = ceil(n / eta^(i - 1)) trials to rung i, each making r_i - r_(i - 1)
+reports. With W_i remaining reports in rung i, v(w) reports per second from a trial with w workers, and p_i trials
+running side by side::
 
  seconds(i, w) = max(W_i / p_i, one trial's reports) / v(w)        p_i = min(n_i, trials at a time, slots / w)
  worker-seconds(i, w) = W_i w / v(w)
@@ -39,8 +39,8 @@ class Sweep(NamesArguments):
     """Name and limits of a sweep: ``tuning.elastic(train, sweep=Sweep(deadline_s=3600))``.
 
     Attributes:
-        name: Name of the sweep; by default the name of the Tune experiment.
-        deadline_s: Time after ``fit()`` when all trials should be done [s]; None for no limit. Trials in each rung (see
+        name: Name of the sweep; by default, the name of the Tune experiment.
+        deadline_s: Time from ``fit()`` until all trials should be done [s]; None for no limit. Trials in each rung (see
             ``Promise``) get the cheapest numbers of workers that meet the deadline.
         budget_usd: Limit on the cost of the trials' workers [USD]; None for no limit. Without a deadline, trials get
             the fastest numbers of workers that stay within the budget.
@@ -153,7 +153,7 @@ def size_rungs(
 
 
 def _front(found: Sequence[_Point]) -> list[_Point]:
-    """Return the Pareto front of time and cost, fastest first, thinned out if it has very many points."""
+    """Return the Pareto front of time and cost, fastest first, thinned out if it has too many points."""
     front: list[_Point] = []
     for each in sorted(found):
         if not front or each[1] < front[-1][1]:

@@ -1,4 +1,4 @@
-"""SHELL: actor of a sweep, which starts its trials' controllers, lends them worker processes and weighs trials.
+"""SHELL: a sweep's actor, which starts its trials' controllers, lends them worker processes and weighs trials.
 
 A lost actor is recreated and recovers the trials' metrics from their next reports. Processes that it had lent out end
 with it; to their trials, these are lost workers. The actor ends itself once none of its trials has a controller.
@@ -198,9 +198,9 @@ class StopWatch:
 
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
-    """Return the actor of the sweep ``name``, or create it if it does not exist.
+    """Return the actor for the sweep ``name``, creating it if it does not exist.
 
-    A new actor compares the sweep's trials by ``promise``; None gives every trial the same weight.
+    A new actor compares the sweep's trials using ``promise``; None gives every trial the same weight.
     """
     return create_on_head(SweepActor, f"sweep:{name}", name, promise, get_if_exists=True)
 

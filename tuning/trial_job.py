@@ -170,7 +170,7 @@ class TrialJob:
         trial: Id of the trial within the sweep; the job is named ``"<sweep>-<trial>"``.
         config: The trial's parameters; they override ``train_loop_config``.
         directory: The trial's own directory on ``filesystem``; each start of the trial creates a run directory in it.
-        knowledge_path: Directory for the speed measurements that all trials share.
+        knowledge_path: Directory for speed measurements, shared by all trials.
         start_from: Path of a checkpoint of this or another trial to start from; None starts from scratch.
 
     Raises:
@@ -239,7 +239,7 @@ class TrialJob:
         self._handle.result(timeout=_STOP_TIMEOUT_S)
 
     def stop(self, *, paused: bool = False) -> None:
-        """Stop the job at once and release its workers. Checkpoints of reports that were never read are deleted.
+        """Stop the job at once and release its workers. Checkpoints from reports that were never read are deleted.
 
         Args:
             paused: True to record that the trial was paused without a checkpoint. If the sweep resumes the trial,
@@ -376,7 +376,7 @@ class TrialJob:
         return note if isinstance(note, dict) and {"controller", "key"} <= note.keys() else None
 
     def _delete_untaken(self) -> None:
-        """Delete the checkpoints of reports that the sweep never received."""
+        """Delete the checkpoints from reports that the sweep never received."""
         begun = time.monotonic()
         storage = RunStorage(self._handle.storage_path, self._filesystem)
         after = self._taken

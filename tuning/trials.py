@@ -29,7 +29,7 @@ _MOST_RUNGS = 32  # that are shown
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Promise(NamesArguments):
-    """Rule that compares a sweep's running trials, so that the best get more workers; fields as in ASHAScheduler.
+    """Rule for comparing a sweep's running trials, so that the best get more workers; fields as in ASHAScheduler.
 
     Attributes:
         metric: Name of the reported metric; a nested metric is named as in Ray Tune, "eval/accuracy".
@@ -123,7 +123,7 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
     Of two trials with the same number of reports, the better one never weighs less.
 
     Args:
-        records: All known trials of the sweep, including those that have ended.
+        records: All known trials in the sweep, including those that have ended.
         promise: Rule for comparing trials; None gives every trial a weight of 1.
     """
     running = [each for each in records if each.running]
@@ -144,7 +144,7 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
 
 
 def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise) -> float:
-    """Return the chance (0 to 1) that a trial passes its next rung (cut), ranked among trials with as many reports."""
+    """Return the chance (0 to 1) that a trial passes its next rung (cut), by its rank among trials that got as far."""
     eta = promise.reduction_factor
     prior = 1.0 / eta
     at = len(trial.values)
@@ -207,7 +207,7 @@ def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
 
 
 def check_searchable(name: object) -> None:
-    """Raise ValueError if a parameter has the same name as a setting that the allocator controls (``num_workers``)."""
+    """Raise ValueError if a parameter has the same name as a setting the allocator controls (``num_workers``...)."""
     if name in ("num_workers", "scaling_config"):
         raise ValueError(
             f"{name!r} cannot be searched: the allocator changes a trial's workers while it runs, within "

@@ -86,7 +86,7 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
         PolicyConflictError: Jobs are running under a different policy.
         ValueError: The policy name is unknown.
         TypeError: The object is not a policy.
-        VersionError: The running allocator belongs to another release.
+        VersionError: The running allocator is from a different release.
     """
     packed = pack_policy(
         _DEFAULT_POLICY if policy is None else policy
@@ -116,7 +116,7 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
 
 
 def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> None:
-    """Warn that running jobs keep their allocator's configuration, or raise if another policy is wanted."""
+    """Warn that running jobs keep their allocator's configuration, or raise an error if they use another policy."""
     running = ", ".join(rule.running)
     if wanted is not None and wanted.identity != rule.packed.identity:
         raise PolicyConflictError(
@@ -218,7 +218,7 @@ class Allocator:
             self._dashboard = None
 
     async def settings(self, wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-        """Return the operator's effective settings, or those that would be effective if ``wanted`` were applied.
+        """Return the operator's effective settings, or the settings that would result from applying ``wanted``.
 
         Raises InputError if a quota names a resource that no node has.
         """
@@ -233,7 +233,7 @@ class Allocator:
         return in_force(ruling).to_plain()
 
     async def apply(self, wanted: OperatorSettings) -> Mapping[str, Any]:
-        """Apply and store an operator's settings, and return the effective ones; allocators created later use them too.
+        """Apply and store an operator's settings, and return the effective settings; later allocators use them too.
 
         Raises InputError if a quota names a resource that no node has.
         """

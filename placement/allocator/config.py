@@ -1,4 +1,4 @@
-"""Configuration of the allocator: timing, tenants, priorities and optional cluster services."""
+"""Configuration for the allocator: timing, tenants, priorities and optional cluster services."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_NUMBERS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig(NamesArguments):
-    """Configuration of the allocator: its timing [s], tenants, priorities and optional cluster services.
+    """Configuration for the allocator: its timing [s], tenants, priorities and optional cluster services.
 
     Attributes:
         gather_s: Delay between an event (a job arrives or ends, limits change, a node is lost) and the resulting
@@ -39,9 +39,9 @@ class AllocatorConfig(NamesArguments):
         tenants: Tenants, with their weights and quotas.
         priorities: Priority per job name or pattern (``prod-*``). It overrides the priority that the job requests;
             the first match wins.
-        one_multi_node_job_per_node: True if no node may hold workers of two multi-node jobs. None enforces this rule
-            only while two such jobs slow each other down over shared links
-            (``placement.planning.multi_node.held_up``), and not if it would stop a job.
+        one_multi_node_job_per_node: True if no node may hold workers from two multi-node jobs. None enforces this rule
+            only while two such jobs slow each other down over shared links (``placement.planning.multi_node.held_up``),
+            and not if it would stop a job.
         avoid_slow_nodes: True to move a job off a node where it has measured slow steps, if all its workers fit
             elsewhere, and to move all jobs off a node that two jobs have measured as slow.
         notices: Configuration of the watch for spot nodes that the cloud is about to reclaim.
@@ -51,9 +51,9 @@ class AllocatorConfig(NamesArguments):
             loopback and read-only. The allocator logs its address.
         metrics: True to export metrics to Prometheus through Ray, and to install the Grafana dashboard where Ray's own
             Grafana finds it (docs/metrics.md).
-        record: File on the head node to which the allocator appends all its events and decisions, for the simulator
+        record: File on the head node where the allocator appends all its events and decisions, for the simulator
             (docs/simulator.md). None records nothing.
-        storage: Storage path whose interrupted jobs (those running when their head node died) are resubmitted to this
+        storage: Storage path with interrupted jobs (running when their head node died) to be resubmitted to this
             cluster, as by ``elastic-ray resume --all``. None resumes nothing.
 
     Examples:

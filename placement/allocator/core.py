@@ -45,7 +45,7 @@ class AllocatorCore:
     """State machine that allocates the cluster; pure: each event carries the time, and instructions are data.
 
     A decision is made when a job arrives or ends, when its limits or its model change, when nodes change, and
-    otherwise rarely. One decision covers all events within ``gather_s``. At time ``due_s``, the caller must send
+    occasionally otherwise. One decision covers all events within ``gather_s``. At time ``due_s``, the caller must send
     ``TimePassed`` to trigger a pending decision. A heartbeat that reports no change triggers no decision. The plan may
     use slots that shrinking jobs still hold: a growing job's reservation stays pending until they are released.
 
@@ -135,16 +135,16 @@ class AllocatorCore:
 
     @property
     def avoids(self) -> Mapping[str, Reason]:
-        """Reason why each job was kept off some nodes in the latest decision, keyed by job."""
+        """Reasons why jobs were kept off some nodes in the latest decision, keyed by job."""
         return self._avoids
 
     @property
     def jobs(self) -> tuple[str, ...]:
-        """Names of the jobs that have reported to the core and have neither ended nor been dropped as silent."""
+        """Names of the jobs that have reported to the core and have not since ended or been dropped as silent."""
         return tuple(self._jobs)
 
     def knows(self, job: str) -> bool:
-        """True if this job has reported to the core, and has neither ended nor been dropped as silent since."""
+        """True if this job has reported to the core and has not since ended or been dropped as silent."""
         return job in self._jobs
 
     def snapshot(self, after: int = 0) -> CoreSnapshot:
@@ -251,7 +251,7 @@ class AllocatorCore:
             self._pending = self._pending or Trigger.REFRESH
 
     def _receive(self, view: JobView, now_s: float, steady_s: float) -> None:
-        """Process a heartbeat. A new job requests a decision at once, and so do new limits, except in rounds."""
+        """Process a heartbeat. A new job requests a decision at once, as do new limits, except in rounds."""
         if (priority := self._config.priority_of(view.job)) is not None:
             view = dataclasses.replace(view, priority=priority)
         if self._settling and self._settled_s is None:
@@ -277,7 +277,7 @@ class AllocatorCore:
             self._pending = self._pending or news
 
     def _update_nodes(self, cluster: Cluster) -> None:
-        """Store a changed cluster; a decision is urgent if a job waits or some workers no longer fit."""
+        """Store a changed cluster; a decision is urgent if a job is waiting or some workers no longer fit."""
         if cluster == self._cluster:
             return
         self._cluster = cluster

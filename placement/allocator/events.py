@@ -71,7 +71,7 @@ class NodeForgiven:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsChanged:
-    """Event: an operator has changed the settings of the cluster."""
+    """Event: an operator has changed the cluster's settings."""
 
     tenants: tuple[Tenant, ...] = ()  # as ``AllocatorConfig`` has them
     priorities: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -92,7 +92,7 @@ class Allocate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Unsatisfiable:
-    """Instruction: the job's controller is informed that no node, even if empty, could run the job's minimum.
+    """Instruction: the job's controller must be informed that no node, even if empty, could run the job's minimum.
 
     If ``final``, nodes that the autoscaler could add were considered too, so there is no point in waiting.
     """

@@ -64,7 +64,8 @@ def explain(
 
     Args:
         view: The job, with its planned workers as ``allocation``.
-        views: All jobs that take part in decisions, with planned workers as well; ``decide`` returns a plan for them.
+        views: All jobs that take part in decisions, also with their planned workers; ``decide`` returns a plan for
+            them.
     """
     workers = view.workers
     slots = FreeResources(cluster).slots(view).tolist()

@@ -73,19 +73,19 @@ def cluster_samples(
 
 
 def decision_samples(trigger: Trigger, cpu_s: float) -> tuple[Sample, ...]:
-    """Return the metric samples of one decision, which had this trigger and used `cpu_s` seconds of CPU time."""
+    """Return metric samples for one decision, which had this trigger and used `cpu_s` seconds of CPU time."""
     return (*DECISIONS.sample(1, trigger.value), *DECISION_SECONDS.sample(cpu_s))
 
 
 def _phase(job: JobState) -> str:
-    """Return the phase of a job: running if it holds workers' resources, starting if it only has a target."""
+    """Return a job's phase: running if it holds resources for workers, starting if it only has a target."""
     if job.view.paused and not job.target:
         return "paused"
     return "running" if job.view.allocation else "starting" if job.target else "waiting"
 
 
 def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sample]:
-    """Return slots by GPU type and state; the states of a type sum to all its slots.
+    """Return slots by GPU type and state; a type's states add up to all its slots.
 
     ``starting`` slots have been granted to jobs that do not hold them yet, ``draining`` ones are unused on nodes that
     will go away, and ``other`` ones are held by users other than elastic jobs.
@@ -137,7 +137,7 @@ class AllocatorMetrics:
         self._guarded = Guarded("the allocator")
 
     def decided(self, trigger: Trigger | None, cpu_s: float) -> None:
-        """Write the metric samples of one decision, which had this trigger and used `cpu_s` seconds of CPU time."""
+        """Write metric samples for one decision, which had this trigger and used `cpu_s` seconds of CPU time."""
         if self._write is not None and trigger is not None:
             write, cause = self._write, trigger
             self._guarded(lambda: write(decision_samples(cause, cpu_s)))

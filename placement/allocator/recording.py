@@ -87,7 +87,7 @@ class Life:
 
 
 def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> str:
-    """Return the line that starts the recording of an allocator; ``policy`` must not have made a decision yet."""
+    """Return the line that starts an allocator's recording; ``policy`` must not have made a decision yet."""
     core = config or AllocatorConfig()
     known = type(policy) in {type(make()) for make in POLICIES.values()}
     said = {
@@ -182,7 +182,7 @@ def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
 
 
 def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
-    """Read the lives of a recording.
+    """Read the lives in a recording.
 
     An incomplete last line is ignored, since the allocator may have died while writing it.
 

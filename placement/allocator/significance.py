@@ -104,7 +104,7 @@ class KnownJob:
         self.view, self.heard_s = view, now_s
 
     def excuse(self, now_s: float) -> None:
-        """Count the job as heard from at ``now_s`` [s, monotonic], although no heartbeat arrived."""
+        """Treat the job as heard from at ``now_s`` [s, monotonic], although no heartbeat arrived."""
         self.heard_s = now_s
 
     def decided(self, *, forced: bool) -> None:
@@ -135,7 +135,7 @@ class KnownJob:
         return again
 
     def must_report_impossible(self, now_s: float, after_s: float) -> bool:
-        """True once after no node could have held the job for ``after_s`` [s], so that the user is notified once."""
+        """True, but only once, if no node could have held the job for ``after_s`` [s]: the user is then notified."""
         since_s = self.impossible_since_s
         if since_s is None or self.told_impossible or now_s - since_s < after_s:
             return False

@@ -1,4 +1,4 @@
-"""Snapshot of the allocator: its jobs, its decision log, and predicted start times of waiting jobs.
+"""Snapshot of the allocator: its jobs, its decision log, and predicted start times for waiting jobs.
 
 All are plain values. Start times are predicted from the times when running jobs end and release their slots.
 """
@@ -93,7 +93,7 @@ class CoreSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorLook:
-    """State of the allocator as polled by the web page, with only the new records of the decision log."""
+    """State of the allocator as polled by the web page, with only the new records from the decision log."""
 
     core: CoreSnapshot  # its ``log`` holds the records that are new, oldest first
     recorded: int  # decision records so far, those that are kept no more included: the number of the last one
@@ -109,7 +109,7 @@ EVERY_S = 5.0
 
 
 class StartTimes:
-    """Cache of the estimated start times of waiting jobs."""
+    """Cache of estimated start times for waiting jobs."""
 
     def __init__(self, look: Callable[[], CoreSnapshot]) -> None:
         self._poll = look

@@ -40,8 +40,8 @@ class AutoscalerConfig(NamesArguments):
 
     Attributes:
         linger_s: Time that a node is kept after the last job stops needing it, in case a job needs it again.
-        launch_timeout_s: Time beyond a node type's start-up time after which a launch counts as failed and another
-            type (for example on-demand instead of spot) is requested.
+        launch_timeout_s: Time allowed beyond a node type's start-up time before a launch counts as failed and another
+            type (for example, on-demand instead of spot) is requested.
         retry_s: Time after which a failed type is requested again. It doubles with each failure, up to 8 x.
 
     Examples:
@@ -100,7 +100,7 @@ class Autoscaler:
         most_nodes: Maximum total number of nodes, across all types; None for no limit.
 
     Raises:
-        InputError: There is no node type, or two have the same name.
+        InputError: There are no node types, or two have the same name.
         ValueError: The objective is unknown.
     """
 
@@ -146,7 +146,7 @@ class Autoscaler:
         self._account = account
 
     def bill(self, job: str) -> Bill | None:
-        """Return the costs charged to a job so far; None if the job is unknown. Fast enough for every heartbeat."""
+        """Return the costs charged to a job so far; None if the job is unknown. Fast enough for each heartbeat."""
         return self._bills.get(job)
 
     def discard(self, job: str) -> float:
@@ -201,7 +201,7 @@ class Autoscaler:
         return there
 
     def _order(self, there: Mapping[str, Sequence[Node]], views: Sequence[JobView]) -> dict[str, list[Node]]:
-        """Return nodes by type, best to keep first: those not released before, then those with most workers."""
+        """Return nodes by type, best to keep first: those not released before, then those with the most workers."""
         load: collections.defaultdict[str, float] = collections.defaultdict(float)
         for view in views:
             for node_id, workers in by_node(view.allocation).items():
@@ -258,14 +258,14 @@ class Autoscaler:
     def _count_costs(self, views: Sequence[JobView], cluster: Cluster) -> None:
         """Charge each job for its workers' share of their nodes since the last call, at current prices.
 
-        A job without workers now pays for those it had at the last call. A job seen for the first time brings its bill
-        from the previous allocator.
+        A job that no longer has workers pays for those it had at the last call. A job seen for the first time brings
+        its bill from the previous allocator.
 
         The job reports the elapsed time from a monotonic clock. If this process's clock were used, setting a machine's
         clock ten hours ahead would charge each job for ten hours.
 
         The views may predate a job's end, and charging the job would bring it back for good. A job that was discarded
-        since the last call is therefore skipped; a new job of the same name pays for that time in the next call.
+        since the last call is therefore skipped; a new job with the same name pays for that time in the next call.
         """
         forgotten = frozenset(self._forgotten)
         for job in forgotten:
@@ -390,7 +390,7 @@ class Autoscaler:
 
 
 def _why(users: Sequence[str], wants: Mapping[str, WantedSize]) -> Reason:
-    """Return why nodes of this type are wanted: for the one of these ``users`` that wants the most workers."""
+    """Return why nodes of this type are needed, naming the job that wants the most workers on them."""
     if not users:
         return Reason(Cause.UNUSED)
     first = max(users, key=lambda job: wants[job].workers)
@@ -495,7 +495,7 @@ class Launches:
     keeps its existing nodes and gets no more. The failure count is reset only when a new node arrives.
 
     Args:
-        timeout_s: Time beyond the start-up time after which a launch counts as failed [s].
+        timeout_s: Time allowed beyond the start-up time before a launch counts as failed [s].
         retry_s: Time until a closed type is requested again [s]. It doubles with each failure, up to 8 x.
     """
 

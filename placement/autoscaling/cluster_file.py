@@ -61,15 +61,15 @@ class _Raw:
 
 
 def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> ClusterFile:
-    """Read the worker types of a cluster file, with their prices.
+    """Read the worker types from a cluster file, with their prices.
 
     Args:
         path: YAML file for ``ray up``, or manifest of a ``RayCluster``.
         prices: Prices keyed by instance type; None uses built-in approximate prices.
 
-    Raises InputError if the file cannot be read, has no worker type, an instance type without a price, a label that
-    contradicts its market, a head that accepts work, or a field that is empty or of the wrong type. The message names
-    the file, the type, and a correct value.
+    Raises InputError if the file cannot be read, has no worker type, or has an instance type without a price, a label
+    that contradicts its market, a head that accepts work, or a field that is empty or of the wrong type. The message
+    names the file, the type, and a correct value.
     """
     with reading(f"cluster file {path}", yaml.YAMLError):
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Nodes of a cluster, and allocations: the number of workers of each job on each node."""
+"""Nodes of a cluster, and allocations: each job's number of workers on each node."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOLERANCE = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """Node of the cluster, with its resources and labels.
+    """Node in the cluster, with its resources and labels.
 
     Attributes:
         node_id: Ray's hex node id.
@@ -162,7 +162,7 @@ def is_split(place: str) -> bool:
 
 
 def by_node(places: Mapping[str, float]) -> dict[str, float]:
-    """Return the number of workers on each node, keyed by node id; a worker on several nodes counts on each in part.
+    """Return the number of workers on each node, keyed by node id; a worker on several nodes counts partially on each.
 
     ``places`` are workers keyed by place: a node id, or a string such as ``n1*4+n2*2`` (six processes on two nodes).
     """
@@ -243,7 +243,7 @@ def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Reso
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Change of one job's workers from one allocation to the next; both are workers keyed by node id."""
+    """Change in one job's workers from one allocation to the next; both are workers keyed by node id."""
 
     job: str
     before: Mapping[str, int]

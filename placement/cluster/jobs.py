@@ -47,7 +47,7 @@ class Bill:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FoundStrategy:
-    """Fastest strategy found for synchronising a model's gradients on one form of group, with its step time."""
+    """Fastest strategy found for synchronising a model's gradients for one form of group, with its step time."""
 
     name: str
     step_s: float  # [s]
@@ -117,7 +117,7 @@ class JobView:
         tenant: Tenant that owns the job; tenants share the cluster according to their weights.
         user: User who submitted the job.
         preemptible: True if the running job may be stopped in favour of a job of higher precedence.
-        deadline_s: Time by which the job should end [s since the epoch]; None for no deadline.
+        deadline_s: Deadline for the job to end [s since the epoch]; None for no deadline.
         whole_nodes: True if the job prefers whole nodes, shared with no other job.
         weight: Weight of the job's speed relative to other jobs in the same call to a policy.
         tenant_weight: Weight of the job's tenant, used if the cluster's configuration does not list the tenant; None
@@ -132,8 +132,8 @@ class JobView:
             that keep a job on one type, or ignore types, ignore this field.
         sizes: Numbers of workers that the job can train with, if some between the minimum and the maximum are invalid
             (``placement.planning.constraints``).
-        unit: Number of processes that form one worker, to which ``bundle`` applies. They run on one node if any node
-            is large enough (``placement.planning.spans``). Reasons call such a worker a unit.
+        unit: Number of processes that form one worker; ``bundle`` applies to the whole worker. The processes run on one
+            node if any node is large enough (``placement.planning.spans``). Reasons call such a worker a unit.
         strategies: Fastest synchronisation strategies found for the job's model, keyed by form of the group.
 
     Examples:
@@ -327,10 +327,10 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
         most: Largest size of interest; ``view.useful_workers`` by default.
 
     Returns an array of length n + 1, n = min(most, sum(slots)). speed[0] = 0, and all entries are finite and at least
-    0. An entry is 0 if no batch size is possible, and may fall with k if communication outweighs the gain. The speed of
-    a size that is not allowed is interpolated from the allowed sizes around it, so that a policy that adds one worker
-    at a time gets past it; ``placement.planning.constraints`` ensures that no job ends up with a size that is not
-    allowed.
+    0. An entry is 0 if no batch size is possible, and entries may fall with k if communication outweighs the gain. The
+    speed of a size that is not allowed is interpolated from the allowed sizes around it, so that a policy that adds one
+    worker at a time gets past it; ``placement.planning.constraints`` ensures that no job ends up with a size that is
+    not allowed.
     """
     n = min(view.useful_workers if most is None else most, int(sum(slots)))
     if view.goodput is None or n == 0:

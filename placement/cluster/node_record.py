@@ -1,6 +1,6 @@
 """Record of worker failures by node, which determines how long a node is avoided (pure).
 
-A node that was lost entirely has no record, since it would return under another id.
+A node that was lost entirely has no record, since it would return under a different id.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class NodeRecord:
             self._nodes[told.node] = sorted([*known, noted], key=lambda each: each.at_s)[-_MOST_FAILURES:]
 
     def ended(self, view: JobView) -> None:
-        """Discard the failures of a finished job that its last report omits, since its own program caused them."""
+        """Discard a finished job's failures that its last report omits, since its own program caused them."""
         key, kept = (view.job, view.submitted_s), {(each.node, each.worker) for each in view.node_failures}
         for node, noted in list(self._nodes.items()):
             self._keep(node, [each for each in noted if each.job != key or (node, each.worker) in kept])

@@ -103,7 +103,7 @@ def check_types(types: Sequence[NodeType]) -> None:
 def type_of(node: Node, types: Sequence[NodeType]) -> str | None:
     """Return the name of the node's type; None if the node matches no type (usually the head node).
 
-    Ray labels each node that its autoscaler starts with the type's name. A node without that label is matched to the
+    Ray labels each node started by its autoscaler with the type's name. A node without that label is matched to the
     first type whose labels and resources it has.
     """
     group = node.labels.get(GROUP_LABEL)

@@ -1,7 +1,7 @@
 """Packing of workers onto nodes, with each node's free resources and occupancy during a decision.
 
 ``best_fit`` selects the tightest node that holds all workers, so that large gaps are preserved; ``worst_fit`` selects
-the roomiest, so that a job spans few nodes. Both are known from bin packing. The caller decides which jobs keep their
+the roomiest, so that a job spans few nodes. Both are standard in bin packing. The caller decides which jobs keep their
 nodes and which are placed first.
 """
 
@@ -98,7 +98,7 @@ def _minimums_first(
 
 
 class _Packer:
-    """Placement of jobs one after the other: jobs keep their nodes, and growth uses the best fit."""
+    """Placement of jobs one after another: jobs keep their nodes, and growth uses the best fit."""
 
     def __init__(self, free: FreeResources) -> None:
         self._free = free
@@ -291,7 +291,7 @@ _FEW = 16  # changed nodes up to which they are looked at one by one
 
 @dataclasses.dataclass(slots=True)
 class _KindSlots:
-    """Slots for workers of one bundle and label selector. Thousands of jobs share a few kinds."""
+    """Slots for workers with one bundle and label selector. Thousands of jobs share a few kinds."""
 
     needs: tuple[tuple[int, float], ...] | None  # column and amount of each resource; None if no node has one of them
     share: float  # dominant share of one worker
@@ -362,7 +362,7 @@ class FreeResources:
         return True
 
     def share(self, view: JobView) -> float:
-        """Return the dominant share of one worker: the largest fraction of any cluster resource that it uses."""
+        """Return one worker's dominant share: the largest fraction of any cluster resource that it uses."""
         return self._kind(view).share
 
     def _kind(self, view: JobView) -> _KindSlots:

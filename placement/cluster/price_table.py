@@ -18,7 +18,7 @@ COLUMNS = ("type", "on_demand", "spot")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Hourly on-demand and spot price of one GPU of some type, or of a whole instance [USD/h]."""
+    """Hourly on-demand and spot price of one GPU, or of a whole instance [USD/h]."""
 
     on_demand: float  # of one that stays
     spot: float  # of one that may be taken away

@@ -127,14 +127,14 @@ ANY_SIZE = AllowedSizes()
 class MemoryNeed:
     """Bytes that one worker needs in a group of W workers: ``replicated + ceil(sharded * min(copies, W) / W)``.
 
-    The need falls as W grows, so a job fits if the group is large enough. With shard groups (HSDP) it falls only up to
+    The need falls as W grows, so a job fits if the group is large enough. With shard groups (HSDP), it falls only up to
     ``copies`` groups, since each worker then holds its part of a single group's state.
 
     Attributes:
         available_bytes: Memory available to one worker, at least 1.
         sharded_bytes: Size of one complete copy of the state that the workers divide among themselves.
-        replicated_bytes: Memory that each worker needs regardless of group size: activations, modules gathered
-            at the same time, buffers.
+        replicated_bytes: Memory that each worker needs regardless of group size: activations, modules gathered at the
+            same time, and buffers.
         copies: Number of workers that hold each sharded byte, if the group is that large; 2 in
             ``elastic_ray.fully_shard``.
         shard_size: Number of workers in a shard group; None for a single group.

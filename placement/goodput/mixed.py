@@ -1,4 +1,4 @@
-"""Throughput of a group of workers on several GPU types, where each worker's share of the batch suits its speed."""
+"""Throughput of a group of workers on several GPU types, which share the batch according to their speeds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TypePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedBatch:
-    """Best batch of a group on several GPU types, with the resulting goodput."""
+    """Best batch for a group on several GPU types, with the resulting goodput."""
 
     goodput: float  # useful samples per second; 0 where no batch fits, and the rest is 0 or empty then
     batch_size: int = 0  # samples of a step
@@ -54,7 +54,7 @@ class MixedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedGroup:
-    """A group of workers on GPUs of several types.
+    """Group of workers on GPUs of several types.
 
     Worker i of type k processes m_i whole samples in a micro-step, at most the type's ``most``, such that the
     micro-step is as short as possible::
@@ -63,9 +63,9 @@ class MixedGroup:
         T_sync    = max over k of T_sync[k](N, R)
         T_step    = max over k of alpha_s[k] + s T_grad + (T_grad^gamma + T_sync^gamma)^(1/gamma)
 
-    with gamma of the type with the largest T_sync. Shares are thus proportional to speeds (exactly so for alpha_c = 0,
-    except for rounding). A worker with an alpha_c that alone exceeds T_grad gets no samples: the group would be faster
-    without it. With one type, the model equals ``ThroughputModel``.
+    with the gamma of the type with the largest T_sync. Shares are thus proportional to speeds (exactly so for alpha_c =
+    0, except for rounding). A worker with an alpha_c that alone exceeds T_grad gets no samples: the group would be
+    faster without it. With one type, the model equals ``ThroughputModel``.
 
     Raises ValueError if there are no parts, or the number of nodes is out of range.
     """
@@ -145,7 +145,7 @@ class MixedGroup:
         """Return the batch with the highest goodput, defined as in ``GoodputModel.best`` and ``best_held``.
 
         Args:
-            noise: Gradient noise scale of the job.
+            noise: The job's gradient noise scale.
             init_batch_size: M0, the initial batch [samples].
             max_batch_size: Largest batch [samples]; None keeps the batch at M0.
             held_batch: Batch to use if it fits [samples]; None always chooses the best batch.
@@ -258,7 +258,7 @@ class MixedObservation:
     def by_type(self) -> dict[str, tuple[Observation, ...]]:
         """Return the measurement as observations keyed by GPU type, for ``fit``.
 
-        A step waits for the slowest type, so its time is attributed to a group of only that type's workers and samples.
+        A step waits for the slowest type, so its time counts as the time of an equally large group of only that type.
         Every other type gets an observation of a single worker, with T_step equal to T_grad.
         """
         slowest = max(self.parts, key=lambda part: part.grad_time)

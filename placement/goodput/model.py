@@ -1,8 +1,8 @@
 """Goodput of a training job on given resources: throughput x statistical efficiency, at its best batch.
 
-Source: Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021,
-sections 3.1 (statistical efficiency) and 3.2 (system throughput). The allocator, the batch tuner and the
-simulator all use this implementation; there is no other.
+Source: Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021, sections
+3.1 (statistical efficiency) and 3.2 (system throughput). This is the only implementation; the allocator, the batch
+tuner and the simulator all use it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ENDS = 16  # numbers of micro-steps whose smallest and largest batch are tried 
 class NoiseScale:
     """Squared norm and variance of a job's gradient at its initial batch size M0; their ratio is the noise scale.
 
-    Neither quantity can be negative, but their unbiased estimates can. Negative estimates are kept, because
-    smoothing must average them unchanged, and count as 0 in `gain`.
+    Neither quantity can be negative, but their unbiased estimates can. Negative estimates are kept, because smoothing
+    must average them unchanged; they count as 0 in `gain`.
 
     Raises:
         TypeError: A value is not a real number.
@@ -171,9 +171,9 @@ class GoodputModel:
         Args:
             nodes: Number of nodes N, a number or an array.
             replicas: Number of workers R, a number or an array that broadcasts with `nodes`.
-            max_batch_size: Upper limit of M. If None, M is exactly init_batch_size, split as evenly as possible;
-                atomic_bsz is then the largest share, ceil(M / R), and goodput M / T_step (0 if there are more
-                replicas than samples).
+            max_batch_size: Upper limit on M. If None, M is exactly init_batch_size, split as evenly as possible;
+                atomic_bsz is then the largest share, ceil(M / R), and goodput M / T_step (0 if there are more replicas
+                than samples).
             atomic_bsz_range: Smallest and largest m; either may be None for no bound.
             accumulation: True if s may be above 0; accumulation is used if a share exceeds the largest m.
 
@@ -298,8 +298,8 @@ class GoodputModel:
 def _candidates(local: Floats, least: Floats, low: float, high: float) -> tuple[Floats, Floats]:
     """Return (k, wanted m) to try for the samples per replica and step in `local`, as columns.
 
-    Candidates are: each entry in as few micro-steps as `high` allows; full micro-steps of `high`, since goodput drops
-    after each; both ends of the first few k; and some m from `low` to `high` in as few micro-steps as reach the
+    The candidates are: each entry in as few micro-steps as `high` allows; full micro-steps of `high`, since goodput
+    drops after each; both ends of the first few k; and some m from `low` to `high` in as few micro-steps as reach the
     smallest batch, since with few possible batches the other candidates may have no multiple.
     """
     fewest = np.ceil(local / high)

@@ -141,15 +141,15 @@ def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
 
 
 def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -> Floats:
-    """Return each of n jobs' weight (rank / n)^a; the longest job has the lowest rank, the shortest the highest.
+    """Return the weight (rank / n)^a of each of n jobs; the longest job has the lowest rank, the shortest the highest.
 
         rank_j = 1/2 + sum over i of  left_i^q / (left_i^q + left_j^q)
 
     heSRPT (Berg, Vesilo, Harchol-Balter, "heSRPT: Parallel scheduling to minimize mean slowdown", Performance
     Evaluation 2020) is optimal for jobs of equal concave speed-up s(k) = k^p. Its shares depend only on the ranks, as
     they do here for infinite q. Jobs with equal times share a rank. A smaller q brings the weights of jobs with similar
-    remaining times closer together, so that they run side by side. A job of unknown length gets the middle rank, (n +
-    1) / 2; if only m lengths are known, the ranks of those m jobs are multiplied by n / m.
+    remaining times closer together, so that these jobs run side by side. A job of unknown length gets the middle rank,
+    (n + 1) / 2; if only m lengths are known, the ranks of those m jobs are multiplied by n / m.
 
     Args:
         left_s: Remaining times [s], (J,), NaN if unknown.

@@ -1,8 +1,8 @@
 """Speed of each job in each shape; measured step times take precedence over the fitted model.
 
-A decision over thousands of jobs would spend nearly all its time in one call of ``GoodputModel.best`` per job. This
+A decision about thousands of jobs would spend nearly all its time in one call of ``GoodputModel.best`` per job. This
 module treats the batch as a real number instead of whole samples, so a row of the table is plain array arithmetic. The
-results agree within a few per cent, and both methods rank the shapes of a job alike.
+results agree within a few per cent, and both methods rank a job's shapes alike.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class GoodputCache:
     prices: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def record_prices(self, prices: Mapping[str, float]) -> None:
-        """Record the dual prices (price per slot, keyed by GPU type) of the latest decision."""
+        """Record the latest decision's dual prices (price per slot, keyed by GPU type)."""
         self.prices.clear()
         self.prices.update(prices)
 
     def make_room(self, entries: int) -> None:
-        """Clear each table of the cache that would exceed the limit ``most`` with this many more entries."""
+        """Clear each table in the cache that would exceed the limit ``most`` with this many more entries."""
         if len(self.rows) + entries > self.most:
             self.rows.clear()
         if len(self.ratios) + entries > self.most:
@@ -319,7 +319,7 @@ def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Float
 def numbers_of(
     model: GoodputModel, max_batch_size: int | None, bounds: tuple[int, int] | None, accumulation: bool
 ) -> tuple[float, ...]:
-    """Return a job's model and the limits of its batch [samples] as the row of numbers that ``of_numbers`` expects.
+    """Return a job's model and its batch limits [samples] as the row of numbers that ``of_numbers`` expects.
 
     ``max_batch_size`` is None if the job keeps its initial batch. ``bounds`` are a worker's smallest and largest
     micro-batch; None means no bounds.

@@ -23,7 +23,7 @@ LARGEST = float(np.finfo(np.float64).max)
 
 @dataclass(frozen=True, slots=True)
 class ThroughputModel:
-    """Parameters of the time of one step, in seconds; communication is modelled by the slowest link only.
+    """Parameters for the time of one step, in seconds; only the slowest link models communication.
 
     With N nodes, R replicas, m samples per replica and micro-step (atomic batch size), s accumulation steps::
 

@@ -55,7 +55,7 @@ class Prior:
 
 @dataclasses.dataclass(slots=True)
 class _Family:
-    """Knowledge of one fingerprint (jobs of the same model) on one GPU type.
+    """Knowledge about one fingerprint (jobs of the same model) on one GPU type.
 
     A model is fitted when it is requested, but to the measurements known right after the last change that mattered. If
     measurements from after that change were used too, the allocator's decisions would depend on who reads models and
@@ -250,7 +250,7 @@ class Knowledge:
         }
 
     def strategies(self, view: JobView, now_s: float) -> dict[str, FoundStrategy] | None:
-        """Return the fastest strategies that jobs of this model have found, keyed by form of group (backend and nodes).
+        """Return the fastest strategies found by jobs of this model, keyed by form of group (backend and nodes).
 
         Returns None until the job has reported its model's fingerprint.
         """
@@ -260,7 +260,7 @@ class Knowledge:
         return {form: each.found for form, each in known.items() if not self._is_old(each.seen_s, now_s)}
 
     def measurements(self, fingerprints: Collection[str], now_s: float) -> Measurements:
-        """Return all recent measurements of the models with these fingerprints, for storage."""
+        """Return all recent measurements for the models with these fingerprints, for storage."""
         steps: list[KnownStep] = []
         noises: list[KnownNoise] = []
         known = [(name, gpu) for name in sorted(fingerprints) for gpu in sorted(self._families.get(name, ()))]

@@ -1,4 +1,4 @@
-"""Records of measurements that are stored between two runs of an allocator, and how they are merged (pure)."""
+"""Records of measurements that are stored between runs of an allocator, and how they are merged (pure)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KnownStep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownNoise:
-    """Stored gradient noise of a job after a number of epochs, with the job's batch limits."""
+    """Stored gradient noise for a job after a number of epochs, with the job's batch limits."""
 
     fingerprint: str  # of the job's model
     gpu_type: str  # of the nodes it ran on
@@ -74,7 +74,7 @@ class KnownStrategy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """All measurements that are stored between two runs of an allocator: step times, noise, lengths, strategies."""
+    """All measurements that are stored between runs of an allocator: step times, noise, lengths and strategies."""
 
     steps: tuple[KnownStep, ...] = ()
     noises: tuple[KnownNoise, ...] = ()
@@ -106,7 +106,7 @@ def merged(several: Iterable[Measurements]) -> Measurements:
 
 
 def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
-    """Return the latest job lengths of each model (a limited number), oldest first and without duplicates."""
+    """Return the latest job lengths for each model (a limited number), oldest first and without duplicates."""
     kept: dict[str, list[KnownLength]] = {}
     for length in sorted(set(lengths), key=lambda each: (each.seen_s, each.fingerprint, each.samples)):
         kept.setdefault(length.fingerprint, []).append(length)

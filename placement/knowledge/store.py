@@ -123,7 +123,7 @@ _SCHEMA = pa.schema(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StorageRoot:
-    """Storage root: the directory that contains the run directories of jobs."""
+    """Storage root: the directory that contains jobs' run directories."""
 
     path: str  # of the directory on ``filesystem``
     filesystem: Any  # a ``pyarrow.fs.FileSystem``, picklable
@@ -168,7 +168,7 @@ class KnowledgeStore:
         return merged(kept)
 
     def save(self, measurements: Measurements) -> None:
-        """Replace this writer's file, and delete old files of other writers whose contents it includes.
+        """Replace this writer's file, and delete other writers' old files whose contents it includes.
 
         Raises OSError if the file system reports an error.
         """
@@ -185,7 +185,7 @@ class KnowledgeStore:
         self._fold_in(measurements)
 
     def _fold_in(self, measurements: Measurements) -> None:
-        """Delete other writers' files that are an hour old, unchanged since read, and covered by these measurements."""
+        """Delete other writers' files that are an hour old, have not changed since being read, and are covered."""
         since_s = time.time() - KnowledgeConfig().forget_s
         for path, theirs in list(self._others.items()):
             if not covers(measurements, theirs, since_s):
@@ -272,7 +272,7 @@ def _row(kind: str, record: object) -> dict[str, Any]:
 
 
 def _measurements(table: pa.Table) -> Measurements:
-    """Return the measurements in the rows; columns missing in files of earlier versions count as null."""
+    """Return the measurements in the rows; columns missing in files from earlier versions count as null."""
     for name in ("samples", "part", "declarer", "form", "strategy"):
         if name not in table.column_names:
             table = table.append_column(name, pa.nulls(len(table), _SCHEMA.field(name).type))
@@ -316,7 +316,7 @@ _LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then
 
 
 class _SyncedRoot:
-    """Storage root of some jobs, with its store and the state of reading from it and writing to it."""
+    """Storage root for some jobs, with its store and the state of reading from it and writing to it."""
 
     def __init__(
         self, root: StorageRoot, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]

@@ -1,4 +1,4 @@
-"""Constraints of real clusters that no policy handles itself; they are enforced around every policy.
+"""Constraints in real clusters that no policy handles itself; they are enforced around every policy.
 
 From the outermost to the innermost: a job gets only sizes that it can train with; deadlines raise minimums; a worker
 costs no more than it adds to its job's utility; mixed jobs have their minimum on on-demand nodes; tenants get their
@@ -147,7 +147,7 @@ def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
     """Return a plan that gives every job a size that the job allows (``JobView.sizes``).
 
     If the policy's answer has other sizes, the policy is queried again with each limited to the next smaller allowed
-    one. After a few rounds, the remaining disallowed sizes are reduced on the jobs' own nodes.
+    size. After a few rounds, the remaining disallowed sizes are reduced on the jobs' own nodes.
     """
     views = {view.job: view for view in problem.views}
     for _ in range(_SIZE_ROUNDS):
@@ -231,7 +231,7 @@ def node_worth(view: JobView, cluster: Cluster) -> int:
 
 
 def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
-    """Return the plan, changed so that jobs that prefer whole nodes share no node; unchanged if this is impossible.
+    """Return the plan, changed so that jobs preferring whole nodes share no node; unchanged if this is impossible.
 
     It is impossible if not all sizes fit or, with ``apart``, if several multi-node jobs would share a node.
     """

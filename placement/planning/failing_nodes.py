@@ -74,8 +74,8 @@ def avoid_failing(
     job that has not trained waits for another node only if a disk or GPU made its own workers fail. No job loses its
     minimum to another job that leaves a node.
 
-    Returns the jobs, the cluster (both unchanged if nothing is avoided), and the reason for each job that is excluded
-    from a node.
+    Returns the jobs, the cluster (both unchanged if nothing is avoided), and the reason for each job excluded from a
+    node.
     """
     if not avoided.by_all and not avoided.by_job:
         return views, cluster, {}
@@ -150,7 +150,7 @@ def _free(views: Sequence[JobView], cluster: Cluster, *, of_minimums: bool = Fal
 
 
 def _reserve(view: JobView, nodes: Sequence[Node], free: dict[str, dict[str, float]]) -> bool:
-    """Reserve the missing part of the job's minimum on these nodes; if it does not fit, return False instead."""
+    """Reserve the missing part of the job's minimum on these nodes; return False, reserving none, if it cannot fit."""
     there = [node.node_id for node in nodes if not node.draining]
     lacking = view.min_workers - sum(view.allocation.get(node, 0) for node in there)
     taken = dict[str, int]()

@@ -182,10 +182,10 @@ def guard(problem: Problem, solve: Solver) -> Plan:
 
 
 def by_priority(problem: Problem, solve: Solver) -> Plan:
-    """Return a plan made by querying the policy for one priority after the other, highest first.
+    """Return a plan made by querying the policy for one priority after another, highest first.
 
-    Minimums are reserved first, in the order of precedence. Jobs of a higher priority may then grow into all the room
-    that minimums of lower priorities leave free, and jobs of the next priority into the rest.
+    Minimums are reserved first, in order of precedence. Jobs of a higher priority may then grow into all the room that
+    lower priorities' minimums leave free, and jobs of the next priority into the rest.
     """
     levels = sorted({view.priority for view in problem.views}, reverse=True)
     if len(levels) <= 1:

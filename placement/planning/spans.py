@@ -1,6 +1,6 @@
 """Placement of units that are too large for any single node and therefore span several (pure).
 
-A policy sees each possible place of such a unit as one virtual node, whose resources are deducted from its member
+A policy sees each possible place for such a unit as one virtual node, whose resources are deducted from its member
 nodes. Resources that the unit's job leaves unused are returned to these nodes, and the other jobs are placed once more.
 """
 
@@ -82,7 +82,7 @@ def _best(groups: Iterable[Sequence[str]], room: Mapping[str, int], unit: int) -
 
 
 def _within(group: Sequence[str], room: Mapping[str, int], unit: int) -> dict[str, int]:
-    """Return the processes of a unit by node: the roomiest nodes, and finally the tightest that holds the rest."""
+    """Return a unit's processes by node: the roomiest nodes, and finally the tightest that holds the rest."""
     chosen: dict[str, int] = {}
     for node in sorted(group, key=lambda node: (-room[node], node)):
         left = unit - sum(chosen.values())
@@ -96,7 +96,7 @@ def _within(group: Sequence[str], room: Mapping[str, int], unit: int) -> dict[st
 
 
 def _place(chosen: Mapping[str, int]) -> str:
-    """Return the place of a unit with these processes; see ``cluster.parts``."""
+    """Return the place for a unit with these processes; see ``cluster.parts``."""
     several = len(chosen) > 1
     return "+".join(f"{node}*{count}" if several else node for node, count in sorted(chosen.items()))
 
@@ -164,7 +164,7 @@ def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, u
 
 
 def _with_use(used: Use, views: Iterable[JobView], allocation: Allocation) -> Use:
-    """Return the resources in ``used`` plus those that these jobs use."""
+    """Return the resources in ``used`` plus what these jobs use."""
     found = {tenant: dict(amounts) for tenant, amounts in used.items()}
     for view in views:
         add_amounts(found.setdefault(view.tenant, {}), view.bundle, sum(allocation.get(view.job, {}).values()))
@@ -184,7 +184,7 @@ def _places_of(
     others: Allocation,
     bundles: Mapping[str, Resources],
 ) -> list[str]:
-    """Return disjoint places for units that span nodes: those in use, then idle ones, then those of other jobs."""
+    """Return disjoint places for units that span nodes: those in use, then idle ones, then other jobs' places."""
     draining = {node.node_id for node in cluster.nodes if node.draining}
     held = (place for view in views for place, n in present[view.job].items() for _ in range(n))
     found = [place for place in held if not parts(place).keys() & draining]

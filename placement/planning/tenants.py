@@ -27,7 +27,7 @@ class Tenant(NamesArguments):
     Attributes:
         name: Name of the tenant, as in ``JobView.tenant``.
         weight: Weight of the tenant. Its share is this weight divided by the weights of all tenants that have jobs.
-        quota: Upper limits on some resources, such as ``{"GPU": 16}``, which also apply to borrowed resources.
+        quota: Upper limits on some resources, such as ``{"GPU": 16}``; they also apply to borrowed resources.
 
     Examples:
         >>> from placement import Tenant
@@ -99,7 +99,7 @@ def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) ->
 
 
 def _as_declared(name: str, views: Sequence[JobView]) -> Tenant:
-    """Return a tenant that the cluster's configuration does not list, with the weight that its jobs declare."""
+    """Return a tenant that is not in the cluster's configuration, with the weight that its jobs declare."""
     told = [view.tenant_weight for view in views if view.tenant == name and view.tenant_weight is not None]
     return Tenant(name=name, weight=max(told, default=1.0))
 
@@ -440,7 +440,7 @@ class _Partition:
         self.take(node, {r: goal[r] - taken[r] for r in taken})
 
     def cluster(self) -> Cluster:
-        """Return the part as a cluster of the same nodes."""
+        """Return the part as a cluster with the same nodes."""
         return Cluster(
             nodes=tuple(
                 dataclasses.replace(node, free={**node.free, **self._taken[node.node_id]})

@@ -44,7 +44,7 @@ def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
 
     Only running jobs without a size fixed by their user are served, by priority and arrival. Granted workers stay in
     place as long as their slots are free, and are on nodes of the job's GPU type. They respect quotas, the preference
-    for whole nodes and, if required, the rule of one multi-node job per node.
+    for whole nodes and, if required, the limit of one multi-node job per node.
 
     Args:
         plan: Plan decided without wishes.
@@ -114,7 +114,7 @@ class _FreeSlots:
                     del counts[node_id]
 
     def _next(self, view: JobView, place: Mapping[str, int]) -> str | None:
-        """Return the node of the job's next worker: one with a worker to keep, another of its nodes, or the fullest.
+        """Return the node for the job's next worker: one with a worker to keep, another of its nodes, or the fullest.
 
         None if no node is available.
         """

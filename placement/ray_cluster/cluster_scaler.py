@@ -218,7 +218,7 @@ class ClusterScaler:
 
 
 def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterable[Tenant] = ()) -> Bundles:
-    """Return (resources, labels) for each worker that the cluster should have room for; empty if no job waits (pure).
+    """Return (resources, labels) for each worker that should find room; empty if no job is waiting (pure).
 
     Each job counts with its minimum, or with its fixed size, so that no job waits if all bundles fit. A waiting job
     that does not fit into its tenant's quota is not counted.

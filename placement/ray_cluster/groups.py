@@ -33,7 +33,7 @@ _SETTLED_S = 2.0
 
 
 class Room:
-    """Cache of the free resources of Ray's nodes, read once for all requests within a tenth of a second."""
+    """Cache of the free resources on Ray's nodes, read once for all requests within a tenth of a second."""
 
     def __init__(self) -> None:
         self._read_s = -math.inf
@@ -70,7 +70,7 @@ def reserve(bundle: Resources, place: str, name: str) -> PlacementGroup:
 
     Use ``ready`` to wait for the resources. The group is detached, so it outlives the process of a controller that Ray
     restarts. Its creator releases it; if the controller is gone for good, the allocator does (:func:`release_all`). The
-    group stays pending while the node is full, and for ever if the node is gone: :func:`withdraw` it when it is no
+    group stays pending while the node is full, and forever if the node is gone: :func:`withdraw` it when it is no
     longer wanted.
 
     Args:
@@ -97,7 +97,7 @@ def reserve(bundle: Resources, place: str, name: str) -> PlacementGroup:
 def release(group: PlacementGroup) -> None:
     """Release the resources of a fulfilled group; do nothing if the group is already gone.
 
-    Ray kills any process that still runs in the group.
+    Ray kills any process that is still running in the group.
     """
     remove_placement_group(group)
     internal_kv._internal_kv_del(_holder_key(group.id.hex()), namespace=NAMESPACE.encode())

@@ -116,7 +116,7 @@ def _names() -> set[str]:
 
 
 def aliases(prefix: str, *, whole: bool = False) -> list[tuple[str, str]]:
-    """Return (name, alias) of each actor whose alias starts with ``prefix`` or, if ``whole``, equals it."""
+    """Return (name, alias) for each actor whose alias starts with ``prefix`` or, if ``whole``, equals it."""
     keys = internal_kv._internal_kv_list(_alias_key(prefix, "" if whole else None), namespace=_KV) or ()
     return [(own, alias) for alias, _, own in (key.decode()[len(_ALIAS) :].partition("\n") for key in keys)]
 
@@ -146,7 +146,7 @@ def _alias_key(alias: str, own: str | None) -> bytes:
 
 
 def actors_named(prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, actor) of living actors whose names start with ``prefix``, sorted. Blocks briefly."""
+    """Yield (name, actor) for living actors whose names start with ``prefix``, sorted. Blocks briefly."""
     for name in names_of_actors(prefix):
         if (actor := find_actor(name)) is not None:  # else it has just ended
             yield name, actor

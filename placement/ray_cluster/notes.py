@@ -1,4 +1,4 @@
-"""SHELL: notes of controllers and the allocator in Ray's control store, and the removal of orphaned notes.
+"""SHELL: notes from controllers and the allocator in Ray's control store, and the removal of orphaned notes.
 
 A controller deletes its own notes when it ends. A controller that is killed for good from outside (``ray.kill``, its
 namespace cleared) cannot, and with Redis as the control store's backend, its notes would survive cluster restarts.

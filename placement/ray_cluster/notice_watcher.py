@@ -34,7 +34,7 @@ _QUIET_POLLS = 30  # unanswered looks after which it is asked again what cloud t
 
 
 class Watchers:
-    """Watcher actors of the allocator, one on each watched node; they end with the allocator."""
+    """Allocator's watcher actors, one on each watched node; they end with the allocator."""
 
     def __init__(self, config: NoticeConfig) -> None:
         self._config = config

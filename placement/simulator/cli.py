@@ -1,4 +1,4 @@
-"""Command line of the simulator, which prints a table and can write a JSON file and a picture."""
+"""Simulator's command line, which prints a table and can write a JSON file and a picture."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _run_demo(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Simulate each trace under each policy, print, write and draw the results, and return exit status 0."""
+    """Simulate each trace under each policy; print, write and draw the results; return exit status 0."""
     policies = [name.strip() for name in options.policy.split(",") if name.strip()]
     if not policies:
         raise InputError("policy must name one policy or more, but got none")
@@ -265,7 +265,7 @@ def _add_number(group: argparse._ArgumentGroup, option: str, unit: str, value: f
 
 
 def _add_fields(group: argparse._ArgumentGroup, defaults: object, fields: Mapping[str, tuple[str, str, str]]) -> None:
-    """Add an option for each of these fields: its name, unit and meaning."""
+    """Add an option for each of these fields, with its name, unit and meaning."""
     for field, (option, unit, meaning) in fields.items():
         value = getattr(defaults, field)
         said = f"{meaning}; {value:g} by default"
@@ -290,7 +290,7 @@ def _autoscaled(options: argparse.Namespace) -> AutoscaledCluster | None:
 
 
 def _spot(values: Sequence[str]) -> dict[str, SpotTrace]:
-    """Return spot traces keyed by GPU type ("" for all nodes). Raise InputError if a type is given twice."""
+    """Return spot traces keyed by GPU type ("" for all nodes); raise InputError if a type is given twice."""
     traces: dict[str, SpotTrace] = {}
     for value in values:
         match = _TYPED.fullmatch(value)
@@ -307,7 +307,7 @@ def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bo
     All input is checked before anything runs.
 
     Raises:
-        InputError: The input of some task is invalid.
+        InputError: Some task's input is invalid.
         ValueError: A policy is unknown.
     """
     if processes is not None:

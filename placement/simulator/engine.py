@@ -76,10 +76,10 @@ def simulate(
         rules: Rules for time and the cost of changes: ``pollux``, ``sia``, ``live``, or a custom ``Rules`` object.
         policy: A registered name or a policy object.
         seed: Seed for all randomness.
-        requested: True to run jobs with the trace's batch size and GPU count. None does so for rigid policies only.
+        requested: True to run jobs with the trace's batch size and GPU count. None does so only for rigid policies.
         knowledge: True if jobs of one application share their measurements. Ignored for a policy with
             ``shares_knowledge`` set to False, such as Sia as published.
-        lengths: Actual and declared lengths of jobs; None uses the profiled lengths for both.
+        lengths: Actual and declared job lengths; None uses the profiled lengths for both.
         disturbances: Failures, slow nodes, spot markets and noise; None simulates none of these.
         prices: GPU prices; None uses built-in approximate prices.
         autoscale: How the cluster grows and shrinks, up to ``cluster``; None keeps it fixed.

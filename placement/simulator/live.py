@@ -25,7 +25,7 @@ _SCRIPT_S = 30 * 86400.0
 
 
 class LiveDriver:
-    """Driver of a simulation with a heap of events; simultaneous events are handled in the order they were pushed.
+    """Driver for a simulation with a heap of events; simultaneous events are handled in the order they were pushed.
 
     Args:
         cluster: All nodes of the cluster, before any are lost.

@@ -99,7 +99,7 @@ def replace_file(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes, *
 
 
 def open_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
-    """Open a file written by ``replace_file``. Raises FileNotFoundError if it does not exist."""
+    """Open a file written by ``replace_file``; raise FileNotFoundError if it does not exist."""
     try:
         return filesystem.open_input_stream(path)
     except FileNotFoundError:
@@ -256,7 +256,7 @@ logger = logging.getLogger("placement.storage")
 
 
 class LineFile:
-    """File to which lines are appended in order; they are in the file when the call returns.
+    """File that lines are appended to in order; they are in the file when the call returns.
 
     After an error, which is logged, nothing more is written, because a gap between lines would falsify the record.
 

@@ -77,7 +77,7 @@ class StorageCalls:
     async def run(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
         """Run a call in a thread and await its result.
 
-        Raises StorageTimeoutError if there is no result within ``timeout_s``. Errors of the function are raised
+        Raises StorageTimeoutError if there is no result within ``timeout_s``. Errors from the function are raised
         unchanged.
         """
         call = self.start(what, function)
@@ -90,7 +90,7 @@ class StorageCalls:
             raise StorageTimeoutError(self.silent_for(call)) from error
 
     async def run_long(self, what: str, function: Callable[[Callable[[], bool]], T], *, timeout_s: float) -> T:
-        """Run a call of several parts (see ``start_long``) and await its result; each part may last ``timeout_s``."""
+        """Run a call in several parts (see ``start_long``) and await its result; each part may take ``timeout_s``."""
         call = self.start_long(what, function)
         answer = asyncio.wrap_future(call.answer)
         while not answer.done():
@@ -136,7 +136,7 @@ class StorageCalls:
             return max((call.heard_s for call in self._running), default=0.0)
 
     def waiting(self) -> str:
-        """Return a sentence about the longest unanswered call; empty if storage answers."""
+        """Return a sentence about the longest unanswered call; empty if storage is answering."""
         with self._news:
             calls = [*self._running, *(call for call in self._queue if not call.given_up)]
         if not calls:
@@ -188,6 +188,7 @@ class StorageCalls:
 def call_storage(where: str, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
     """Make one blocking call to storage, with a deadline; errors name the storage ``where`` and the call ``what``.
 
-    Raises StorageTimeoutError if there is no answer within ``timeout_s``. Errors of the function are raised unchanged.
+    Raises StorageTimeoutError if there is no answer within ``timeout_s``. Errors from the function are raised
+    unchanged.
     """
     return StorageCalls(where, threads=1).call(what, function, timeout_s=timeout_s)

@@ -59,7 +59,7 @@ KNOWN: Mapping[str, AlgorithmSupport] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """NNI tuner, advisor or assessor that a user chose, with its arguments in NNI's format."""
+    """NNI tuner, advisor or assessor chosen by a user, with its arguments in NNI's format."""
 
     name: str = ""
     class_name: str = ""

@@ -61,7 +61,7 @@ class Experiment:
         search_space: Search space in NNI's format.
         tuner: Name, or an NNI ``tuner`` configuration: ``{"name": ..., "class_args": {...}}``.
         assessor: Assessor, in the same forms as ``tuner``; with None, no trial is stopped early.
-        metric: Name of the reported metric. Values reported with NNI's own functions are always accepted.
+        metric: Name of the reported metric. Values reported through NNI's own functions are always accepted.
         mode: "max" if a larger metric is better, "min" otherwise; passed on to the tuner and assessor.
         trial_concurrency: Number of trials that run at the same time.
         max_trial_number: Total number of trials; None for no limit other than the tuner's.
@@ -73,7 +73,7 @@ class Experiment:
             cluster from the allocator), the experiment gets its own tenant.
         model_fingerprint: As for ``ElasticTrainer``.
         weight: Weight of the experiment relative to other jobs.
-        promise: Rule that compares running trials, so that the best get more workers (see ``tuning.Promise``); None
+        promise: Rule for comparing running trials, so that the best get more workers (see ``tuning.Promise``); None
             derives the rule from the assessor. If a report lacks the rule's metric, the value that NNI sees (usually
             "default") is used. The rule's mode must equal ``mode``.
         name: Name of the experiment, shown on the web page and in the cluster's tools.

@@ -40,7 +40,7 @@ class Manager:
         host: Address that the web page listens on; see ``tuning.nni.Experiment``.
         settings: Other fields of NNI's ``ExperimentConfig``, keyed by name.
 
-    Raises ImportError: NNI is not installed.
+    Raises ImportError if NNI is not installed.
     """
 
     def __init__(self, host: str, tuner: Algorithm, assessor: Algorithm | None, settings: Mapping[str, Any]) -> None:

@@ -16,8 +16,8 @@ class Outcome:
         sequence: Number of the trial in the experiment, from 0.
         status: NNI's status: "SUCCEEDED", "EARLY_STOPPED", "FAILED", "USER_CANCELED", "RUNNING"...
         parameters: Parameters that the tuner chose.
-        value: Last reported value of the metric; None if it was never reported.
-        reports: Value of the metric at each report.
+        value: Last reported metric value; None if it was never reported.
+        reports: Metric value at each report.
         workers: Number of workers at each report.
         path: Directory for the trial's events and checkpoints on the experiment's storage; empty if it never started.
         error: Reason for the failure; empty if the trial did not fail.

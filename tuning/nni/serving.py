@@ -1,4 +1,4 @@
-"""SHELL: elastic jobs of an NNI experiment's trials, one thread each, in the experiment's process.
+"""SHELL: elastic jobs for an NNI experiment's trials, one thread each, in the experiment's process.
 
 Each trial's command (``tuning.nni.trial``) connects to this process and waits. The trial runs for as long as the
 connection exists; NNI ends a trial by killing its command. The job's reports reach NNI's manager through the channel

@@ -71,7 +71,7 @@ def _check_parameter(name: Any, spec: Any) -> None:
 def from_tune(space: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Convert Tune's ``param_space`` into two dicts: the searched part in NNI's format, and the fixed values.
 
-    Raises ValueError: NNI has no equivalent for a parameter; the message names it.
+    Raises ValueError if NNI has no equivalent for a parameter; the message names it.
     """
     from ray.tune.search.sample import Categorical, Domain, Float, Integer
 

@@ -55,7 +55,7 @@ class WantedSize:
         note: Message for the user, for example about a deadline or budget that cannot be met; None for no message.
 
     Raises:
-        TypeError: The reason has another type.
+        TypeError: The reason has the wrong type.
     """
 
     job: str
@@ -160,7 +160,7 @@ def _usd(kind: NodeType, view: JobView) -> float:
 
 
 def _offer(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, cache: GoodputCache) -> NodeTypeOption | None:
-    """Return the job's option on nodes of one type, with its minimum on ``base`` if that is another type."""
+    """Return the job's option on nodes of one type, with its minimum on ``base`` if that is a different type."""
     per_node = kind.slots(view)
     on_demand = 0 if base is kind else view.min_workers
     free = dataclasses.replace(view, growth_limit=None)
@@ -196,8 +196,8 @@ def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, cache: GoodputCa
     """Return goodput [samples/s], assuming that synchronisation is no slower beyond the largest measured size.
 
     A ring moves the same number of bytes through every link whatever its length. The fitted model extrapolates the
-    increase per replica between measured sizes, which would keep a job from larger sizes that it has not tried. One
-    resize, which costs a second, provides the actual value.
+    increase per replica between measured sizes, which would keep a job from trying larger sizes. A single resize, which
+    costs a second, shows the actual speed.
     """
     rate: Floats = table([view], gpu, nodes[np.newaxis], sizes[np.newaxis], cache)[0]
     seen = max((each.replicas for each in view.observations.get(gpu, ())), default=0)

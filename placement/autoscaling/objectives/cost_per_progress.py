@@ -29,7 +29,7 @@ class CompletionForecast:
     score: Floats  # what is minimised [USD]
 
     def cost(self, workers: int) -> str:
-        """Return a text with the remaining cost and time on this many workers."""
+        """Return the remaining cost and time on this many workers, as text."""
         return f"{self.usd[workers - 1]:.3g} USD in {self.time_s[workers - 1] / 3600.0:.3g} h"
 
 
@@ -116,7 +116,7 @@ class CostPerProgress:
     def _best(
         self, forecasts: list[CompletionForecast], view: JobView, gpu: str | None
     ) -> tuple[CompletionForecast, int]:
-        """Return the forecast and explored size with the lowest score; the current type if it is hardly worse."""
+        """Return the forecast and explored size with the lowest score, or the current type if it is hardly worse."""
         ranked: list[tuple[float, int, int]] = []
         for i, forecast in enumerate(forecasts):
             score = forecast.score[: forecast.offer.limit]
@@ -190,7 +190,7 @@ def _finite(score: Floats, forecast: CompletionForecast) -> Floats:
 
 
 def _at(options: tuple[NodeTypeOption, ...], gpu: str | None, workers: int) -> float:
-    """Return the current goodput [samples/s]; 0 while the job waits."""
+    """Return the current goodput [samples/s]; 0 while the job is waiting."""
     for offer in options:
         if offer.kind.gpu_type == gpu and 0 < workers <= len(offer.rate):
             return float(offer.rate[workers - 1])
@@ -239,7 +239,7 @@ class Budget:
     state is spending B. Near it, jobs with speed-up k^p spend value x p / (1 - p) each, B / n for p = 1/2. Past savings
     decay over a day, so that they are not spent all at once.
 
-    Deadlines and budgets of jobs are respected as under ``cost_per_progress``.
+    Jobs' deadlines and budgets are respected as under ``cost_per_progress``.
     """
 
     name = "budget"

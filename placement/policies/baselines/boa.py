@@ -42,7 +42,7 @@ def boa_widths(classes: Mapping[str, JobClass], gpus: float) -> dict[str, int]:
     Args:
         gpus: B, the number of GPUs.
 
-    Raises ValueError: B is less than the classes need at their cheapest widths.
+    Raises ValueError if B is less than the classes need at their cheapest widths.
     """
     hulls = {name: _hull(each) for name, each in classes.items()}
     used = sum(classes[name].per_h * hull[0][0] for name, hull in hulls.items()) / 3600.0
@@ -107,7 +107,7 @@ class BoaPolicy:
         check_number("usd", self.usd, above=0)
 
     def priced(self, prices: Mapping[str, float]) -> BoaPolicy:
-        """Return the policy with the lowest of the GPU prices [USD/h] in ``prices``, which is keyed by GPU type."""
+        """Return the policy with the lowest GPU price [USD/h] in ``prices``, which is keyed by GPU type."""
         return dataclasses.replace(self, usd=min(prices.values(), default=self.usd))
 
     def told(self, classes: Mapping[str, JobClass], gpus: float) -> BoaPolicy:

@@ -1,4 +1,4 @@
-"""``optimus``: workers go one by one to the job whose remaining time drops most."""
+"""``optimus``: workers go one by one to the job whose remaining time drops the most."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class SiaPolicy:
             raise ValueError(f"power must be below 0, but got {self.power}")
 
     def load_solver(self) -> None:
-        """Import SciPy ahead of the first decision, since the import costs half a second of CPU or more."""
+        """Import SciPy ahead of the first decision, since the import costs at least half a second of CPU time."""
         for name in ("scipy.optimize", "scipy.sparse"):
             importlib.import_module(name)
 
@@ -194,7 +194,7 @@ class _SlotsByType:
         self._roomy = [np.cumsum(sorted(each, reverse=True)) for each in of]
 
     def nodes_for(self, kind: int, workers: int) -> int:
-        """Return the fewest nodes of a kind that hold this many workers."""
+        """Return the smallest number of nodes of a kind that hold this many workers."""
         return int(np.searchsorted(self._roomy[kind], workers)) + 1
 
 

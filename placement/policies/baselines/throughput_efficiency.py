@@ -1,4 +1,4 @@
-"""``throughput_efficiency``: a job grows while an added worker does a fair share of a current one's work."""
+"""``throughput_efficiency``: a job grows while each added worker contributes enough compared with the others."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class ThroughputEfficiencyPolicy:
     comes first. GPUs that no job uses well stay idle.
 
     The paper replaces stragglers. This policy instead avoids nodes where some job has measured steps that take
-    ``slow_factor`` times longer (``JobView.slow_nodes``), as long as every job still runs.
+    ``slow_factor`` times longer (``JobView.slow_nodes``), as long as every job can still run.
 
     Attributes:
         threshold: Minimum of s(k), from 0 (any gain suffices) to below 1 (perfect scaling).
-        slow_factor: Smallest slowdown that makes a node avoided; above 1.
+        slow_factor: Minimum slowdown for a node to be avoided; above 1.
     """
 
     name = "throughput_efficiency"

@@ -35,7 +35,7 @@ class UtilityCostPolicy:
         value: Value of finishing one hour earlier [USD], for jobs without a utility function or known length.
         price: Price per worker and hour on GPU types that are not in ``prices`` [USD].
         prices: Price per worker and hour [USD], keyed by GPU type; a simulation fills it in from its price table.
-        slow_factor: Smallest slowdown that makes a node avoided; above 1.
+        slow_factor: Minimum slowdown for a node to be avoided; above 1.
     """
 
     name = "utility_cost"

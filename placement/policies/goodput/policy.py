@@ -231,7 +231,7 @@ class Decided:
         return Reason(cause, facts, self._figures(j))
 
     def _lost(self, j: int, gain: float) -> tuple[Cause, tuple[str | float, ...]]:
-        """Return the cause for a job that waits or has fewer workers than before, and which jobs got them."""
+        """Return the cause for a job that is waiting or has fewer workers than before, and the jobs that got them."""
         views, left_s = self.instance.views, self.utility.left_s
         more = [k for k, here in enumerate(self.after) if here.workers > views[k].workers]
         ahead = [k for k in more or range(len(views)) if k != j and self.after[k].place]
@@ -334,7 +334,7 @@ class MixedTypes:
         return found
 
     def _foreign(self, view: JobView, own: _Places, room: FreeResources) -> tuple[_Places, str, str]:
-        """Return the best workers to add on other GPU types, their description and the gain; empty if none helps."""
+        """Return the best workers to add on other GPU types, their description and the gain; empty if none help."""
         nodes, (gpu,) = self.cluster.by_id(), self._parts(own)
         present = {n: k for n, k in view.allocation.items() if n in nodes and n not in own and nodes[n].gpu_type != gpu}
         alone = self._goodput(view, own)

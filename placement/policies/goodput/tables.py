@@ -171,7 +171,7 @@ def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None 
 
 
 def _by_worker_kind(numbers: Sequence[Sequence[float]], which: Ints, width: int) -> Floats:
-    """Return one row per job, copied from the row of the job's worker kind."""
+    """Return one row per job, copied from the row for the job's worker kind."""
     rows: Floats = np.array(numbers, dtype=np.float64).reshape(len(numbers), width)[which]
     return rows
 

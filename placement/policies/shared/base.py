@@ -70,8 +70,8 @@ class Policy(Protocol):
     and part of the cluster.
 
     A class may set ``rigid = True`` if it was published for jobs that run at exactly the batch size and worker count
-    that their user requested; a simulation then runs jobs that way. A class with slow imports may have a method
-    ``load_solver()`` that makes them. The allocator calls it in a thread at startup, so that its event loop does not
+    that their user requested; a simulation then runs jobs that way. A class with slow imports may define a method
+    ``load_solver()`` that performs them. The allocator calls it in a thread at startup, so that its event loop does not
     block.
 
     Examples:

@@ -166,7 +166,7 @@ def shape_of(place: Mapping[int, int]) -> tuple[int, int]:
 
 
 def growth_limit(view: JobView) -> int:
-    """Return the most workers that the job may have now: the smaller of its ``useful_workers`` and ``growth_limit``."""
+    """Return the maximum number of workers for the job: the smaller of its ``useful_workers`` and ``growth_limit``."""
     limit = view.useful_workers
     return limit if view.growth_limit is None else min(limit, view.growth_limit)
 

@@ -39,5 +39,5 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def gpu_types(cluster: Cluster) -> tuple[str, ...]:
-    """Return the distinct GPU types of a cluster's nodes, sorted by name."""
+    """Return the distinct GPU types in a cluster, sorted by name."""
     return tuple(sorted({node.gpu_type for node in cluster.nodes}))

@@ -1,6 +1,6 @@
 """Disturbances to a simulated cluster (failures, spot nodes, slow nodes, shared links, noise), from one seed.
 
-Two formats of recorded spot machines are read: counts at every tick (JSON, skypilot-org/spot-traces) and machine
+Two recording formats for spot machines are supported: counts at every tick (JSON, skypilot-org/spot-traces) and machine
 arrivals and departures (CSV, uclasystem/bamboo). Both are converted to places, each occupied by a machine at some times
 and empty at others. Every spot node in the cluster is assigned one place, and exists while that place is occupied.
 """

@@ -27,9 +27,9 @@ def rho(jobs: Sequence[SimulatedJob], cluster: Cluster) -> dict[str, float]:
     """Return rho = (completion - submission) / T for each finished job, where T is its time alone on G / N GPUs.
 
     G is the number of GPUs in the cluster. N is the number of unfinished jobs, including this one, averaged over the
-    job's life. Alone, the job obeys the same rules: it waits for the next round, starts, grows as fast as exploration
-    allows to the best count up to floor(G / N) GPUs of one type, and pays for every change. Its rate is the mean over
-    the GPU types, weighted by their number of GPUs. If there is less than one GPU per job, the rate is the
+    job's lifetime. Alone, the job obeys the same rules: it waits for the next round, starts, grows as fast as
+    exploration allows to the best count up to floor(G / N) GPUs of one type, and pays for every change. Its rate is the
+    mean over the GPU types, weighted by their number of GPUs. If there is less than one GPU per job, the rate is the
     corresponding fraction of one GPU's rate.
     """
     ends = [(job.trace.time_s, job.finished_s or job.trace.time_s) for job in jobs]
@@ -71,7 +71,7 @@ def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: in
 
 @functools.lru_cache(maxsize=4096)
 def alone_s(app: Application, gpu: str, per_node: int, replicas: int) -> float:
-    """Return the pure training time of a job on these GPUs with each epoch's best batch [s]; infinity if none fits."""
+    """Return a job's pure training time on these GPUs with each epoch's best batch [s]; infinity if none fits."""
     counts = (per_node,) * (replicas // per_node) + ((replicas % per_node,) if replicas % per_node else ())
     least, most = app.local_bsz_range(gpu)
     table = app.step_times[gpu]

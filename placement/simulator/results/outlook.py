@@ -33,7 +33,7 @@ _CONFIG = AllocatorConfig(rounds=True, silence_s=math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Predicted number of workers and end time of one job; see :func:`outlook`."""
+    """Predicted number of workers and end time for one job; see :func:`outlook`."""
 
     job: str
     workers: int  # that it would have at first
@@ -45,7 +45,7 @@ class Outlook:
 
 
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
-    """Return the nodes of a cluster string such as ``t4:2x4``; the type ``cpu`` counts CPUs instead of GPUs.
+    """Return the nodes described by a cluster string such as ``t4:2x4``; the type ``cpu`` counts CPUs instead of GPUs.
 
     Nodes have plenty of any other resources that the jobs in ``views`` need. Raises InputError if the string cannot be
     parsed.

@@ -48,7 +48,7 @@ def plot(reports: Sequence[SimulationReport], path: Path) -> None:
 
     Each bar is the time a job spends on a node, as high as the number of GPUs it uses there. Jobs of one application
     share a hue and differ in shade. Bars that are large enough show the job number. The strip below shows GPUs in use
-    and waiting jobs. Raises InputError: Matplotlib is not installed, or the file cannot be written.
+    and waiting jobs. Raises InputError if Matplotlib is not installed, or the file cannot be written.
     """
     check_picture(path)
     import matplotlib as mpl

@@ -75,9 +75,9 @@ class SimulationReport:
             and so on.
         gpus: Number of GPUs in the cluster.
         prices: Prices paid [USD per GPU and hour], keyed by GPU type.
-        rented: Cost of all nodes. In a cluster of fixed size it counts from the first submission to the last
+        rented: Cost of all nodes. In a cluster of fixed size, it is counted from the first submission to the last
             completion; in an autoscaled one, from the time each node was requested.
-        jobs: Reports on the jobs, in the order of submission.
+        jobs: Reports on the jobs, in order of submission.
         placed: All changes to jobs' placements.
         log: The core's decision log.
         decision_s: CPU time of each decision [s].
@@ -133,7 +133,7 @@ class SimulationReport:
         return float(np.mean([job.rho > 2.0 for job in self.jobs]))
 
     def record(self) -> dict[str, Any]:
-        """Return the summary of this report as a JSON record."""
+        """Return a summary of this report as a JSON record."""
         jct_s = self.jct_s
         decision_ms = 1e3 * np.array(self.decision_s or (0.0,))
         rho = np.array([job.rho for job in self.jobs])

@@ -293,7 +293,7 @@ class StepTimes:
         """Return the time for a step without accumulation, and the part of it spent on synchronisation [s].
 
         Args:
-            counts: Workers on each node, each at least 1, in the order of the nodes.
+            counts: Workers on each node, each at least 1, in node order.
             local_bsz: Samples per worker and micro-step, at least 1.
         """
         key = canonical(counts), float(local_bsz)

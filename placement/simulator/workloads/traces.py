@@ -1,4 +1,4 @@
-"""Traces: arrival times of jobs, the resources that their users requested, and actual and declared lengths."""
+"""Traces: jobs' arrival times, the resources that their users requested, and actual and declared lengths."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJo
 
     Args:
         path: A file that has the columns listed in ``COLUMNS``, in any order.
-        applications: Names of the applications that have a profile.
+        applications: Names of applications that have a profile.
 
     Raises InputError if the file is missing or empty, lacks a column, or has an invalid line, which the message names.
     """

@@ -211,7 +211,7 @@ class SimulatedJob:
         return max(own_s, self.now_s + _SOON_S)
 
     def leave(self) -> None:
-        """Release the GPUs of the finished job."""
+        """Release the finished job's GPUs."""
         self.location = None
 
     def lose_workers(self) -> None:

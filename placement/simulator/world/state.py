@@ -1,4 +1,4 @@
-"""World of a simulation: sends events to the allocator core and carries out its instructions on simulated jobs."""
+"""Simulated world: sends events to the allocator core and carries out its instructions on simulated jobs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class World:
     """Simulated state that a driver advances through time: the allocator core and the jobs.
 
     Args:
-        cluster: The nodes at the start.
+        cluster: The initial nodes.
         knowledge: Measurements shared by jobs of one application; None if each job knows only its own.
     """
 
@@ -104,7 +104,7 @@ class World:
             self._carry_out(instruction, now_s)
 
     def lose_nodes(self, lost: Collection[str], now_s: float) -> None:
-        """Kill the workers on these nodes; the remaining workers of their jobs continue."""
+        """Kill the workers on these nodes; their jobs' remaining workers continue."""
         for job in self.jobs.values():
             if (
                 job.location is None
@@ -122,7 +122,7 @@ class World:
                 job.lose_workers()
 
     def _carry_out(self, instruction: Instruction, now_s: float) -> None:
-        """Move the job of an ``Allocate`` instruction to its nodes; other instructions change nothing."""
+        """Move an ``Allocate`` instruction's job to its nodes; other instructions change nothing."""
         if not isinstance(instruction, Allocate):
             return
         job = self.jobs[instruction.job]
