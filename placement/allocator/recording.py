@@ -158,7 +158,7 @@ def _number(value: Any) -> Any:
 def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
     """Return a value of this type in a form that JSON can store.
 
-    A dataclass becomes a mapping of all fields, or only of those that differ from their defaults.
+    A dataclass becomes a mapping of all fields, or only of fields that differ from their defaults.
     """
     if value is None:
         return None

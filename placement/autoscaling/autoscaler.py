@@ -150,7 +150,7 @@ class Autoscaler:
         return self._bills.get(job)
 
     def discard(self, job: str) -> float:
-        """Remove a job that has ended and return its cost [USD]; safe while ``decide`` runs in another thread."""
+        """Remove a job that has ended and return its cost [USD]; safe while ``decide`` is running in another thread."""
         self._forgotten.add(job)
         return self._bills.pop(job, Bill()).usd
 

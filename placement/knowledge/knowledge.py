@@ -379,7 +379,7 @@ def declarer_of(view: JobView) -> str:
 
 
 class EndedJobs:
-    """Lengths of jobs that have ended, keyed by the fingerprint of their model.
+    """Lengths of jobs that have ended, keyed by their model's fingerprint.
 
     Finished, stopped and failed jobs all count, since each released its workers when it ended.
 

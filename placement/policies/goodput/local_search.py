@@ -65,7 +65,7 @@ def _fit_together(instance: OptionTable, placements: Sequence[Placement], valid:
 def improve(
     instance: OptionTable, utility: SpeedValue, present: Sequence[Placement], valid: Sequence[bool]
 ) -> tuple[list[Placement] | None, dict[int, Reason]]:
-    """Return a better allocation (None if none exists), and the reasons for jobs that wait, keyed by job index.
+    """Return a better allocation (None if none exists), and the reasons for waiting jobs, keyed by job index.
 
     Two candidates are tried: a new decision about all jobs, and the current allocation with idle GPUs filled. The
     better one is used if its worth, with every change discounted for its cost, exceeds the worth of the current
@@ -123,7 +123,7 @@ def _may_wait(instance: OptionTable, utility: SpeedValue, present: Sequence[Plac
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Alternatives:
-    """Options of the admitted jobs: those of the instance, then the job's floor, then staying unchanged.
+    """Admitted jobs' options: the instance's, then the job's floor, then staying unchanged.
 
     The floor of a job that may wait is nothing.
     """
@@ -230,7 +230,7 @@ class _Search:
 
 
 def _columns(options: NDArray[_T], floor: NDArray[_T], stay: NDArray[_T]) -> NDArray[_T]:
-    """Return the columns of all options: those of the instance, then each job's floor, then staying unchanged."""
+    """Return the columns for all options: the instance's, then each job's floor, then staying unchanged."""
     return np.concatenate([options, floor[:, np.newaxis], stay[:, np.newaxis]], axis=1)
 
 
@@ -311,7 +311,7 @@ def admit_into(
 
     Jobs with a size fixed by their user are then raised to it, or as close to it as room allows, in order of arrival.
 
-    Returns (pool, workers) for each admitted job, and the reason for each job that waits, both keyed by job index.
+    Returns (pool, workers) for each admitted job, and the reason for each waiting job, both keyed by job index.
     """
     ledger = PoolCapacity(instance)
     floors: dict[int, tuple[int, int]] = {}

@@ -157,7 +157,7 @@ def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
 
 
 def no_room(view: JobView, fits: int, others: int) -> Reason:
-    """Return the reason why a job waits: only ``fits`` workers fit beside the minimums of ``others`` other jobs."""
+    """Return why a job is waiting: only ``fits`` workers fit beside the minimums of ``others`` other jobs."""
     wanted = f"{view.min_workers} x {describe(view.bundle)}"
     cause = Cause.MEMORY if 1 < view.sizes.fitting == view.min_workers else Cause.NO_ROOM
     return Reason(cause, (wanted, fits), f"the minimum of {others} other jobs comes first")

@@ -53,7 +53,7 @@ class JobReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rented:
-    """Total cost of all nodes that were rented, including the time that they were idle."""
+    """Total cost of all nodes that were rented, including idle time."""
 
     node_hours: Mapping[str, float]  # hours for which nodes were paid for, by node type
     usd: float
