@@ -1,4 +1,4 @@
-"""Simulator's command line, which prints a table and can write a JSON file and a picture."""
+"""Command line for the simulator, which prints a table and can write a JSON file and a picture."""
 
 from __future__ import annotations
 
