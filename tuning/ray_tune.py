@@ -210,7 +210,7 @@ class ElasticTrainable(Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
-        """Return the resources of the trial's own process: almost none, on the head node, where its controller runs."""
+        """Return the resources for a trial's own process: almost none, on the head node, where its controller runs."""
         _check_space(config)
         _notify_kept_actors()
         _end_stopped_sweeps()

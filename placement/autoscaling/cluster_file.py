@@ -1,8 +1,8 @@
 """Node types from a cluster file (Ray's ``cluster.yaml`` or a KubeRay ``RayCluster``), validated when it is read.
 
-``python -m placement.autoscaling.cluster_file cluster.yaml`` checks a file and prints its node types. Unlike ``ray
-up``, which validates only Ray's own schema, it checks that the file has a worker type, a price for it, and the labels
-that jobs and the allocator use to choose nodes.
+``python -m placement.autoscaling.cluster_file cluster.yaml`` checks a file and prints its node types. Unlike
+``ray up``, which validates only Ray's own schema, it checks that the file has a worker type, a price for it, and the
+labels that jobs and the allocator use to choose nodes.
 """
 
 from __future__ import annotations

@@ -82,11 +82,11 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
     - no more than one replica: synchronisation is free (alpha = beta = 0), gamma = 1;
     - no group on several nodes: synchronisation across nodes costs as much as within a node. No group of several
       replicas within a node: synchronisation within a node is free;
-    - no more than two replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen only within one node; -
-    no micro-steps of one replica that were timed or varied in number: no fixed time per step (alpha_s = 0), since
+    - no more than two replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen only within one node;
+    - no micro-steps of one replica that were timed or varied in number: no fixed time per step (alpha_s = 0), since
       it cannot be distinguished from the constant part of a pass or from synchronisation;
-    - x synchronisation is mostly alpha, not beta, since a
-      time that grows with every replica would rule out all larger sizes before any was tried.
+    - several nodes (or replicas of one node) at one size only: synchronisation is mostly alpha, not beta, since a
+      time that grows with every replica would rule out all larger sizes before any were tried.
 
     The fit is deterministic, and any valid observations give a model.
 

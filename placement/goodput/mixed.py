@@ -81,7 +81,7 @@ class MixedGroup:
 
     @property
     def workers(self) -> int:
-        """Total number R of workers of all types."""
+        """Total number R of workers, across all types."""
         return sum(part.workers for part in self.parts)
 
     @property

@@ -23,7 +23,7 @@ LARGEST = float(np.finfo(np.float64).max)
 
 @dataclass(frozen=True, slots=True)
 class ThroughputModel:
-    """Parameters for the time of one step, in seconds; only the slowest link models communication.
+    """Parameters for the time of one step, in seconds; communication is modelled by its slowest link alone.
 
     With N nodes, R replicas, m samples per replica and micro-step (atomic batch size), s accumulation steps::
 

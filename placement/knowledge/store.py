@@ -185,7 +185,7 @@ class KnowledgeStore:
         self._fold_in(measurements)
 
     def _fold_in(self, measurements: Measurements) -> None:
-        """Delete other writers' files that are an hour old, have not changed since being read, and are covered."""
+        """Delete other writers' files that are an hour old, unchanged since read, and covered by ``measurements``."""
         since_s = time.time() - KnowledgeConfig().forget_s
         for path, theirs in list(self._others.items()):
             if not covers(measurements, theirs, since_s):

@@ -49,7 +49,7 @@ class Call:
 
 
 class StorageCalls:
-    """Pool of threads for one owner's calls to one storage.
+    """Pool of threads for one owner's calls to one storage location.
 
     Args:
         where: Name of the storage, for messages.

@@ -14,7 +14,7 @@ from placement.reasons import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FairSharePolicy:
-    """Policy that divides workers by weighted max-min fairness: the next one goes to the job with the fewest.
+    """Policy that divides workers by weighted max-min fairness: the next worker goes to the job with the fewest.
 
     A job that is at its maximum, or that another worker would not speed up, leaves its share to the other jobs.
     """

@@ -47,10 +47,10 @@ class SiaPolicy:
 
         sum_ij A_ij ((r_ij G_ij)^p - lambda)        sum_j A_ij <= 1, GPUs of each type not exceeded
 
-    G_ij is the estimated goodput divided by the job's lowest. r is 1 for the current configuration, and (age - restarts
-    d) / (age + d) with d = ``JobView.resize_cost_s`` for any other. A job may grow to ``JobView.growth_limit``. Running
-    jobs, and as many waiting jobs as fit (in order of arrival), get some configuration; moving a job to nodes of the
-    same kind counts as no change.
+    G_ij is the estimated goodput divided by the job's lowest. r is 1 for the current configuration, and
+    (age - restarts d) / (age + d) with d = ``JobView.resize_cost_s`` for any other. A job may grow to
+    ``JobView.growth_limit``. Running jobs, and as many waiting jobs as fit (in order of arrival), get some
+    configuration; moving a job to nodes of the same kind counts as no change.
 
     Attributes:
         power: p, below 0.

@@ -150,7 +150,7 @@ class Application:
         return self._gain[key]
 
     def iterations_at(self, batch_size: float, epoch: int) -> float:
-        """Return the number of optimizer steps at this batch from the start to the end of epoch ``epoch`` (from 0)."""
+        """Return the number of optimizer steps in epoch ``epoch`` (from 0) at this batch."""
         return float(np.interp(batch_size, self._sizes, self._iterations[:, epoch]))
 
 
