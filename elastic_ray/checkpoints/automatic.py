@@ -75,7 +75,6 @@ def state_files(
     """Return a run's complete automatic checkpoints, newest first, without checking the contents of their files.
 
     Args:
-        directory: directory that holds the checkpoints; empty for the run's own.
         pass_over: called for each invalid checkpoint, with a sentence that says why it is not used.
         heard: called for every checkpoint found, so that a waiting caller sees progress; the returned value is ignored.
 
@@ -88,10 +87,11 @@ def state_files(
     selector = pyarrow.fs.FileSelector(directory, allow_not_found=True)
     found = []
     for entry in storage.filesystem.get_file_info(selector):
-        if not entry.path.endswith(".json"):
+        name = posixpath.basename(entry.path)
+        if not (name.startswith("step_") and name.endswith(".json")):
             continue
         heard()
-        path = posixpath.join(directory, posixpath.basename(entry.path).removesuffix(".json"))
+        path = posixpath.join(directory, name.removesuffix(".json"))
         try:
             if not entry.is_file:
                 raise ValueError("its note is no file")

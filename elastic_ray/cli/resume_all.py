@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import posixpath
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,10 +32,7 @@ class _Found:
 
 
 def resume_all(storage: str) -> None:
-    """Resubmit every job in a storage path that was running when its cluster ended.
-
-    Raises ClickException: storage cannot be read. Raises Exit: with code 1 if any job is not resumed.
-    """
+    """Resubmit every job in a storage path that was running when its cluster ended."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
     from elastic_ray.cli.submit import send_again
@@ -106,6 +104,11 @@ def _judge(
     why = job.why_not(run.read_events())
     if why is None:
         return
+    if run.local and os.path.realpath(job.storage.removeprefix("file://")) != os.path.realpath(run.path):
+        why = why or (
+            f"its files were written to {job.storage}, where its script would continue instead: move them back there, "
+            f"or {job.by_hand} as here"
+        )
     if (active := known.get(job.job)) is not None:
         there = active.spec.storage_path if active.spec is not None else ""
         if there != job.storage:

@@ -147,9 +147,6 @@ def refuse_connections(told: Iterable[bytes]) -> int:
     gloo keeps listening while a group exists, even after all members have connected. Connections from strangers would
     use up its file descriptors, and gloo would read their data. Existing connections are not affected.
 
-    Args:
-        told: Values that this process has published, in which gloo encodes socket addresses in the kernel's format.
-
     Returns the number of sockets found.
     """
     if not sys.platform.startswith("linux"):

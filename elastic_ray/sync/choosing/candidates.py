@@ -171,9 +171,6 @@ def consider(
     The result includes plain all-reduce, unless its traffic is far too high to win the race.
 
     Args:
-        profile: Profile of the model, with the number of touched rows of its tables.
-        present: Current strategy.
-        exact: Whether to return only strategies that give the same result as plain data-parallel training.
         most: Maximum number of strategies, at least 2.
         works: Returns True if a plan can be executed; by default, all plans can.
     """
