@@ -519,8 +519,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._trainable.drop_strangers()
         outer = ledger.outermost
         vars(self)["_own_step" if ledger.step is outer else "_nested_in"] = outer
-        if self._own_step is self._nested_in is not None:
-            refuse_inner_training(self._run, self._own_step)
+        if outer is not None and self._own_step is self._nested_in:
+            refuse_inner_training(self._run, outer)
         if not ledger.may_apply():
             return value
         if not own.tiles.idle:
