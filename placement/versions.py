@@ -14,24 +14,24 @@ PROTOCOL = 1
 
 
 class VersionError(RuntimeError):
-    """Error raised if processes of different elastic-ray releases cannot work together."""
+    """Error raised if processes from different elastic-ray releases cannot work together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
-    """Version of a process: the number of its message protocol, and its release."""
+    """Version of a process: its message protocol's number, and its release."""
 
     protocol: int
     release: str
 
 
 def spoken() -> Spoken:
-    """Return the version of this process."""
+    """Return this process's version."""
     return Spoken(protocol=PROTOCOL, release=RELEASE)
 
 
 def check_spoken(theirs: Spoken, they: str, we: str) -> None:
-    """Raise VersionError if another process uses another protocol; ``they`` and ``we`` name the two in the message."""
+    """Raise VersionError if the other process uses a different protocol; the message names both (``they``, ``we``)."""
     ours = spoken()
     if theirs.protocol != ours.protocol:
         raise VersionError(

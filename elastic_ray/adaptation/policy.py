@@ -38,6 +38,7 @@ class Policy:
             job continues without the request, and an event of kind ``policy`` reports it.
         deadline_s: longest time that a hook may run [s]; a policy whose hook exceeds it is not called again.
         owns_batch: if True, other policies' requests for a batch size are ignored.
+        starts_at_initial: if True, the run starts with the loader's batch, even if similar jobs did best with another.
 
     Examples:
         >>> from elastic_ray.adaptation import Policy, PolicyView, Resize
@@ -50,6 +51,7 @@ class Policy:
     """
 
     owns_batch: bool = False
+    starts_at_initial: bool = False
     watches: Sequence[str] = ()
     strict: bool = False
     deadline_s: float = 10.0
@@ -100,12 +102,7 @@ def overrides(policy: Policy, hook: str) -> bool:
 
 
 def check_policies(given: object) -> tuple[Policy, ...]:
-    """Return the user's policies as a tuple; ``given`` is one policy, several, or None.
-
-    Raises:
-        TypeError: a value is not a ``Policy`` instance, its ``strict`` is no flag, or its ``watches`` is a text.
-        ValueError: a deadline is not above 0.
-    """
+    """Return the user's policies as a tuple; ``given`` is one policy, several, or None."""
     if given is None:
         return ()
     listed = (given,) if isinstance(given, (Policy, type)) or not isinstance(given, Iterable) else tuple(given)
@@ -142,8 +139,6 @@ class HookCaller:
         """Call ``hook`` in this object's background thread, and return its result or raise its error.
 
         If the hook does not return in time, its thread is left running and the next call uses a new thread.
-
-        Raises HookTimeoutError: the hook has not returned after ``timeout_s`` [s].
         """
         if self._calls is None:
             self._calls = queue.SimpleQueue()

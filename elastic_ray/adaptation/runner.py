@@ -59,10 +59,9 @@ class SharedValues:
         self.worker_s += passed_s * workers
         self.samples += samples
 
-    def start_train(self) -> bool:
-        """Record that the run has started; True on the first call of the run, even across restarts."""
-        begun, self.trains = self.trains, True
-        return not begun
+    def start_train(self, batch_size: int | None) -> None:
+        """Record that the run has started, at the global batch ``batch_size``; None if the job chooses the batch."""
+        self.trains, self.batch_size = True, batch_size
 
     def start_epoch(self, epoch: int) -> bool:
         """Record the epoch of the next step; True on the run's first call for this epoch or a later one."""
@@ -164,8 +163,6 @@ class PolicyRunner:
 
         A policy that exists already is not added again. Neither is a copy (same class and equal attributes) that was
         given in another place, such as in the loop after the trainer. Equal policies in the same call are all added.
-
-        Raises PolicyError: the state of a policy is not plain.
         """
         before = list(self._policies)
         for policy in policies:
@@ -185,6 +182,11 @@ class PolicyRunner:
     def wants(self, hook: str) -> bool:
         """True if an active policy overrides this hook."""
         return any(overrides(policy, hook) for number, policy in enumerate(self._policies) if self._is_asked(number))
+
+    @property
+    def starts_at_initial(self) -> bool:
+        """True if a policy lets the run start with the loader's batch."""
+        return any(policy.starts_at_initial for policy in self._policies)
 
     def call(self, hook: str, view: PolicyView) -> None:
         """Call the hook of this name on every active policy that overrides it, in the order of the policies."""
@@ -248,10 +250,7 @@ class PolicyRunner:
         return said
 
     def complete(self, step: int) -> None:
-        """Apply the requests that all ranks agreed on during step ``step``, which has been committed.
-
-        Raises PolicyError: a strict policy failed, was refused, or differs between ranks; raised on every rank.
-        """
+        """Apply the requests that all ranks agreed on during step ``step``, which has been committed."""
         if self.ballot.pop_entered():
             self._repeat()
         self.values.news = []  # they have arrived once another step is committed
@@ -330,10 +329,7 @@ class PolicyRunner:
         return not known
 
     def check_plain(self) -> None:
-        """Check that the policies' states consist of plain values, which can be sent to other ranks.
-
-        Raises PolicyError: a state cannot be sent; the message names the attribute.
-        """
+        """Check that the policies' states consist of plain values, which can be sent to other ranks."""
         for policy in self._policies:
             for name, value in policy.state_dict().items():
                 _check_plain(value, f"{name_of(policy)}.{name}")
@@ -388,10 +384,7 @@ class PolicyRunner:
         self.watched.restore(self.values.metrics, self.values.reports)
 
     def _changed(self, number: int, policy: Policy) -> dict[str, Any]:
-        """Return a copy of the parts of a policy's state that have changed since the start; the rest are settings.
-
-        Raises PolicyError: the state is not plain.
-        """
+        """Return a copy of the parts of a policy's state that have changed since the start; the rest are settings."""
         initial = self._initial[number]
         given = dict(policy.state_dict())
         for name, value in given.items():

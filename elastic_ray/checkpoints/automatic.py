@@ -75,7 +75,6 @@ def state_files(
     """Return a run's complete automatic checkpoints, newest first, without checking the contents of their files.
 
     Args:
-        directory: directory that holds the checkpoints; empty for the run's own.
         pass_over: called for each invalid checkpoint, with a sentence that says why it is not used.
         heard: called for every checkpoint found, so that a waiting caller sees progress; the returned value is ignored.
 

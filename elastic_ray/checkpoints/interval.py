@@ -37,10 +37,6 @@ def checkpoint_interval_s(cost_s: float, mean_time_s: float) -> float:
     """Return the time from one automatic checkpoint to the next [s], between 10 s and an hour.
 
     The interval is long enough that checkpoints use at most half a percent of the time (up to the limit of an hour).
-
-    Args:
-        cost_s: training time that one checkpoint costs [s].
-        mean_time_s: mean time between failures that cost the job all its workers [s].
     """
     if not (cost_s >= 0 and mean_time_s > 0):
         raise ValueError(f"cost_s must be 0 or more and mean_time_s above 0, but got {cost_s} and {mean_time_s}")

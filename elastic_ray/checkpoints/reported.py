@@ -48,9 +48,6 @@ class ReportedCheckpoints:
         """Add the files of a rank other than 0 to the checkpoint that rank 0 stores for report ``index``.
 
         Returns the reason why the files are not kept; empty if they are.
-
-        Raises WorkerDismissed: ``is_stopping()`` returned True. SourceError: the checkpoint does not exist or is not
-        readable.
         """
         begun_s = time.monotonic()
         while True:

@@ -68,9 +68,6 @@ def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tupl
         storage_path: a URI (``s3://bucket/dir``) or a local path; ``~`` is expanded and a relative path made absolute.
             With ``filesystem``, a path on that file system, without a scheme.
         filesystem: custom file system; None derives it from ``storage_path``.
-
-    Raises ValueError: pyarrow supports no file system for the URI. OSError: the file system cannot be opened, such as
-    hdfs:// without Java.
     """
     if filesystem is not None:
         return filesystem, storage_path.rstrip("/") or "/"
@@ -101,7 +98,6 @@ class RunStorage:
         Args:
             path: directory of the run, including the run's name; a URI if ``filesystem`` is None.
             filesystem: file system of ``path``; None derives it from ``path``.
-            private: make files on a local file system readable by their owner only.
         """
         self.filesystem, self.path = resolve(path, filesystem)
         self.private = private
@@ -120,11 +116,7 @@ class RunStorage:
         return isinstance(self.filesystem, pyarrow.fs.LocalFileSystem)
 
     def create(self) -> None:
-        """Create the directory and a marker file, by which workers check that they see the same directory.
-
-        Raises OSError: the directory cannot be written, or it must be private but belongs to another user; the message
-        names it.
-        """
+        """Create the directory and a marker file, by which workers check that they see the same directory."""
         try:
             make_directory(self.filesystem, self.path, private=self.private)
             if self.private and self.local:
@@ -139,10 +131,7 @@ class RunStorage:
             ) from error
 
     def create_within(self, timeout_s: float) -> None:
-        """Run :meth:`create` with a timeout.
-
-        Raises OSError: the directory cannot be written, or storage has not answered within ``timeout_s`` [s].
-        """
+        """Run :meth:`create` with a timeout."""
         call_storage(self.where, "making the run's directory", self.create, timeout_s=timeout_s)
 
     def check_reachable(self) -> None:
@@ -243,9 +232,6 @@ class RunStorage:
             go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
         Returns the checkpoint in the run's directory.
-
-        Raises SourceError: ``source`` is not a readable directory. FileNotFoundError: this node does not see the run's
-        directory.
         """
         from ray.train import Checkpoint
 
@@ -285,9 +271,6 @@ class RunStorage:
             go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
         Returns the names of the added files; None if rank 0 has not stored the checkpoint yet.
-
-        Raises SourceError: ``source`` is not a readable directory. FileNotFoundError: this node does not see the run's
-        directory.
         """
         origin, origin_path = _source_directory(source)
         self.check_reachable()
@@ -380,12 +363,7 @@ class RunStorage:
                     raise BadNoteError(f"its {name} does not have the checksum of what was written")
 
     def _noted(self, path: str, note: Mapping[str, Any], names: Iterable[str]) -> dict[str, list[tuple[int, str]]]:
-        """Return sizes and checksums of each file by all notes of a checkpoint; two ranks may have added the same file.
-
-        Args:
-            note: rank 0's note.
-            names: names of the files in the checkpoint; an incomplete note on added files is ignored.
-        """
+        """Return sizes and checksums of each file by all notes of a checkpoint; two ranks may have added one file."""
         noted = {name: [each] for name, each in _files(note).items()}
         for name in names:
             if name.startswith(_ADDED) and name.endswith(".json"):
@@ -417,10 +395,7 @@ class RunStorage:
 
 
 def _source_directory(source: str | os.PathLike[str] | Checkpoint) -> tuple[pyarrow.fs.FileSystem, str]:
-    """Return the file system and path of the checkpoint to copy.
-
-    Raises SourceError: the checkpoint is not a readable directory.
-    """
+    """Return the file system and path of the checkpoint to copy."""
     from ray.train import Checkpoint
 
     if isinstance(source, Checkpoint):
@@ -470,10 +445,7 @@ def _files(note: Any) -> dict[str, tuple[int, str]]:
 
 
 def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:
-    """Return the content of a checkpoint's note; None if there is none.
-
-    Raises BadNoteError: the note is invalid. OSError: storage cannot be read.
-    """
+    """Return the content of a checkpoint's note; None if there is none."""
     name = posixpath.join(path, PROGRESS_FILE)
     try:
         note = read_json(filesystem, name)

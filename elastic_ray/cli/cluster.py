@@ -124,12 +124,7 @@ class JobClient:
     controller: Any  # handle of its actor
 
     def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of the controller and return its result.
-
-        Raises:
-            ClickException: The controller rejects the call, with its own message, or does not answer.
-            JobGoneError: The job has ended.
-        """
+        """Call a method of the controller and return its result."""
         try:  # a call that meets a restart is repeated: controllers may be asked twice
             return insist(
                 lambda: getattr(self.controller, method).remote(*arguments, **options), timeout_s=_CALL_TIMEOUT_S
@@ -218,10 +213,7 @@ def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
 
 
 def find_job(name: str) -> JobClient:
-    """Return the one job with this name, or the only job of the submission with this name.
-
-    Raises ClickException: there is none, or the submission has several; the message lists the candidates.
-    """
+    """Return the one job with this name, or the only job of the submission with this name."""
     jobs = find_jobs(name)
     if len(jobs) == 1:
         return jobs[0]
@@ -291,12 +283,7 @@ def page_address() -> str:
 
 
 def set_policy(policy: str) -> None:
-    """Set the policy by which the allocator divides the cluster among all jobs.
-
-    Raises:
-        click.UsageError: The policy does not exist.
-        click.ClickException: Jobs are running under another policy.
-    """
+    """Set the policy by which the allocator divides the cluster among all jobs."""
     try:
         make_policy(policy)
     except (ValueError, TypeError) as error:
@@ -309,11 +296,7 @@ def set_policy(policy: str) -> None:
 
 
 def operator_settings(file: str) -> OperatorSettings:
-    """Return the operator's settings for the allocator, read from a file.
-
-    Raises:
-        click.UsageError: The file is invalid.
-    """
+    """Return the operator's settings for the allocator, read from a file."""
     try:
         return OperatorSettings.from_file(file)
     except InputError as error:
@@ -321,19 +304,13 @@ def operator_settings(file: str) -> OperatorSettings:
 
 
 def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-    """Return the operator's settings in force or, with ``wanted``, those in force after applying ``wanted``.
-
-    Raises ClickException: a quota is for a resource that no node has.
-    """
+    """Return the operator's settings in force or, with ``wanted``, those in force after applying ``wanted``."""
     connect()
     return _ask_or_start("settings", *([] if wanted is None else [wanted]))
 
 
 def apply_settings(wanted: OperatorSettings) -> Mapping[str, Any]:
-    """Apply the operator's settings and return all settings in force.
-
-    Raises ClickException: a quota is for a resource that no node has.
-    """
+    """Apply the operator's settings and return all settings in force."""
     connect()
     return _ask_or_start("apply", wanted)
 
@@ -378,10 +355,7 @@ def _ask_allocator(method: str, *arguments: Any) -> Any | None:
 
 
 def forgive(name: str) -> str:
-    """Clear the allocator's record of failures on a node, given by address or id prefix; return the node's id.
-
-    Raises ClickException: the name matches no living node or several, or nothing has failed on the node.
-    """
+    """Clear the allocator's record of failures on a node, given by address or id prefix; return the node's id."""
     node = living_node(name, "--forgive")
     if not _ask_allocator("forgive", node):
         raise click.ClickException(f"no worker has failed on node {name}, as far as the allocator knows")
@@ -389,10 +363,7 @@ def forgive(name: str) -> str:
 
 
 def living_node(name: str, option: str) -> str:
-    """Return the id of the living node with the address ``name``, or whose id starts with ``name``.
-
-    Raises ClickException: the name matches no living node, or several; the message contains ``option``.
-    """
+    """Return the id of the living node with the address ``name``, or whose id starts with ``name``."""
     living = [node for node in ray_nodes() if node["Alive"]]
     meant = [n["NodeID"] for n in living if n["NodeID"].startswith(name) or n.get("NodeManagerAddress") == name]
     if len(meant) != 1:

@@ -280,12 +280,7 @@ def default_storage() -> str:
 
 
 def check_storage(path: str, nodes: int) -> Check:
-    """Check that a run's directory can be created in ``path`` and deleted again.
-
-    Args:
-        path: A local path or a URI.
-        nodes: Number of nodes in the cluster; several nodes need shared storage.
-    """
+    """Check that a run's directory can be created in ``path`` and deleted again."""
     from elastic_ray.checkpoints.run_directory import RunStorage
     from placement.storage.storage_calls import call_storage
 

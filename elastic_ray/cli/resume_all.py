@@ -32,10 +32,7 @@ class _Found:
 
 
 def resume_all(storage: str) -> None:
-    """Resubmit every job in a storage path that was running when its cluster ended.
-
-    Raises ClickException: storage cannot be read. Raises Exit: with code 1 if any job is not resumed.
-    """
+    """Resubmit every job in a storage path that was running when its cluster ended."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
     from elastic_ray.cli.submit import send_again

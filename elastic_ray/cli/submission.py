@@ -33,8 +33,6 @@ def client() -> Any:
     """Return a client of the cluster's dashboard, to which jobs are submitted.
 
     The cluster is that at RAY_API_SERVER_ADDRESS, else RAY_ADDRESS, else the one on this machine.
-
-    Raises ClickException: there is no cluster, or it has no dashboard. RefusedError: the token is missing or wrong.
     """
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
@@ -74,10 +72,7 @@ def next_id(name: str, taken: Sequence[str]) -> str:
 
 
 def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, runtime_env: Mapping[str, Any]) -> None:
-    """Submit a command that Ray runs on the cluster.
-
-    Raises TakenError: the id was taken in the meantime. ClickException: Ray refuses, with Ray's message.
-    """
+    """Submit a command that Ray runs on the cluster."""
     there = client()
     deadline = time.monotonic() + _AGENT_S
     while True:

@@ -38,10 +38,7 @@ class JobFile:
 
 
 def read_job_file(path: Path) -> JobFile:
-    """Return the options of ``elastic-ray submit`` in a job file.
-
-    Raises InputError: the file cannot be read or has an invalid field; the message names the field and valid values.
-    """
+    """Return the options of ``elastic-ray submit`` in a job file."""
     try:
         text = path.read_text(encoding="utf-8")
         plain, as_written = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
@@ -191,10 +188,7 @@ def submit(
 
 
 def _job(script: Path, arguments: tuple[str, ...], **options: Any) -> JobFile:
-    """Return the options from a job file, or for a script alone, with given options taking precedence.
-
-    Raises UsageError: the file is invalid, or the working directory does not contain the script.
-    """
+    """Return the options from a job file, or for a script alone, with given options taking precedence."""
     try:
         told = read_job_file(script) if script.suffix in SUFFIXES else JobFile(script=script)
     except InputError as error:
@@ -281,9 +275,6 @@ def send_again(
 
     Args:
         workers: Limits (min, max) to use instead of the stored ones; None keeps the stored ones.
-
-    Raises TakenError: the submission id already exists. ClickException: submission fails, for instance because a file
-    is gone.
     """
     with submit.make_context("submit", list(again)) as context:
         told = {name: value for name, value in context.params.items() if name not in ("wait", "as_json")}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
-from collections.abc import Iterator, Sequence
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from elastic_ray.cli.output import json_option, show_json, show_table
+from elastic_ray.events import JobEvent
+from elastic_ray.record.submitted import SubmittedJob
+from elastic_ray.record.verification import Finding
 
 if TYPE_CHECKING:
     from elastic_ray.checkpoints.automatic import StateFile
@@ -32,7 +38,7 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
     """
     from elastic_ray.checkpoints.resumable import find_stored
     from elastic_ray.checkpoints.run_directory import EVENTS_FILE, RunStorage, resolve
-    from elastic_ray.record.verification import Finding, verify_events
+    from elastic_ray.record.verification import verify_events
 
     try:
         filesystem, root = resolve(path, None)
@@ -49,8 +55,6 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
         raise click.ClickException(f"the run {path!r} cannot be read: {error}") from error
     findings += [Finding(line=0, what="checkpoint", proven=proven, text=text) for proven, text in looked]
     if step is not None:
-        from elastic_ray.cli.replaying import replay_submitted
-
         findings.append(replay_submitted(path, step))
     if as_json:
         show_json(findings)
@@ -76,3 +80,65 @@ def _automatic(storage: RunStorage, states: Sequence[StateFile]) -> Iterator[tup
                 yield False, str(error)
         else:
             yield True, f"{state.path} is whole"
+
+
+_LONGEST_S = 3600.0
+_POLL_S = 0.5
+_END_S = 60.0
+
+
+def replay_submitted(path: str, step: int) -> Finding:
+    """Retrain the steps around ``step`` with the run's own script, and return the result of the comparison.
+
+    Raises ClickException: no checkpoint exists at or after ``step``, the code is unknown, or the replay ends too early.
+    """
+    from elastic_ray.cli import cluster
+    from elastic_ray.cli import submission as ray_jobs
+    from elastic_ray.cli.submit import send_again
+    from elastic_ray.driver.replay import Window
+
+    try:
+        window = Window.around(path, step)
+        job = SubmittedJob.from_json(window.run.read_submission())
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"step {step} of {path!r} cannot be replayed: {error}") from error
+    if not job.command or not job.named:
+        raise click.ClickException(
+            f"the code of {path!r} is unknown: either `elastic-ray submit` did not start the run, or its script "
+            f"changes the run's name each time. In Python: elastic_ray.replay(train_function, {path!r}, step={step}, "
+            "workers=2)"
+        )
+    cluster.connect()
+    if cluster.find_jobs(window.name):
+        raise click.UsageError(f"job {window.name!r} is another replay of these steps: wait for its end, or stop it")
+    window.prepare()
+    submission = f"{window.name}.{secrets.token_hex(4)}"
+    workers = _other_size(window.run.read_events())
+    send_again(job.command, submission=submission, user=job.user, workers=(workers, workers), replay=window.after.steps)
+    deadline_s = time.monotonic() + _LONGEST_S
+    try:
+        while (found := window.compare()) is None:
+            script = ray_jobs.find(submission)
+            if script is not None and script.ended:
+                found = window.compare()
+                if found is None:
+                    raise click.ClickException(
+                        f"the replay has ended before step {window.after.steps}: see `elastic-ray logs {submission}`"
+                    )
+                break
+            if time.monotonic() > deadline_s:
+                raise click.ClickException(f"the replay has not ended within {_LONGEST_S:g} s")
+            time.sleep(_POLL_S)
+    finally:
+        with contextlib.suppress(click.ClickException):
+            replayed = cluster.find_job(window.name)
+            replayed.ask("stop", now=True, reason="the replay is over")
+            replayed.wait_for(lambda status: status.phase.ended, _END_S)
+    window.remove()
+    return Finding(line=0, what="replay", proven=found.proven, text=f"{found} ({workers} workers)")
+
+
+def _other_size(events: Iterable[JobEvent]) -> int:
+    """Return a number of workers different from the run's last one: one fewer if possible, else two."""
+    last = [each.to_workers for each in events if each.to_workers]
+    return last[-1] - 1 if last and last[-1] > 1 else 2

@@ -122,11 +122,7 @@ class JobHandle:
     """
 
     def __init__(self, controller: Any, spec: JobSpec) -> None:
-        """Claim the lease; called by ``ElasticTrainer.submit`` and :meth:`attach`.
-
-        Args:
-            spec: The submitted job (``train_loop`` is not used).
-        """
+        """Claim the lease; called by ``ElasticTrainer.submit`` and :meth:`attach`."""
         self._controller, self._spec = controller, spec
         self._reports: tuple[Report, ...] | None = None  # of a job that has ended with more than its outcome holds
         self._lease = LeaseKeeper(

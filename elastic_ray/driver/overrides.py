@@ -112,10 +112,7 @@ class Overrides:
         return f"{name}-replay-{self.replay}" if name is not None and self.replay else name
 
     def scheduled(self, given: SchedulingConfig) -> SchedulingConfig:
-        """Return the script's configuration with the overridden fields replaced.
-
-        Raises ValueError if a field does not exist or does not accept its value.
-        """
+        """Return the script's configuration with the overridden fields replaced."""
         try:
             return dataclasses.replace(given, **{name: as_field(value) for name, value in self.scheduling.items()})
         except (TypeError, ValueError) as error:

@@ -35,10 +35,7 @@ class Window:
 
     @classmethod
     def around(cls, run: str, step: int) -> Window:
-        """Return the range of steps between the checkpoints before and after ``step``.
-
-        Raises ValueError if no checkpoint exists at or after ``step``, and OSError if storage cannot be read.
-        """
+        """Return the range of steps between the checkpoints before and after ``step``."""
         storage = RunStorage(run)
         states = state_files(storage)  # newest first
         after = min((each for each in states if each.steps >= step), key=lambda each: each.steps, default=None)

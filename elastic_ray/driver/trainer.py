@@ -79,14 +79,6 @@ def impossible(
 ) -> str | None:
     """Return why a job could never run on these nodes, not even at its smallest size on otherwise empty nodes.
 
-    Args:
-        bundle: Resources of one worker.
-        min_workers: Smallest number of workers of the job.
-        label_selector: Labels that a node must have.
-        nodes: All living nodes; only ``total`` and ``labels`` are used.
-        sizes: Numbers of workers that the job may have.
-        unit: Number of workers that form one unit; if above 1, ``bundle`` and sizes are per unit.
-
     Returns:
         A sentence that names the resource (or label) and what to change; None if the job could run.
     """
@@ -353,10 +345,7 @@ class ElasticTrainer:
 
 
 def _in_units(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
-    """Return the worker limits and resources converted from workers to units (groups placed on one node).
-
-    Raises ValueError if the numbers of workers are not multiples of the unit size.
-    """
+    """Return the worker limits and resources converted from workers to units (groups placed on one node)."""
     size, limits = scheduling.unit_size, (scaling.min_workers, scaling.max_workers)
     if any(workers % size for workers in limits):
         fitting = tuple(max(1, workers // size) * size for workers in limits)

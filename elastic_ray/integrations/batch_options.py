@@ -19,10 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """Options of ``AdaptiveDataLoader.autoscale_batch_size``, as set by the user of another training framework.
-
-    Raises ValueError if other options are given without ``max_batch_size``, or if ``accumulated`` is below 1.
-    """
+    """Options of ``AdaptiveDataLoader.autoscale_batch_size``, as set by the user of another training framework."""
 
     max_batch_size: int | None = None  # largest global batch [samples]; the batch stays where it is None
     # least and largest samples that one worker takes at once
@@ -58,11 +55,7 @@ class BatchOptions:
         )
 
     def apply(self, loader: er.AdaptiveDataLoader) -> None:
-        """Call the loader's ``autoscale_batch_size`` with these options; do nothing if they leave its batch fixed.
-
-        Raises RuntimeError and ValueError as ``autoscale_batch_size`` does, and ValueError if the loader already has a
-        different largest batch.
-        """
+        """Call the loader's ``autoscale_batch_size`` with these options; do nothing if they leave its batch fixed."""
         most, bounds, size = self.max_batch_size, self.local_bsz_bounds, loader.batch_size
         if self.accumulated > 1 and size is not None:
             most, bounds = most or size, bounds or (None, max(1, size // self.accumulated))

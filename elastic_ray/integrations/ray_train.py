@@ -137,10 +137,7 @@ _WAY_OUT = (
 
 
 def check(function: str, given: Mapping[str, Any]) -> None:
-    """Raise RuntimeError if an elastic job does not support the arguments given to Ray Train's ``function``.
-
-    The message names an alternative.
-    """
+    """Raise RuntimeError if an elastic job does not support the arguments given to Ray Train's ``function``."""
     if function == "prepare_model" and given.get("parallel_strategy") not in ("ddp", None):
         raise RuntimeError(
             f"prepare_model(parallel_strategy={given['parallel_strategy']!r}) is not supported in an elastic job, "
@@ -164,10 +161,7 @@ def loader(data_loader: DataLoader[Any], device: torch.device, auto_transfer: bo
 
 
 class RayTrainModel(LateWrapped):
-    """Model that is wrapped together with its optimizer when the first epoch starts.
-
-    Raises RuntimeError if training has already started.
-    """
+    """Model that is wrapped together with its optimizer when the first epoch starts."""
 
     def __init__(self, module: torch.nn.Module, options: dict[str, Any]) -> None:
         super().__init__(module)
@@ -194,8 +188,6 @@ class RayTrainLoader(LoaderOnDevice):
 
     Args:
         data_loader: The user's loader, whose batch size is that of one worker.
-
-    Raises RuntimeError if the loader uses a batch sampler.
     """
 
     def __init__(self, data_loader: DataLoader[Any], device: torch.device) -> None:

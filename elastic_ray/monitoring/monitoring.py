@@ -73,7 +73,6 @@ class StepMeter:
     """Meter of this worker's steps, whose values are all-reduced together with the group's control values.
 
     Args:
-        clock: Function that returns the time [s]; only differences matter.
         traffic: Function that returns the bytes passed to the current group's collectives, keyed by operation; empty
             without a group.
         sending_s: Function that returns the time that the group's connections have spent sending since it was formed
@@ -212,12 +211,7 @@ class StepMeter:
 
 
 class _Looks:
-    """Average per step of a growing total that is read only every few steps.
-
-    Args:
-        clock: returns the time [s]; only differences matter.
-        total_s: returns the growing total [s].
-    """
+    """Average per step of a growing total that is read only every few steps."""
 
     def __init__(self, clock: Callable[[], float], total_s: Callable[[], float]) -> None:
         self._clock, self._total_s = clock, total_s

@@ -47,7 +47,6 @@ class Schedulers:
     """Schedulers of one model's optimizer.
 
     Args:
-        name: Name that distinguishes the optimizer from other optimizers of the run.
         schedule: Unit in which schedulers that step with every batch count; see ``AdaptiveDataParallel``.
     """
 
@@ -145,7 +144,6 @@ class LearningRates:
     """Learning rates of one optimizer, scaled by a rule during each step.
 
     Args:
-        rule: Scaling rule, as in ``AdaptiveDataParallel(scaling_rule=...)``.
         noise: Returns the noise of each parameter group; None for a group whose noise is unknown.
         held: Factors of the previous step if they depend on the noise; equal on all ranks, and changed in place.
         adam_steps: Same as in ``NoiseTracker``; equal on all ranks, and changed in place.
@@ -192,7 +190,7 @@ class LearningRates:
         as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not has_statistics)
         by_policy = self._policies.values.rate_factor
         if self._adam is not None:
-            memory = self._memory_scale(scale)
+            memory = self._rule.memory_scale(self._beta2, scale) if isinstance(self._rule, Adam) else scale
             self._count(self._adam, scale, memory)
         if (
             as_it_is
@@ -233,9 +231,6 @@ class LearningRates:
     @property
     def _beta2(self) -> float:
         return next(float(each["betas"][1]) for each in self._optimizer.param_groups if is_adam_group(each))
-
-    def _memory_scale(self, scale: float) -> float:
-        return self._rule.memory_scale(self._beta2, scale) if isinstance(self._rule, Adam) else scale
 
     def _count(self, steps: list[float], scale: float, memory: float) -> None:
         """Count an optimizer step at this scale; steps made before wrapping count as steps at the initial batch."""

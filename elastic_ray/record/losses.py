@@ -63,11 +63,7 @@ class Losses:
         self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:
-        """Record the loss of the whole job; return True if the job may restart.
-
-        Args:
-            saved_steps: Step of the job's newest checkpoint; 0 without a checkpoint.
-        """
+        """Record the loss of the whole job; return True if the job may restart."""
         self.lost += 1.0
         self.failures += 1
         if self._just_raised:  # the exception that has cost the job its last worker is this failure
@@ -155,11 +151,7 @@ class SizeHistory:
             self.resize_cost_s += 0.3 * (note.pause.pause_s - self.resize_cost_s)
 
     def is_stuck(self, steps: int) -> bool:
-        """Count a failed group; True if many in a row have failed without a committed step in between.
-
-        Args:
-            steps: Number of committed steps when the current group failed.
-        """
+        """Count a failed group; True if many in a row have failed without a committed step in between."""
         self._stuck = (steps, self._stuck[1] + 1 if steps == self._stuck[0] else 1)
         return self._stuck[1] > STUCK_FAILURES
 

@@ -110,7 +110,6 @@ def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float 
     """Return the latest pause of training among a job's events; None if there was none.
 
     Args:
-        generation: Number of the current generation (group).
         first_step_s: Duration of this group's first step [s], used if the pause led to this group; None if unknown.
     """
     for event in reversed(events):
@@ -156,10 +155,6 @@ def samples_to_end(
     """Return the number of samples until the job's end; None if its length or samples per iteration are unknown.
 
     Computed as epochs left x dataset; if the dataset's size is unknown, as iterations left x M0 / efficiency.
-
-    Args:
-        progress: Progress of the job, in iterations at M0.
-        init_batch_size: M0 [samples].
     """
     left = remaining(progress)
     if progress is None or left is None:
@@ -194,12 +189,6 @@ def eta_range(
     E is the statistical efficiency of the current batch, at least 0.1: the noise scale tends to grow during training,
     and at best every sample will count in full (McCandlish et al. 2018). The bounds ignore size changes by the
     allocator.
-
-    Args:
-        eta_s: Time to the end at the current goodput [s].
-        rates: Measured throughputs of the current workers and batch [samples/s]; values that are not positive numbers
-            are ignored.
-        efficiency: E, 0 to 1; None if unknown, which counts as 1.
     """
     if eta_s is None or not math.isfinite(eta_s) or eta_s < 0:
         return None, None
@@ -233,13 +222,7 @@ def waits_for(
     storage: str,
     needs_node: bool,
 ) -> str:
-    """Return what a job is waiting for: storage, slots, a node, a placement group, or processes; empty if nothing.
-
-    Args:
-        workers: Phase of each of the job's workers; empty without workers.
-        storage: Description of what the job waits for from storage; empty if storage responds.
-        needs_node: Whether no existing node is large enough for one of the job's workers.
-    """
+    """Return what a job is waiting for: storage, slots, a node, a placement group, or processes; empty if nothing."""
     if phase.ended:
         return ""
     if storage:

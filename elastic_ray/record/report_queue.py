@@ -161,10 +161,6 @@ class ReportQueue:
     async def next(self, after: int | None, wait_s: float) -> Report | None:
         """Mark reports up to number ``after`` as delivered and return the next one, waiting up to ``wait_s`` [s].
 
-        Args:
-            after: Number of the last report that the reader has processed; None for the last report marked as
-                delivered.
-
         Returns None if no next report arrives in time, or the queue was closed.
         """
         after = self._taken if after is None else after

@@ -54,12 +54,7 @@ def week_of(time_s: float) -> str:
 
 
 def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]:
-    """Return the usage of one job, with a row for each user, tenant (such as a team) and week.
-
-    Args:
-        seen_s: Time at which the job's last run was last known to be active [s since the epoch]; used if that run has
-            not ended.
-    """
+    """Return the usage of one job, with a row for each user, tenant (such as a team) and week."""
     spans = list(_spans(events, seen_s))
     worker_s: dict[int, float] = defaultdict(float)
     for span in spans:

@@ -177,11 +177,7 @@ def job_status(
     now_s: float,
     started_for_s: float,
 ) -> JobStatus:
-    """Return the job's status for its driver.
-
-    Args:
-        started_for_s: Time for which processes have been starting, if no group is training [s].
-    """
+    """Return the job's status for its driver."""
     report, ended, waiting = planner.latest, record.phase.ended, record.phase is JobPhase.WAITING
     spent = time_spent(record.events, submitted_s, now_s, started_for_s)
     first_step_s = report.first_step_s if report is not None else None

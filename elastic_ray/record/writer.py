@@ -146,10 +146,7 @@ class RecordWriter:
             logger.warning("job %s: %s failed: %s", self._spec.job, what, error)
 
     async def poll(self, timeout_s: float) -> StoredProgress:
-        """Read the stored state of the run, retrying after failures.
-
-        Raises OSError: storage did not answer, or kept failing, for ``timeout_s``.
-        """
+        """Read the stored state of the run, retrying after failures."""
         until_s, pause_s = time.monotonic() + timeout_s, 0.2
         trial = self._spec.trial
         while True:
@@ -208,8 +205,6 @@ class RecordWriter:
             first_report: Number of the run's first report, as known to that controller; 0 if there was none.
 
         Returns the latest reports, which are also added to the record.
-
-        Raises OSError: the files could not be read.
         """
 
         def read() -> tuple[set[str], tuple[Report, ...]]:

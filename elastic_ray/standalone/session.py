@@ -49,8 +49,6 @@ def env_store(rank: int, timeout_s: float) -> Any:
 
     Args:
         timeout_s: Longest wait for the store, and for each request to it [s].
-
-    Raises RuntimeError: the store cannot be reached or hosted; the message names its address.
     """
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -110,11 +108,7 @@ _FITS_PART = 5  # as many times what the look before took
 
 
 class StandaloneController:
-    """Local substitute for the controller, which logs reports and adapts the batch size with rank 0's own planner.
-
-    Args:
-        post: Delivers a message to this process's membership.
-    """
+    """Local substitute for the controller, which logs reports and adapts the batch size with rank 0's own planner."""
 
     paced = False
 
@@ -258,12 +252,7 @@ def standalone_session() -> Session:
 
 
 def own_gpu(local_rank: int, chosen: int, count: int) -> int:
-    """Return the index of the GPU that this process uses: the chosen one, else ``local_rank`` modulo ``count``.
-
-    Args:
-        chosen: Index of the current GPU; 0 unless user code has chosen another.
-        count: Number of GPUs visible to the process.
-    """
+    """Return the index of the GPU that this process uses: the chosen one, else ``local_rank`` modulo ``count``."""
     return chosen or local_rank % count
 
 
@@ -300,10 +289,7 @@ def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
 
 
 def _form(prefix: str, departures: Departures, gpu: int | None, spec: GenerationSpec, rank: int) -> Communicator:
-    """Form the group's communicator; ``gpu`` is the index of the GPU that this process trains on.
-
-    Raises CommunicationFailedError: the store cannot be reached, or a rank did not arrive.
-    """
+    """Form the group's communicator; ``gpu`` is the index of the GPU that this process trains on."""
     try:
         store = env_store(rank, _FORM_TIMEOUT_S) if spec.world_size > 1 else None
     except (RuntimeError, OSError) as error:
@@ -329,11 +315,7 @@ def _own_host() -> str:
 
 # All that gloo tells the others is that a connection was closed.
 class Departures:
-    """Record, in the group's store, of the first rank that left the group.
-
-    Args:
-        prefix: Name of the group in the store.
-    """
+    """Record, in the group's store, of the first rank that left the group."""
 
     def __init__(self, prefix: str, rank: int, world_size: int) -> None:
         self._key = f"{prefix}/left"

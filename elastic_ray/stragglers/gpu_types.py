@@ -39,8 +39,6 @@ class TypeShares:
     compared with each other only within a type.
 
     Args:
-        members: Function that returns the group's members in rank order; empty before the first group.
-        measured: Function that returns the members' measures of the latest step.
         equal: Function that returns True if the current group must have equal shares, because unequal shares did not
             fit into memory.
     """

@@ -50,12 +50,8 @@ class StragglerWatch:
 
     Args:
         config: Response to stragglers, unless :meth:`ask` requests more.
-        members: Function that returns the group's members in rank order; empty before the first group.
         equal: Function that returns True if the current group must have equal shares, because unequal shares did not
             fit into memory. From then on, all later groups have equal shares too.
-        measured: Function that returns the members' measures of the latest step.
-        tell: Function that sends a message to the job's user.
-        measure: Function that enables the measurement of steps.
     """
 
     def __init__(

@@ -81,7 +81,6 @@ def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: st
     worker's resources, but the process can run on the node where the group has reserved them.
 
     Args:
-        spec: Job whose runtime environment the process gets.
         owner: Owner of the process; None for a process of the cluster's pool, which has no owner yet.
     """
     return (

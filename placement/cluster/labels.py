@@ -28,10 +28,6 @@ def check_selector(selector: Mapping[Any, Any], what: str) -> None:
 
     Args:
         what: Name of the selector in the error message, such as ``ScalingConfig(label_selector)``.
-
-    Raises:
-        TypeError: A label or a condition is not a string.
-        ValueError: A condition has none of the four forms.
     """
     for label, condition in selector.items():
         if not isinstance(label, str) or not isinstance(condition, str):

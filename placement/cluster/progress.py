@@ -12,7 +12,7 @@ from placement.checks import check_number
 class Progress:
     """Progress of a job in scale-invariant iterations, each the progress of one step at the initial batch M0.
 
-    ``GoodputModel`` counts samples per second at M0; divided by M0, these are iterations per second.
+    ``GoodputModel`` counts samples per second at M0; divided by M0, this gives iterations per second.
     """
 
     done: float  # iterations so far, measured

@@ -1,4 +1,4 @@
-"""Records of measurements that are stored between two runs of an allocator, and how they are merged (pure)."""
+"""Records of measurements that are stored between runs of an allocator, and how they are merged (pure)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_LENGTHS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Limits of a job's batch; the fields are those of ``JobView``."""
+    """Limits on a job's batch, with fields as in ``JobView``."""
 
     init_batch_size: int
     max_batch_size: int | None = None
@@ -41,7 +41,7 @@ class KnownStep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownNoise:
-    """Stored gradient noise of a job after a number of epochs, with the job's batch limits."""
+    """Stored gradient noise for a job after a number of epochs, with the job's batch limits."""
 
     fingerprint: str  # of the job's model
     gpu_type: str  # of the nodes it ran on
@@ -64,7 +64,7 @@ class KnownLength:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownStrategy:
-    """Stored result of a comparison of synchronisation strategies: the fastest one."""
+    """Stored result of comparing synchronisation strategies: the fastest one."""
 
     fingerprint: str  # of the job's model
     form: str  # of its group
@@ -74,7 +74,7 @@ class KnownStrategy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """All measurements that are stored between two runs of an allocator: step times, noise, lengths, strategies."""
+    """All measurements that are stored between runs of an allocator: step times, noise, lengths and strategies."""
 
     steps: tuple[KnownStep, ...] = ()
     noises: tuple[KnownNoise, ...] = ()
@@ -83,7 +83,7 @@ class Measurements:
 
 
 def merged(several: Iterable[Measurements]) -> Measurements:
-    """Return the measurements of several writers as one, with only the newest per shape (for noise: per epoch)."""
+    """Return several writers' measurements as one object, with only the newest per shape (for noise: per epoch)."""
     several = tuple(several)
     steps: dict[tuple[object, ...], KnownStep] = {}
     noises: dict[tuple[object, ...], KnownNoise] = {}
@@ -106,7 +106,7 @@ def merged(several: Iterable[Measurements]) -> Measurements:
 
 
 def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
-    """Return the latest job lengths of each model (a limited number), oldest first and without duplicates."""
+    """Return the latest job lengths for each model (a limited number), oldest first and without duplicates."""
     kept: dict[str, list[KnownLength]] = {}
     for length in sorted(set(lengths), key=lambda each: (each.seen_s, each.fingerprint, each.samples)):
         kept.setdefault(length.fingerprint, []).append(length)
@@ -114,7 +114,7 @@ def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
 
 
 def covers(measurements: Measurements, other: Measurements, since_s: float) -> bool:
-    """True if ``measurements`` has every record of ``other`` newer than ``since_s``, in that or a newer version."""
+    """True if ``measurements`` has each record of ``other`` newer than ``since_s``, in the same or a newer version."""
     steps = {(step.fingerprint, step.gpu_type, shape_of(step.observation)): step for step in measurements.steps}
     noises = {(noise.fingerprint, noise.gpu_type, noise.epoch): noise for noise in measurements.noises}
     for step in other.steps:

@@ -1,8 +1,8 @@
-"""SHELL: stores measurements of jobs as Parquet files beside the jobs' results.
+"""SHELL: stores jobs' measurements as Parquet files beside the jobs' results.
 
-In ``<storage_path>/.elastic_ray/knowledge/<writer>.parquet``, every allocator (one per cluster) writes a file
-of its own under each storage path that its jobs use, with its knowledge of those jobs' models. It reads all
-files in that directory before it decides about the first of these jobs. So
+In ``<storage_path>/.elastic_ray/knowledge/<writer>.parquet``, every allocator (one per cluster) writes its own file
+under each storage path that its jobs use, with its knowledge of those jobs' models. It reads all files in that
+directory before it decides about the first of these jobs. So
 
 - *no update is lost*: no two writers share a file, and a file is only ever replaced by one that knows more;
 - *a reader sees a complete file or none*: a local file gets its name by a rename, which is atomic; on object
@@ -10,9 +10,9 @@ files in that directory before it decides about the first of these jobs. So
   and skipped;
 - *any file system of pyarrow works*: nothing is locked, and nothing is appended to.
 
-Files of allocators that no longer exist are folded in: once a file is an hour old, an allocator deletes it if
-it has read the file, still knows all its contents and has written them itself. A running writer loses nothing
-by this: with its next change it writes all it knows.
+Files of allocators that no longer exist are folded in: once a file is an hour old, an allocator deletes it if it has
+read the file, still knows all its contents and has written them itself. A running writer loses nothing by this, since
+it writes all it knows with its next change.
 
 Columns, one row per measurement (kind ``step``), gradient noise (``noise``), length of a job (``length``) or
 fastest strategy (``strategy``); columns of other kinds are null:
@@ -123,7 +123,7 @@ _SCHEMA = pa.schema(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StorageRoot:
-    """Storage root: the directory that contains the run directories of jobs."""
+    """Storage root: the directory that contains jobs' run directories."""
 
     path: str  # of the directory on ``filesystem``
     filesystem: Any  # a ``pyarrow.fs.FileSystem``, picklable
@@ -131,7 +131,7 @@ class StorageRoot:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key that identifies the storage root: it is the same for two objects with the same root."""
+        """Key that identifies the storage root; equal for objects with the same root."""
         return str(self.filesystem.type_name), self.path
 
 
@@ -139,9 +139,6 @@ class KnowledgeStore:
     """Knowledge files under one storage root.
 
     Calls block on the file system, so an event loop must run them in a thread.
-
-    Args:
-        writer: Name of this writer's file, unique among all writers that share the root.
     """
 
     def __init__(self, root: StorageRoot, writer: str) -> None:
@@ -152,7 +149,7 @@ class KnowledgeStore:
         self._others: dict[str, Measurements] = {}
 
     def load(self) -> Measurements:
-        """Load the measurements of all writers; damaged and foreign files are logged and skipped."""
+        """Load all writers' measurements; damaged and foreign files are logged and skipped."""
         selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
         kept: list[Measurements] = []
         for entry in self._files.get_file_info(selector):
@@ -168,10 +165,7 @@ class KnowledgeStore:
         return merged(kept)
 
     def save(self, measurements: Measurements) -> None:
-        """Replace this writer's file, and delete old files of other writers whose contents it includes.
-
-        Raises OSError: the file system refuses.
-        """
+        """Replace this writer's file, and delete old files of other writers whose contents it includes."""
         make_directory(self._files, self._folder, private=self._private)
         table = _table(measurements)
         if isinstance(self._files, pyarrow.fs.LocalFileSystem):
@@ -185,7 +179,7 @@ class KnowledgeStore:
         self._fold_in(measurements)
 
     def _fold_in(self, measurements: Measurements) -> None:
-        """Delete other writers' files that are an hour old, unchanged since read, and covered by these measurements."""
+        """Delete other writers' files that are an hour old, unchanged since read, and covered by ``measurements``."""
         since_s = time.time() - KnowledgeConfig().forget_s
         for path, theirs in list(self._others.items()):
             if not covers(measurements, theirs, since_s):
@@ -272,7 +266,7 @@ def _row(kind: str, record: object) -> dict[str, Any]:
 
 
 def _measurements(table: pa.Table) -> Measurements:
-    """Return the measurements in the rows; columns missing in files of earlier versions count as null."""
+    """Return the measurements in the rows; columns missing in files from earlier versions count as null."""
     for name in ("samples", "part", "declarer", "form", "strategy"):
         if name not in table.column_names:
             table = table.append_column(name, pa.nulls(len(table), _SCHEMA.field(name).type))
@@ -284,7 +278,7 @@ def _measurements(table: pa.Table) -> Measurements:
 
 
 def _record(kind: str, row: dict[str, Any]) -> Any:
-    """Return the record in a row of this kind; raises TypeError or ValueError if a value is out of range.
+    """Return the record in a row of this kind; raise TypeError or ValueError if a value is out of range.
 
     An atomic range is None if either bound is missing.
     """
@@ -316,7 +310,7 @@ _LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then
 
 
 class _SyncedRoot:
-    """Storage root of some jobs, with its store and the state of reading from it and writing to it."""
+    """Storage root for some jobs, with its store and the state of reading from it and writing to it."""
 
     def __init__(
         self, root: StorageRoot, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]
@@ -375,13 +369,9 @@ class _SyncedRoot:
 
 
 class KnowledgeSync:
-    """Synchronisation of knowledge with storage: loads a storage root with its first job, and writes changes to it.
+    """Synchronisation of knowledge with storage: loads a storage root with its first job, then writes changes to it.
 
     Each root stores the measurements of the models whose jobs used it, and of the models found there.
-
-    Args:
-        knowledge: The knowledge to write; it is only read.
-        writer: Name of this allocator's files, unique among the clusters that share a storage.
     """
 
     def __init__(self, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]) -> None:
@@ -395,7 +385,7 @@ class KnowledgeSync:
         return job in self._root_of_job
 
     async def open(self, job: str, root: StorageRoot) -> None:
-        """Open the storage root of a job, and wait until its contents are loaded, or until a short timeout."""
+        """Open a job's storage root, and wait for its contents to load, up to a short timeout."""
         if root.key not in self._roots:
             self._roots[root.key] = _SyncedRoot(root, self._knowledge, self._writer, self._recall)
         known = self._root_of_job[job] = self._roots[root.key]

@@ -1,6 +1,6 @@
 """SHELL: the dashboard page in its own process beside the allocator, so that it never delays the allocator.
 
-The page belongs to a higher-level package, so it is started as a command, by name.
+The page belongs to a higher-level package, so it is started by name, as a command.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ _SAYS = "dashboard: "
 
 
 class DashboardProcess:
-    """Process that serves the dashboard page. It ends when the process that started it ends or calls ``stop``.
-
-    Args:
-        cluster: HOST:PORT of the cluster's control store.
-    """
+    """Process that serves the dashboard page. It ends when the process that started it ends or calls ``stop``."""
 
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
@@ -70,7 +66,7 @@ class DashboardProcess:
 
 
 def _options(cluster: str) -> dict[str, Any]:
-    """Return how a command's output is read, and its environment."""
+    """Return subprocess options for a command: how its output is read, and its environment."""
     env = {**os.environ, "RAY_ADDRESS": cluster}
     return {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace", "env": env}
 
@@ -81,11 +77,7 @@ resuming = logging.getLogger("placement.resume")
 
 
 def resume_jobs(storage: str, cluster: str) -> None:
-    """Resubmit, in the background, the jobs under ``storage`` that ran when their head node died; log the output.
-
-    Args:
-        cluster: HOST:PORT of this cluster's control store.
-    """
+    """Resubmit, in the background, the jobs under ``storage`` that ran when their head node died; log the output."""
     threading.Thread(target=_run, args=(storage, cluster), name="resume", daemon=True).start()
 
 

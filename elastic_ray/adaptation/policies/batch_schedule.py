@@ -33,6 +33,8 @@ class BatchSchedule(ReadyPolicy):
         'step'
     """
 
+    starts_at_initial = True
+
     def __init__(
         self,
         schedule: Mapping[int, int] | Mapping[float, int] | str,
@@ -111,10 +113,6 @@ def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
 
     >>> parse_schedule("10:2,100:4")
     ((10, 2.0), (100, 4.0))
-
-    Returns the values with their lengths, in order.
-
-    Raises ValueError: the text has another form, a value is below 1, or a length is not above 0.
     """
     try:
         pairs = [part.split(":") for part in text.split(",") if part.strip()]

@@ -229,8 +229,6 @@ def parse_utility(text: str) -> Utility:
     Args:
         text: ``"value at time 0,time of value 0"`` for a line, or ``"value:time,value:time"`` for points connected by
             lines.
-
-    Raises ValueError: the text has another form, or its points do not form a valid ``Utility``.
     """
     try:
         if ":" in text:

@@ -38,6 +38,8 @@ class Seesaw(ReadyPolicy):
     Raises TypeError, ValueError: an argument has the wrong type or is out of range.
     """
 
+    starts_at_initial = True
+
     def __init__(self, *, growth: float = GROWTH) -> None:
         self.strict = True
         self.growth = self._number("growth", growth, least=1.0)
@@ -46,10 +48,7 @@ class Seesaw(ReadyPolicy):
         self.changes: list[tuple[int, int]] = []  # samples and batch of the last two requests
 
     def before_train(self, view: PolicyView) -> Answer:
-        """Return a request for the initial batch, so that the job does not choose the batch itself.
-
-        Raises ValueError: the loader's batch is fixed.
-        """
+        """Return a request for the initial batch, so that the job does not choose the batch itself."""
         if view.max_batch_size is None:
             raise ValueError(
                 f"schedule='seesaw' grows the batch, but the loader's is fixed at {view.initial_batch_size}: call "
@@ -99,10 +98,7 @@ class Seesaw(ReadyPolicy):
         return most if view.critical_batch is None else max(view.initial_batch_size, min(most, view.critical_batch))
 
     def _decay(self, rates: tuple[float, ...]) -> float:
-        """Return the current rates as a fraction of their highest values.
-
-        Raises ValueError: the parameter groups do not decay by the same factor.
-        """
+        """Return the current rates as a fraction of their highest values."""
         if len(self.peaks) != len(rates):
             self.peaks = [0.0] * len(rates)
         self.peaks = [max(peak, rate) for peak, rate in zip(self.peaks, rates, strict=True)]

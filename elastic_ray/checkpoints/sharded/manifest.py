@@ -90,10 +90,7 @@ class Part:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Part | None:
-        """Parse the output of :meth:`to_bytes`; return None if the bytes are not complete yet.
-
-        Raises ManifestError: the content is invalid.
-        """
+        """Parse the output of :meth:`to_bytes`; return None if the bytes are not complete yet."""
         if hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
             return None
         told = _read(content[_DIGEST_BYTES:])
@@ -145,10 +142,7 @@ class Manifest:
         return found
 
     def check(self) -> None:
-        """Check that the pieces of each tensor cover it completely and lie within the files.
-
-        Raises ManifestError: a tensor has a gap, or a piece lies outside its file.
-        """
+        """Check that the pieces of each tensor cover it completely and lie within the files."""
         if type(self.tree) is not dict:
             raise ManifestError(f"the manifest has no tree of states, but a {type(self.tree).__name__}")
         total = 0
@@ -165,10 +159,7 @@ class Manifest:
 
 
 def complete(parts: Sequence[Part]) -> Manifest:
-    """Return the manifest of all ranks' parts.
-
-    Raises ManifestError: the parts belong to different steps, or leave gaps.
-    """
+    """Return the manifest of all ranks' parts."""
     if [part.rank for part in parts] != list(range(len(parts))) or len({part.steps for part in parts}) != 1:
         steps = {part.rank: part.steps for part in parts}
         raise ManifestError(f"parts must be of ranks 0 to {len(parts) - 1} and of one step, but are of {steps}")

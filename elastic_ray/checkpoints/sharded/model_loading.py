@@ -79,10 +79,7 @@ def load_model_state(
 
 
 def differences(one: tuple[RunStorage, StateFile], other: tuple[RunStorage, StateFile]) -> dict[str, float]:
-    """Return max |a - b| / max |a| for each tensor of two automatic checkpoints' models, keyed by tensor name.
-
-    Raises ValueError: the checkpoints do not hold the same tensors.
-    """
+    """Return max |a - b| / max |a| for each tensor of two automatic checkpoints' models, keyed by tensor name."""
     models = [_models(*each) for each in (one, other)]
     if len({tuple(sorted((name, tensor.shape) for name, tensor in each.items())) for each in models}) > 1:
         raise ValueError(f"{one[1].path} and {other[1].path} must hold the same models to be compared, but do not")

@@ -42,8 +42,6 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 
     Args:
         least_bytes: tensors smaller than this [bytes] are read at once, which is cheaper than reading them later.
-
-    Raises CorruptStateError: the checkpoint differs from what was written, or cannot be read after several attempts.
     """
 
     def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:
@@ -56,10 +54,7 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 
 
 def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
-    """Retry a read while storage fails, so that a short failure does not cost the progress since an earlier state.
-
-    Raises CorruptStateError: all attempts failed.
-    """
+    """Retry a read while storage fails, so that a short failure does not cost the progress since an earlier state."""
     try:
         for pause_s in _PAUSES_S:
             try:
@@ -75,10 +70,7 @@ def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
 
 
 def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises CorruptStateError, ManifestError, OSError: the manifest cannot be read, or has changed.
-    """
+    """Read the manifest of a checkpoint."""
     path = posixpath.join(state.path, MANIFEST)
     size = _size(storage, path)
     if size > _LARGEST_MANIFEST_BYTES:
@@ -189,11 +181,7 @@ class PartFile:
         self._sums = array.array("I")
 
     def scatter(self, pieces: Sequence[tuple[int, memoryview]] = ()) -> str:
-        """Read the whole file, copy the given ranges of bytes into buffers, and return its SHA-256 in hexadecimal.
-
-        Args:
-            pieces: for each range, the position of its first byte in the file, and the buffer to fill.
-        """
+        """Read the whole file, copy the given ranges of bytes into buffers, and return its SHA-256 in hexadecimal."""
         digest, at = hashlib.sha256(), 0
         waiting = sorted(pieces, key=lambda piece: piece[0])
         blocks = _Blocks()
@@ -216,9 +204,6 @@ class PartFile:
 
     def read(self, offset: int, target: memoryview) -> None:
         """Read bytes of the file into `target`, using only a few blocks of memory; call :meth:`scatter` first.
-
-        Args:
-            target: buffer for the bytes, which must lie within the file.
 
         Raises CorruptStateError: the bytes have changed since :meth:`scatter`. OSError: they cannot be read.
         """

@@ -26,10 +26,6 @@ def rectangles(shape: tuple[int, ...], start: int, length: int) -> Iterator[Rect
 
     For d dimensions there are at most 2 d - 1: the rest of the first row, whole rows, and the beginning of the last
     row; each of the two partial rows is divided in the same way. A tensor without elements is one rectangle.
-
-    Args:
-        start: index of the first element in the flattened tensor.
-        length: number of elements; 0 only for a tensor without elements.
     """
     if not shape:
         yield Rectangle(0, (), ())

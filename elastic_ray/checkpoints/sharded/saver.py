@@ -125,7 +125,6 @@ class PartSaver:
     Args:
         workers: returns the workers of the current group in rank order; empty while the group changes.
         busy: returns True while something is being written.
-        timeout_s: longest time that rank 0 waits without news of the other parts [s].
     """
 
     def __init__(
@@ -273,11 +272,6 @@ class PartSaver:
         """Write a captured part. Rank 0 then waits for the other ranks' parts and completes the checkpoint.
 
         Returns the checkpoint on rank 0, None on other ranks.
-
-        Raises:
-            InterruptedError: ``go_on``, which is polled, returned False. UnsafeStateError: the state holds more than
-                tensors and plain values.
-            PartsMissingError: other ranks have not written their parts. ManifestError: the parts do not fit together.
         """
         order, steps = part.order, part.resume_point.steps
         tensors = [_on_cpu(each) for each in part.tensors]
@@ -329,8 +323,6 @@ def write_state(
     Args:
         trees: states keyed by name; their tensors must not change meanwhile.
         go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
-
-    Raises UnsafeStateError: a state holds more than tensors and plain values; the message names it.
     """
     skeleton, tensors = split_tree(trees)
     return _write_alone(storage, skeleton, [_on_cpu(each) for each in tensors], resume_point, go_on)
@@ -368,7 +360,6 @@ def write_part(
     """Write a rank's part and then, for ranks other than 0, the file that describes the part.
 
     Args:
-        steps: optimizer steps that the state includes.
         tensors: tensors to which indices in ``skeleton`` refer, in CPU memory; they must not change meanwhile.
         go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
 

@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from elastic_ray.cli.jobs import read_rows, show_events
-from elastic_ray.cli.listings import SHORT_ID, JobRow, Submission, comes_from, ended_row, job_rows
-from elastic_ray.cli.observe.status_lines import outlook_lines
+from elastic_ray.cli.listings import SHORT_ID, JobRow, Submission, comes_from, ended_row, job_rows, outlook_lines
 from elastic_ray.cli.output import job_argument, json_option, say, show_json, show_table
 from elastic_ray.cli.sweeps import TRIAL_COLUMNS, best_first, called, grouped, sweep_status, sweeps_of, trial_cells
 from elastic_ray.driver.display import status_line

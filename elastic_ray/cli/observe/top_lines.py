@@ -8,8 +8,16 @@ from collections.abc import Callable, Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from elastic_ray.cli.listings import NODE_COLUMNS, JobRow, NodeRow, job_cells, node_cells, with_metric
-from elastic_ray.cli.observe.status_lines import percent, until_end
+from elastic_ray.cli.listings import (
+    NODE_COLUMNS,
+    JobRow,
+    NodeRow,
+    job_cells,
+    node_cells,
+    percent,
+    until_end,
+    with_metric,
+)
 from placement.text import ago, printable
 
 TOP_COLUMNS = ("JOB", "PHASE", "WORKERS", "DONE", "ETA", "SAMPLES/S", "BATCH", "METRIC", "TRAINS", "AGE", "WHY")

@@ -131,10 +131,7 @@ def write_position(folder: Path) -> None:
 
 
 def read_position(folder: Path) -> Any | None:
-    """Return the data position stored in a checkpoint, or None if another program wrote the checkpoint.
-
-    Raises ValueError if the file is damaged.
-    """
+    """Return the data position stored in a checkpoint, or None if another program wrote the checkpoint."""
     file = folder / _FILE
     if not file.exists():
         return None

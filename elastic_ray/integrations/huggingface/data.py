@@ -58,10 +58,7 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
 
 
 def shared_loader(loader: Any, batch_options: BatchOptions) -> er.AdaptiveDataLoader:
-    """Return the trainer's training loader, which users may override, with its batches divided among all workers.
-
-    Raises TypeError if the loader is neither a plain torch ``DataLoader`` nor an ``AdaptiveDataLoader``.
-    """
+    """Return the trainer's training loader, which users may override, with its batches divided among all workers."""
     ours = isinstance(loader, er.AdaptiveDataLoader)
     shared: er.AdaptiveDataLoader = loader if ours else batch_options.shared(_of_torch(loader))
     shared.join(current_session())

@@ -20,9 +20,6 @@ def step_through_ours(theirs: Any) -> None:
 
     With a gradient scaler, accelerate stores ``optimizer.step`` when it prepares the optimizer and restores it at each
     step, so the stored method is replaced here.
-
-    Args:
-        theirs: Accelerate's optimizer. A plain optimizer, which stores nothing, is left unchanged.
     """
     if getattr(theirs, "scaler", None) is not None:
         theirs._optimizer_original_step_method = theirs.optimizer.step
@@ -57,11 +54,7 @@ class AccelerateModel(LateWrapped):
 
 
 class AccelerateLoader(LoaderOnDevice):
-    """Loader prepared by the ``Accelerator``, which sets accelerate's gradient state for each micro-batch.
-
-    Args:
-        accelerator: Source of the device and gradient state; no reference to it is kept.
-    """
+    """Loader prepared by the ``Accelerator``, which sets accelerate's gradient state for each micro-batch."""
 
     _is_accelerate_prepared = True
     remainder = -1  # accelerate's word for: no sample is there twice

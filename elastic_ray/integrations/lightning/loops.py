@@ -332,11 +332,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             super().update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Update schedulers as Lightning does; schedulers that count epochs step once per epoch.
-
-        Raises:
-            _BatchLostError: The micro-batch that was just trained belongs to a lost step.
-        """
+        """Update schedulers as Lightning does; schedulers that count epochs step once per epoch."""
         if interval == "step" and not update_plateau_schedulers and current_session().ledger.failed:
             raise _BatchLostError
         if interval == "step" or update_plateau_schedulers:

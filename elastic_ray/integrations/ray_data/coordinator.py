@@ -68,10 +68,7 @@ def start_coordinator(
 
 
 def find_coordinator(name: str, patience_s: float) -> Any:
-    """Return the coordinator actor with this name, waiting up to ``patience_s`` [s] for it to start.
-
-    Raises RuntimeError if it does not appear in time.
-    """
+    """Return the coordinator actor with this name, waiting up to ``patience_s`` [s] for it to start."""
     deadline_s = time.monotonic() + patience_s
     while (found := find_actor(name)) is None:
         if time.monotonic() > deadline_s:
@@ -103,12 +100,7 @@ class DatasetCoordinator:
         self._main = self._loop.create_task(self._watch())
 
     async def describe(self, dataset: str) -> int | None:
-        """Return the number of rows per epoch if Ray Data knows it without reading the data, otherwise None.
-
-        Raises:
-            KeyError: The job has no dataset of this name.
-            RuntimeError: The datasets could not be unpacked.
-        """
+        """Return the number of rows per epoch if Ray Data knows it without reading the data, otherwise None."""
         if self._error:
             raise RuntimeError(self._error)
         if dataset not in self._datasets:

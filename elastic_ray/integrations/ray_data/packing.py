@@ -60,10 +60,7 @@ class PackedDatasets:
 
 
 def check_datasets(datasets: Any) -> dict[str, Any]:
-    """Return a job's datasets after checking them; None counts as no datasets.
-
-    Raises TypeError if ``datasets`` does not map names to ``ray.data.Dataset``, or if a dataset cannot be pickled.
-    """
+    """Return a job's datasets after checking them; None counts as no datasets."""
     if datasets is None:
         return {}
     if not isinstance(datasets, Mapping) or not all(isinstance(name, str) and name for name in datasets):
@@ -106,10 +103,7 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
 
 
 def unpack(packed: PackedDatasets) -> dict[str, bytes]:
-    """Return the datasets keyed by name, each pickled separately, because every execution needs its own copy.
-
-    Raises LookupError if the datasets are no longer in Ray's control store.
-    """
+    """Return the datasets keyed by name, each pickled separately, because every execution needs its own copy."""
     pickled: bytes | None = packed.pickled
     if packed.stored:
         pickled = internal_kv._internal_kv_get(packed.stored.encode(), namespace=NAMESPACE)

@@ -126,11 +126,6 @@ class RayDataBatches:
     """Source of one rank's batches from one dataset (see ``elastic_ray.data.batches.BatchSource``).
 
     Keeps track of where the rows of the next steps are stored, and fetches and slices the blocks with this rank's rows.
-
-    Args:
-        known_rows: Number of rows per epoch, or None if unknown.
-        collate: Function that makes a batch; None makes a dict from column to tensor.
-        run: Identifier of this run of the train function (see ``Reader``).
     """
 
     def __init__(
@@ -307,13 +302,7 @@ def cut(block: Any, first: int, end: int) -> Any:
 
 
 def to_batch(pieces: Sequence[Any], collate: Callable[[Any], Any] | None) -> Any:
-    """Return one batch made from the rows of the given tables.
-
-    Args:
-        pieces: Arrow tables with a common schema, in order.
-        collate: The user's function, like Ray Data's ``collate_fn``. None makes a dict from column to the result of
-            :func:`tensor`.
-    """
+    """Return one batch made from the rows of the given tables."""
     table = pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces, promote_options="default")
     if isinstance(collate, ArrowBatchCollateFn):
         return collate(table)

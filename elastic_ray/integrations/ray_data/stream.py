@@ -22,15 +22,7 @@ class StreamClosed(Exception):
 
 
 class RowStream:
-    """Rows of one epoch of a dataset, in order, read by a thread only as far as readers need them.
-
-    Args:
-        epoch: Index of the epoch, on which the order of seeded shuffles depends.
-        seed: Seed for shuffles that have none.
-        left: Amounts of resources reserved for the job's workers.
-        floor: Position of the first row that is needed.
-        changed: Called in the reading thread whenever there are new rows or the execution ends.
-    """
+    """Rows of one epoch of a dataset, in order, read by a thread only as far as readers need them."""
 
     def __init__(
         self,
@@ -82,12 +74,7 @@ class RowStream:
             self._lock.notify_all()
 
     def has(self, end: int) -> bool:
-        """True if rows up to ``end``, or up to the end of the epoch, have been read.
-
-        Raises:
-            Exception: The dataset could not be read any further.
-            StreamClosed: The stream was closed.
-        """
+        """True if rows up to ``end``, or up to the end of the epoch, have been read."""
         with self._lock:
             if self._error is not None:
                 raise self._error

@@ -81,12 +81,7 @@ INSTRUMENTS = (
 
 
 class JobMetrics:
-    """Writer of the metrics of one job (or one trial of a sweep), used by the controller of that job.
-
-    Args:
-        status: Function that returns the job's status; called once a second.
-        events: Function that returns all events of the job so far; only new ones are written.
-    """
+    """Writer of the metrics of one job (or one trial of a sweep), used by the controller of that job."""
 
     def __init__(
         self,

@@ -240,12 +240,7 @@ def _used(look: AllocatorLook | None, totals: Mapping[str, Mapping[str, float]])
 
 
 def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: float) -> JobDetail:
-    """Return the details of one job.
-
-    Args:
-        cluster: The cluster's nodes; the goodput curve covers the job sizes that fit on these nodes.
-        answer: Answers of the job's controller and of the allocator about this job.
-    """
+    """Return the details of one job."""
     view = memory.state.view if memory.state is not None else None
     curve = _curve(view, cluster)
     workers = sum(memory.state.target.values()) if memory.state is not None else 0

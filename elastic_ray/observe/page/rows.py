@@ -35,14 +35,7 @@ def job_row(
     ended_s: float | None,
     colour: str,
 ) -> PageJob:
-    """Return the row of one job.
-
-    Args:
-        status: The controller's status; None if the controller has not answered.
-        facts: Facts from the job's specification; None if the controller has not sent them.
-        state: The allocator's state of the job; None if the allocator does not know the job.
-        ended_s: Time at which the job was found to be gone; None while the job exists.
-    """
+    """Return the row of one job."""
     view = state.view if state is not None else None
     told: dict[str, Any] = {}
     if facts is not None:
@@ -124,13 +117,7 @@ def slots_per_worker(bundle: Mapping[str, float], total: Mapping[str, float]) ->
 
 
 def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory | None = None) -> PageNode:
-    """Return the row of one living node.
-
-    Args:
-        seen: The node as the allocator knows it; None if the allocator does not know it, or does not exist.
-        used: Number of slots granted to workers of elastic jobs.
-        failed: Record of workers that failed on this node; None if there is none.
-    """
+    """Return the row of one living node."""
     return PageNode(
         node=node.node,
         label=node.address or node.node[:8],

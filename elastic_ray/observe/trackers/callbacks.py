@@ -432,10 +432,7 @@ class RunContext:
 def pack_callbacks(
     callbacks: Sequence[Any], *, run_config: Any, train_loop_config: Mapping[str, Any] | None, scaling_config: Any
 ) -> bytes:
-    """Return the callbacks pickled by value, like the train function; empty if there are none.
-
-    Raises TypeError: a callback cannot be pickled; the message names its class.
-    """
+    """Return the callbacks pickled by value, like the train function; empty if there are none."""
     if not callbacks:
         return b""
     for callback in callbacks:

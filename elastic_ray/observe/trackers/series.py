@@ -81,10 +81,7 @@ def job_numbers(
 
 
 def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers among reported metrics, keyed by ``prefix`` + name; nested ones are named ``outer/inner``.
-
-    Values that are not numbers are left out.
-    """
+    """Return the numbers among reported metrics, keyed by ``prefix`` + name; nested ones are named ``outer/inner``."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -33,7 +33,7 @@ _CONFIG = AllocatorConfig(rounds=True, silence_s=math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Predicted number of workers and end time of one job; see :func:`outlook`."""
+    """Predicted number of workers and end time for one job; see :func:`outlook`."""
 
     job: str
     workers: int  # that it would have at first
@@ -45,9 +45,9 @@ class Outlook:
 
 
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
-    """Return the nodes of a cluster string such as ``t4:2x4``; the type ``cpu`` counts CPUs instead of GPUs.
+    """Return the nodes described by a cluster string such as ``t4:2x4``; the type ``cpu`` counts CPUs instead of GPUs.
 
-    Nodes have plenty of all other resources that the jobs in ``views`` need. Raises InputError: the string cannot be
+    Nodes have plenty of any other resources that the jobs in ``views`` need. Raises InputError if the string cannot be
     parsed.
     """
     others = {name for view in views for name in view.bundle if name not in ("GPU", "CPU")}
@@ -75,17 +75,13 @@ def outlook(
     """Predict each job's workers on these nodes, and when it ends; the policy decides again whenever a job ends.
 
     The prediction stops when every job with a known length has ended. Between decisions, a job progresses at goodput /
-    M0 iterations per second, according to its current model. For a GPU type on which it has not run, the model of a
-    type on which it has run is used. Resizes are free. Jobs without a declared length or a model keep their workers to
-    the end.
+    M0 iterations per second, according to its current model. On a GPU type that it has never run on, its model for a
+    type that it has run on is used. Resizes are free. Jobs without a declared length or a model keep their workers
+    until the end.
 
     Args:
         stay: True if the jobs already run on these nodes, so that the result describes their current workers; False if
             they all start from scratch.
-
-    Returns one outlook per job, in the order of the views.
-
-    Raises InputError: the policy is unknown or violates a rule.
     """
     try:
         core = AllocatorCore(make_policy(policy), _config(constraints))
@@ -122,7 +118,7 @@ def outlook(
 def _share_out(
     core: AllocatorCore, running: Mapping[str, JobView], at_s: float
 ) -> dict[str, tuple[Mapping[str, int], str]]:
-    """Return the target nodes of every job, with the reason. Raise InputError if the decision was refused."""
+    """Return every job's target nodes, with the reason; raise InputError if the decision was refused."""
     for view in running.values():
         core.handle(JobHeartbeat(view=view), at_s)
     core.handle(TimePassed(), at_s)
@@ -139,7 +135,7 @@ def _row(view: JobView, nodes: Mapping[str, int], reason: str, rate: float | Non
 
 
 def _present_row(view: JobView, cluster: Cluster, decided: Outlook) -> Outlook:
-    """Return the outlook of a job's current workers; its reason mentions a different decision of the allocator."""
+    """Return the outlook for a job's current workers; its reason mentions any different decision by the allocator."""
     if dict(view.allocation) == dict(decided.nodes):
         return decided
     reason = f"{decided.workers} workers are decided: {decided.reason}"
@@ -158,7 +154,7 @@ def _config(constraints: Constraints) -> AllocatorConfig:
 def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | None:
     """Return iterations at M0 per second, preferring measured times to the model, as policies do.
 
-    None without a model.
+    Returns None without a model.
     """
     by_id = cluster.by_id()
     gpu = min((by_id[node].gpu_type for node in by_node(nodes) if node in by_id), default="")
@@ -172,9 +168,9 @@ def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | 
 
 
 def _missing(view: JobView) -> float:
-    """Return the number of iterations until the job's end.
+    """Return the number of iterations until the job ends.
 
-    Infinity if unknown: no epochs are declared, or the length of an epoch is not known yet.
+    Infinity if unknown, because no epochs are declared or the length of an epoch is not known yet.
     """
     progress = view.progress
     if progress is None or not (progress.epoch_ends or progress.usual_epoch):

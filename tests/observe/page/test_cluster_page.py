@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Pause, TrialFacts
-from elastic_ray.observe.page.changes import tables, to_json
 from elastic_ray.observe.page.cluster_page import ClusterPage
+from elastic_ray.observe.page.feed import tables, to_json
 from elastic_ray.observe.page.job_memory import MOST_POINTS, JobMemory, pauses, shares_of_time
 from elastic_ray.observe.page.model import PageJob, PageSnapshot
 from elastic_ray.observe.page.rows import node_row

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.cli.app import cli
 from elastic_ray.events import EventKind, JobEvent, Report
-from elastic_ray.observe.page.changes import tables, to_json
+from elastic_ray.observe.page.feed import tables, to_json
 from elastic_ray.observe.page.sources.files import RunFiles
 from elastic_ray.observe.page.sources.simulation import SimulatedCluster
 from placement.errors import InputError

@@ -35,8 +35,6 @@ def compare(
     Args:
         nodes: Other cluster, such as ``T4:4x8``; empty for the current nodes.
         policy: Name of a registered policy; empty for the cluster's current policy.
-
-    Raises InputError: the nodes or the policy are invalid, or the number of running jobs is zero or too large.
     """
     views = [state.view for state in look.core.jobs.values()] if look is not None else []
     if look is None or not views:
