@@ -252,8 +252,8 @@ _TORCH = (
     ),
     PrivateNames(
         home="torch.distributed:ProcessGroupGloo._Options",
-        names=("_timeout", "_devices"),
-        why="the same",
+        names=("_timeout", "_devices", "_threads"),
+        why="the same, and as many reductions at once as there are buckets on their way",
         instead="the same",
     ),
     PrivateNames(
