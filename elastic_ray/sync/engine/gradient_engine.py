@@ -381,8 +381,13 @@ class GradientEngine(Participant):
     def join(self, what: Announced) -> None:
         self._sharded.join(what)
 
-    def collapse(self, *, gather: bool = True) -> None:
-        self._make_one()
+    @property
+    def merge_layout(self) -> int:
+        """Digest of the tensors that replicas merge: parameters and optimizer state."""
+        return self.drift.layout
+
+    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
+        self._make_one(alike=alike)
         if gather:
             self._gather_tiles()
 
