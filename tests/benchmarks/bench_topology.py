@@ -83,9 +83,10 @@ def _ways(size: str, ways: Sequence[str], *, quick: bool) -> tuple[list[dict[str
         for name, (times, received) in found.items()
     ]
     took = {row["topology"]: row["reduction [s]"] for row in rows}
+    where = "reduction between two nodes of two ranks, 1 Gbit/s and 5 ms"
     compared = [("two_level", "all_reduce", 0.6), ("two_level", DDP, 0.6), ("all_reduce", DDP, 1.1)]
     return rows, [
-        bar(f"{size} MB, reduction, {one} / {other}", value=took[one] / took[other], limit=limit, at_least=False)
+        bar(f"{where}, {size} MB: {one} / {other}", value=took[one] / took[other], limit=limit, at_least=False)
         for one, other, limit in compared
         if one in took and other in took
     ]
