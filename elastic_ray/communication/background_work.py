@@ -14,7 +14,7 @@ _THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 class BackgroundWork(concurrent.futures.Future[None]):
     """Work of transfers in a thread of its own, because gloo can neither poll nor cancel sends and receives.
 
-    The thread ends at the group's timeout at the latest, as gloo's own threads do.
+    Each of the thread's waits ends at the group's timeout at the latest, as those of gloo's own threads do.
 
     Args:
         transfer: Makes the transfers and waits for them; raises RuntimeError if a peer is gone.
