@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
-from elastic_ray.communication.background_work import BackgroundWork
+from elastic_ray.communication.background_work import BackgroundWork, TransferThreads
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import (
     Connections,
@@ -389,7 +389,7 @@ class Communicator:
 
         self._wake.clear()
         deadline = time.monotonic() + self.timeout_s + 1.0
-        ending = BackgroundWork(finish)
+        ending = TransferThreads().start(finish)
         ending.add_done_callback(lambda _: self._wake.set())
         while not (ending.done() or self._voided.is_set()) and time.monotonic() < deadline:
             self._wake.wait(0.25)
@@ -513,7 +513,7 @@ class GradientGroup:
     ) -> None:
         self.rank, self.world_size, self._backends, self._guard = rank, world_size, backends, guard
         self._traffic = traffic
-        self._next_tag = 0
+        self._next_tag, self._transfers = 0, TransferThreads(_BUCKETS_AT_ONCE)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         """Start summing the tensor over all ranks, in place; return the work."""
@@ -556,7 +556,9 @@ class GradientGroup:
         """
         first, self._next_tag = self._next_tag, (self._next_tag + tags) % _MOST_TAGS
         self._traffic["send"] += sent_bytes
-        work: BackgroundWork = self._guard(BackgroundWork, functools.partial(transfer, self._backends["cpu"], first))
+        work: BackgroundWork = self._guard(
+            self._transfers.start, functools.partial(transfer, self._backends["cpu"], first)
+        )
         return work
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
