@@ -222,7 +222,7 @@ class LoaderPasses:
         asked, self._asked_to_end = self._asked_to_end, None
         ends_early = asked is step.loader_pass
         if left:
-            return self._edge_alone(step, ends_early=ends_early)
+            return self._edge_alone(step, ends_early=ends_early, abandoned=abandoned)
         before = run.states.progress.loader_steps
         if run.faults is not None:
             run.moment("edge")
@@ -258,12 +258,15 @@ class LoaderPasses:
                 self._changes.between_steps(step.can_switch)
         return True
 
-    def _edge_alone(self, step: LoaderStep, *, ends_early: bool) -> bool:
+    def _edge_alone(self, step: LoaderStep, *, ends_early: bool, abandoned: bool) -> bool:
         """End a step that the other ranks are not in; same result as :meth:`edge`."""
         run, ledger = self._run, self._run.ledger
         if not ledger.has_left:
             run.sums.undo_beyond(ledger.depth)
-            return ledger.end_left(step)
+            committed = ledger.end_left(step)
+            if abandoned and not committed and not step.loader_pass.done:  # the others draw it again, and wait for this
+                self._recover(step, "break has left the loop in a step that is drawn again", abandoned=True)
+            return committed
         self._add_own()
         step.loader_pass.advance(step.count, None)
         if ends_early:

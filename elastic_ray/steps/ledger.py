@@ -294,6 +294,8 @@ class StepLedger:
             self._outer.append(self._inner)
             step.updates_before = self._updates_asked
             self.state.snapshot(len(self._outer))
+            if self._inner.sums_before is None:
+                self._inner.sums_before = copy.deepcopy(self.state.progress.sums)
         else:
             self._updates_asked = 0
             self._failure, self._around = None, (None, 0)
@@ -391,11 +393,17 @@ class StepLedger:
         """
         lost = self.lost_within(gradients_wait=gradients_wait)
         self.state.roll_back(self.depth)
+        self._undo_sums(step)
         if lost.nested:
             self._updates_asked = step.updates_before
         else:
             self._discard_nested(step)
         return lost
+
+    def _undo_sums(self, step: LoaderStep) -> None:
+        """Restore the accumulators' sums to those before the steps nested in a lost step, which are made again."""
+        if step.sums_before is not None:
+            self.state.progress.sums = step.sums_before
 
     def lost_within(self, *, gradients_wait: bool) -> LostStep:
         """Return the facts about a loss in a pass, for :meth:`resume`; ``gradients_wait`` is as in :meth:`undo`."""
@@ -474,6 +482,7 @@ class StepLedger:
             self.lose_round()
         elif self._left is None or self._left.depth > depth:
             self.state.roll_back(depth)
+        self._undo_sums(step)
         self._discard_nested(step)
         self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
 

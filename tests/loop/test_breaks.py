@@ -236,6 +236,38 @@ def test_loss_after_two_breaks_gives_up_both_passes(moment: str, joins: tuple[in
     assert f"its {2 * BATCH} samples are not used" in told or moment == "edge"
 
 
+def evaluates_within(*, leaves: bool) -> tuple[int, float]:
+    """Evaluates in an epoch's second step, and may leave its loop then: the steps, the samples that were evaluated."""
+    torch.manual_seed(1)
+    model: Any = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = er.AdaptiveDataParallel(model, optimizer)
+    rows = TensorDataset(torch.arange(SAMPLES).float()[:, None] / 10)
+    loader, inner = (er.AdaptiveDataLoader(rows, batch_size=BATCH) for _ in range(2))
+    counted = 0.0
+    for _ in er.remaining_epochs_until(2):
+        sums = er.Accumulator()
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+            if _nth() == 2:
+                for (other,) in inner:
+                    sums["evaluated"] += len(other)
+                if leaves:
+                    break
+        counted += sums["evaluated"]
+    return er.get_context().get_global_step(), counted
+
+
+@pytest.mark.parametrize("joins", [(), (3,)])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_evaluation_in_a_lost_step_is_counted_once(leaves: bool, joins: tuple[int, ...]) -> None:
+    outcome = run_job(lambda: evaluates_within(leaves=leaves), [Kill(1, 2, "backward", joins=joins)], first=(1, 2))
+    # a step that was left is not drawn again
+    assert set(outcome.results.values()) == {(3, SAMPLES) if leaves else (8, 2 * SAMPLES)}
+
+
 def accumulates_within() -> float:
     """Trains in a loop within a step, in two micro-batches on each of two workers."""
     model: Any = torch.nn.Linear(1, 1, bias=False)
