@@ -401,7 +401,7 @@ class LoaderPasses:
         run, ended = self._run, self._run.states.progress.ended_passes
         early, self.ended_early = abandoned or self.ended_early is loader_pass, None
         while self._run.states.progress.ended_passes == ended and not run.ledger.has_left:
-            lost = run.ledger.lost_within(gradients_wait=run.registry.gradients_wait)
+            lost = run.ledger.lost_within(waits=self._waits)
             try:
                 depth = run.ledger.depth
                 described = self._plans.get(depth) if depth else None
@@ -489,6 +489,11 @@ class LoaderPasses:
             progress.add_sums((key, name, value) for name, value in sums.items())
         self._run.sums.undo_beyond(depth)
 
+    @property
+    def _waits(self) -> bool:
+        """True if gradients, or contributions to accumulators, of a step around this one are still to be counted."""
+        return self._run.registry.gradients_wait or self._run.sums.wait(self._run.ledger.depth)
+
     def _recover(self, step: LoaderStep, cause: str, *, abandoned: bool) -> None:
         """Recover from a lost step: undo what user code changed in it, and continue with the remaining workers.
 
@@ -505,7 +510,7 @@ class LoaderPasses:
             self._add_own()
             return
         run.sums.undo_beyond(ledger.depth)
-        lost = ledger.undo(step, gradients_wait=run.registry.gradients_wait)
+        lost = ledger.undo(step, waits=self._waits)
         self._changes.regroup(cause)
         ledger.resume(lost, cause)
 

@@ -173,7 +173,7 @@ def test_reduced_gradients_waiting_for_update_go_with_their_group(
     ledger.reduced = True
     begun(ledger, state)
     ledger.fail("gone")
-    lost = ledger.undo(ledger.end(), gradients_wait=waits)
+    lost = ledger.undo(ledger.end(), waits=waits)
     ledger.clear_failure()
     ledger.resume(lost, "gone")
     assert ledger.failed is waits
