@@ -203,7 +203,7 @@ def test_a_pass_left_with_one_within_it_has_ended(world: int) -> None:
     assert list(outcome.results.values()) == [[True, True]] * world
 
 
-def leaves_both() -> tuple[float, int]:
+def leaves_both() -> tuple[float, float]:
     """Trains in a step of a loop within a loop, and leaves both: a parameter, the samples of a third loop."""
     torch.manual_seed(1)
     model: Any = torch.nn.Linear(1, 1)
