@@ -400,8 +400,14 @@ class Registry:
         """Join the action ``what`` that other ranks have announced, because this rank has no samples in the step."""
         self.gradients[what.index].join(what)
 
-    def collapse(self, *, gather: bool = True) -> None:
-        """Merge diverged replicas into one model."""
+    @property
+    def merge_layout(self) -> MergeLayout | None:
+        """Layout of what :meth:`collapse` merges now; None if no replicas diverge."""
+        layouts = [(number, each.merge_layout) for number, each in enumerate(self.gradients) if each.drifts]
+        return MergeLayout(digest(layouts)) if layouts else None
+
+    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
+        """Merge diverged replicas into one model; with ``alike``, all ranks have the same :attr:`merge_layout`."""
         for each in self.gradients:
             each.collapse(gather=gather, alike=alike)
 

@@ -381,8 +381,12 @@ class GradientEngine(Participant):
     def join(self, what: Announced) -> None:
         self._sharded.join(what)
 
-    def collapse(self, *, gather: bool = True) -> None:
-        self._make_one()
+    @property
+    def merge_layout(self) -> int:
+        return self.drift.layout
+
+    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
+        self._make_one(alike=alike)
         if gather:
             self._gather_tiles()
 
