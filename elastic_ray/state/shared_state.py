@@ -7,9 +7,11 @@ import copy
 import dataclasses
 import io
 import logging
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +19,6 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.membership.messages import StateVersion, transfer_rounds
 from elastic_ray.state.codec import NotPlainError, encode
-from elastic_ray.state.generators import Generators
 from elastic_ray.state.layout import ReplicasDifferError, check_samples, difference, digest, packed
 from elastic_ray.state.pieces import WrittenInParts, shared_out
 from elastic_ray.state.progress import RunProgress
@@ -117,7 +118,7 @@ class SharedState:
         self._states: dict[str, Stateful] = {}
         self._rollbacks: list[_Rollback] = []
         self._snapshots: list[list[Any]] = []  # of the outermost step, and of those nested in it
-        self._before_round: tuple[RunProgress, Generators, list[list[Any]]] | None = None
+        self._before_round: tuple[RunProgress, _Generators, list[list[Any]]] | None = None
         self._round_lost = False  # its steps are to be undone, unless another rank has committed them
         self._copies = Remembered()  # of all states, as the round in progress found them
 
@@ -168,7 +169,7 @@ class SharedState:
         """
         self.snapshot()
         self._copies.take({key: state.capture() for key, state in self._states.items()})
-        self._before_round = copy.deepcopy(self.progress), Generators(), self._snapshots
+        self._before_round = copy.deepcopy(self.progress), _Generators(), self._snapshots
 
     def end_round(self) -> None:
         """Drop the copies of a committed round; their memory is reused for the next one."""
@@ -656,3 +657,19 @@ def _sums_of(part: Any) -> dict[str, Any]:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+class _Generators:
+    """Snapshot of the random generators of torch (CPU and current GPU), NumPy and Python."""
+
+    def __init__(self) -> None:
+        self._cpu, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        """Restore the generators to the snapshot, so that they draw the same numbers again."""
+        torch.set_rng_state(self._cpu)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        random.setstate(self._python)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
