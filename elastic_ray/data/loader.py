@@ -22,7 +22,6 @@ from elastic_ray.data.batches import (
     BatchSamplerOrder,
     BatchSource,
     BringsBatches,
-    Fetching,
     MapBatches,
     StepBatches,
     StepSplit,
@@ -599,12 +598,6 @@ def _source_of(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchSo
         return given.dataset.batch_source(given.options.get("collate_fn"))
     if isinstance(given.dataset, IterableDataset):
         return StreamBatches(given.dataset, seed=seed, collate=given.options.get("collate_fn"))
-    fetching = Fetching(
-        num_workers=given.num_workers,
-        persistent_workers=given.persistent_workers,
-        on_epoch=given.on_epoch,
-        options=given.options,
-    )
     make_order = functools.partial(_order_of, given)
     make_order()  # here, for its errors
     if given.batch_sampler is None and drop_last and given.batch_size > len(given.dataset):
@@ -613,10 +606,8 @@ def _source_of(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchSo
             f"nothing is left, but got {given.batch_size}"
         )
     if not given.whole_batches:
-        return MapBatches(given.dataset, make_order, seed=seed, fetching=fetching)
-    return WholeBatches(
-        given.dataset, make_order, seed=seed, fetching=fetching, batch_size=given.batch_size, drop_last=drop_last
-    )
+        return MapBatches(given, make_order, seed=seed)
+    return WholeBatches(given, make_order, seed=seed, drop_last=drop_last)
 
 
 def _order_of(given: LoaderArguments) -> EpochOrder:
