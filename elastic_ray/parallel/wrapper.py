@@ -56,7 +56,7 @@ from elastic_ray.parallel.refusals import (
 from elastic_ray.parallel.schedulers import LearningRates, Schedulers, policies_of, rules_of
 from elastic_ray.parallel.torch_state_dicts import install_in_torch
 from elastic_ray.run.registry import HookPoint, ModelFacts
-from elastic_ray.state.shared_state import ModuleExtras
+from elastic_ray.state.registered_state import ModuleExtras
 from elastic_ray.state.tree import DictState, OptimizerState
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.sync.builders import StrategyBuilder, resolve_strategy
@@ -519,8 +519,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._trainable.drop_strangers()
         outer = ledger.outermost
         vars(self)["_own_step" if ledger.step is outer else "_nested_in"] = outer
-        if self._own_step is self._nested_in is not None:
-            refuse_inner_training(self._run, self._own_step)
+        if outer is not None and self._own_step is self._nested_in:
+            refuse_inner_training(self._run, outer)
         if not ledger.may_apply():
             return value
         if not own.tiles.idle:

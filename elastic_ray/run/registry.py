@@ -407,7 +407,7 @@ class Registry:
         return MergeLayout(digest(layouts)) if layouts else None
 
     def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
-        """Merge diverged replicas into one model; with ``alike``, all ranks have the same :attr:`merge_layout`."""
+        """Merge diverged replicas into one model; `alike` means that ranks have compared their `merge_layout`."""
         for each in self.gradients:
             each.collapse(gather=gather, alike=alike)
 
