@@ -96,7 +96,7 @@ class TokenBatch:
         """Return this batch and its limits [samples], both recomputed for ``per_sample`` tokens per sample.
 
         Args:
-            most: Samples per epoch, which the largest batch may not exceed; None if unknown.
+            most: Samples per epoch, which no batch exceeds; None if unknown.
         """
         batch = dataclasses.replace(self, per_sample=per_sample)
         first = max(batch.batch_size if most is None else min(batch.batch_size, most), limits.lower)

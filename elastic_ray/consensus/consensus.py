@@ -281,9 +281,11 @@ class RankConsensus:
         """Announce this rank's next action. Call :meth:`agreed` before starting the action's collectives.
 
         Args:
-            plan: Data plan to compare with the other ranks' plans; None to compare parameters instead, if requested.
+            plan: Facts to compare with those of the other ranks; None to compare parameters instead, if requested.
 
-        Raises RanksDisagreeError: this rank has not completed its previous announcement.
+        Raises:
+            RanksDisagreeError: this rank has not completed its previous announcement.
+            ReplicasDifferError: facts that were announced ahead differ.
         """
         if self._ahead:
             self._complete_ahead()

@@ -12,8 +12,9 @@ import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
 from elastic_ray.batch.halving import Halving
+from elastic_ray.data.arguments import LoaderArguments
 from elastic_ray.data.compared_items import item_facts
-from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
+from elastic_ray.data.epochs import EpochBatch, FollowsEpochs, WorkerInit
 from elastic_ray.data.order import EpochOrder, StreamSharder, check_indices, digest
 from elastic_ray.data.private_random import PrivateRandom
 from elastic_ray.data.sharding import (
@@ -216,34 +217,22 @@ class _PlannedBatches:
         return (batch for _, batch in self._plan())
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Fetching:
-    """Settings for fetching samples: worker processes, epoch hook and DataLoader options."""
-
-    num_workers: int  # DataLoader worker processes
-    # they live as long as the loader; else each pass starts new ones, with the dataset as it is by then
-    persistent_workers: bool
-    on_epoch: EpochHook | None  # called in every process that fetches samples, before an epoch's first
-    options: dict[str, Any]  # further arguments of the DataLoader
-
-
 class MapBatches:
     """Batches of a map-style dataset, loaded by a DataLoader whose worker processes survive resizes within a pass.
 
-    Args:
-        dataset: dataset of the samples; its length may change between passes.
+    The dataset's length may change between passes.
     """
 
-    def __init__(self, dataset: Any, make_order: Callable[[], EpochOrder], *, seed: int, fetching: Fetching) -> None:
-        self._dataset = dataset
-        self._length = len(dataset)
+    def __init__(self, given: LoaderArguments, make_order: Callable[[], EpochOrder], *, seed: int) -> None:
+        self._given, self._dataset = given, given.dataset
+        self._length = len(self._dataset)
         self._make_order = make_order
         self._order = make_order()
         self._seed = seed
-        self._locality = bool(getattr(dataset, "locality", False))
+        self._locality = bool(getattr(self._dataset, "locality", False))
         self._indices = _PlannedBatches()
-        self._keeps_workers = fetching.persistent_workers or not fetching.num_workers
-        self._make = functools.partial(_data_loader, dataset, self._indices, fetching, seed)
+        self._keeps_workers = given.persistent_workers or not given.num_workers
+        self._make = functools.partial(_data_loader, given, self._indices, seed)
         self._loader: DataLoader[Any] | None = self._make()  # here, for the errors of its arguments
         self._epoch: tuple[int, Order] | None = None
         self._total = 0  # samples of the pass
@@ -403,18 +392,18 @@ def _steps(position: int, total: int, cut: StepSplit) -> Iterator[range]:
         position += count
 
 
-def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching, seed: int) -> DataLoader[Any]:
+def _data_loader(given: LoaderArguments, indices: _PlannedBatches, seed: int) -> DataLoader[Any]:
     """Build a DataLoader whose workers persist within a pass, so that a resize does not fork them again.
 
     The random numbers of a sample depend on the seed, the epoch and the sample's position only; see ``seed_sample``.
     """
-    options, workers = dict(fetching.options), fetching.num_workers
-    if workers or fetching.on_epoch is not None:
+    dataset, options, workers = given.dataset, dict(given.options), given.num_workers
+    if workers or given.on_epoch is not None:
         if workers:
             options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
         indices.attach_epochs()
-        sets_epoch, own = fetching.persistent_workers, seed if workers else None
-        dataset = FollowsEpochs(dataset, fetching.on_epoch, sets_epoch=sets_epoch, seed=own)
+        sets_epoch, own = given.persistent_workers, seed if workers else None
+        dataset = FollowsEpochs(dataset, given.on_epoch, sets_epoch=sets_epoch, seed=own)
     return DataLoader(dataset, batch_sampler=indices, num_workers=workers, persistent_workers=workers > 0, **options)
 
 
@@ -516,24 +505,13 @@ class BatchSamplerOrder:
 
 
 class WholeBatches(MapBatches):
-    """Source that gives each rank one undivided batch per step; in the last step some ranks may get none.
-
-    Args:
-        batch_size: samples per batch; ignored if the order is a ``BatchSamplerOrder``.
-    """
+    """Source that gives each rank one undivided batch per step; in the last step some ranks may get none."""
 
     def __init__(
-        self,
-        dataset: Any,
-        make_order: Callable[[], EpochOrder],
-        *,
-        seed: int,
-        fetching: Fetching,
-        batch_size: int,
-        drop_last: bool,
+        self, given: LoaderArguments, make_order: Callable[[], EpochOrder], *, seed: int, drop_last: bool
     ) -> None:
-        super().__init__(dataset, make_order, seed=seed, fetching=fetching)
-        self._batch_size, self._drop_last = batch_size, drop_last
+        super().__init__(given, make_order, seed=seed)
+        self._drop_last = drop_last
         self._ends: tuple[Order, Sequence[int]] | None = None
 
     def ends(self, epoch: int) -> Sequence[int]:
@@ -543,7 +521,7 @@ class WholeBatches(MapBatches):
             if isinstance(self._order, BatchSamplerOrder):
                 ends = self._order.ends
             else:
-                ends = batch_ends(len(order), self._batch_size, drop_last=self._drop_last)
+                ends = batch_ends(len(order), self._given.batch_size, drop_last=self._drop_last)
             self._ends = order, ends
         return self._ends[1]
 

@@ -18,11 +18,19 @@ from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_with
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.batch.tokens import NOT_COUNTED, TokenBatch, read_token_batch
 from elastic_ray.data.arguments import LoaderArguments, batch_of_worker, copied_arguments, describe_sample, first_length
-from elastic_ray.data.batch_sources import make_source, order_of
-from elastic_ray.data.batches import BatchSource, BringsBatches, MapBatches, StepBatches, StepSplit
+from elastic_ray.data.batches import (
+    BatchSamplerOrder,
+    BatchSource,
+    BringsBatches,
+    MapBatches,
+    StepBatches,
+    StepSplit,
+    StreamBatches,
+    WholeBatches,
+)
 from elastic_ray.data.compared_items import item_facts, still_facts
 from elastic_ray.data.epochs import EpochHook
-from elastic_ray.data.order import SamplerOrder, drops_last
+from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
 from elastic_ray.data.resumable import ResumableLoader
 from elastic_ray.data.sharding import Shares, batches_of
 from elastic_ray.loop.api import current_session
@@ -160,7 +168,7 @@ class AdaptiveDataLoader(ResumableLoader):
         self._setting: tuple[_Changes, BatchChoice, StepSplit, bool] | None = None
         # Users' samplers may draw a sample several times; a stream's total is not known until it ends.
         self._draws_from_all = given.sampler is None and not isinstance(given.dataset, IterableDataset)
-        self._source = make_source(given, seed=seed, drop_last=self._drop_last)
+        self._source = _source_of(given, seed=seed, drop_last=self._drop_last)
         self._plan = PlanFacts(given, self._source, seed=seed, drop_last=self._drop_last)
         self._announce()
         if scale_with_workers:
@@ -181,7 +189,7 @@ class AdaptiveDataLoader(ResumableLoader):
         if isinstance(given.dataset, IterableDataset):
             return given.dataset.known_rows if isinstance(given.dataset, BringsBatches) else None
         sampler: Any = given.sampler
-        drawn = isinstance(sampler, Sized) and isinstance(order_of(given), SamplerOrder)
+        drawn = isinstance(sampler, Sized) and isinstance(_order_of(given), SamplerOrder)
         return len(sampler if drawn else given.dataset)  # a weighted sampler draws as often as it was told to
 
     def autoscale_batch_size(
@@ -579,3 +587,31 @@ class AdaptiveDataLoader(ResumableLoader):
         most, parts = min(bounds, default=None), self._shard_of_unit[1]  # shares count a sample of each shard as one
         least = -(-least // parts)
         return Shares(weights=weights, least=least, most=None if most is None else max(least, most // parts))
+
+
+def _source_of(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchSource:
+    """Return the source of one rank's batches that suits the dataset and arguments of a loader.
+
+    Raises ValueError: dropping the last batch would leave no batch in an epoch.
+    """
+    if isinstance(given.dataset, BringsBatches):
+        return given.dataset.batch_source(given.options.get("collate_fn"))
+    if isinstance(given.dataset, IterableDataset):
+        return StreamBatches(given.dataset, seed=seed, collate=given.options.get("collate_fn"))
+    make_order = functools.partial(_order_of, given)
+    make_order()  # here, for its errors
+    if given.batch_sampler is None and drop_last and given.batch_size > len(given.dataset):
+        raise ValueError(
+            f"with drop_last=True batch_size must be at most the {len(given.dataset)} samples of an epoch, else "
+            f"nothing is left, but got {given.batch_size}"
+        )
+    if not given.whole_batches:
+        return MapBatches(given, make_order, seed=seed)
+    return WholeBatches(given, make_order, seed=seed, drop_last=drop_last)
+
+
+def _order_of(given: LoaderArguments) -> EpochOrder:
+    """Return the order of samples that the loader's arguments imply, for the dataset's current length."""
+    if given.batch_sampler is not None:
+        return BatchSamplerOrder(given.batch_sampler, samples=len(given.dataset))
+    return order_for(given.dataset, shuffle=given.shuffles, sampler=given.sampler)
