@@ -146,10 +146,7 @@ def make_template(
 
 
 def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the parameters of a trial to display: at most 50 numbers and strings, each string cut to 40 characters.
-
-    The name of a nested parameter contains its path, such as ``"net/width"``; ``prefix`` is put before every name.
-    """
+    """Return the parameters of a trial to display: at most 50 numbers and strings, each string cut to 40 characters."""
     shown: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

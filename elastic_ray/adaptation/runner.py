@@ -395,10 +395,7 @@ class PolicyRunner:
 
 
 def _is_same(policy: Policy, other: Policy) -> bool:
-    """True if two policies have the same class and equal attributes.
-
-    A policy given to the trainer and in the loop arrives as two objects.
-    """
+    """True if two policies, such as the trainer's and the loop's copies of one, have the same class and attributes."""
     try:
         return type(policy) is type(other) and bool(vars(policy) == vars(other))
     except Exception:  # attributes that do not compare, such as arrays

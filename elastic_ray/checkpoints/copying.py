@@ -172,11 +172,7 @@ def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[
 
 
 def check_tree(folder: str, above: tuple[str, ...] = ()) -> None:
-    """Check that a local directory contains only files, directories, and links to these.
-
-    Raises UnfitSourceError: the directory contains a pipe, a socket or a device (a reader would wait forever), a
-    dangling link, or a link to a directory above it; the message names it.
-    """
+    """Check that a local directory contains only files, directories, and links to these."""
     above = (*above, os.path.realpath(folder))
     with reading_source():
         paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder))]

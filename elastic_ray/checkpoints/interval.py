@@ -34,10 +34,7 @@ def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
 
 
 def checkpoint_interval_s(cost_s: float, mean_time_s: float) -> float:
-    """Return the time from one automatic checkpoint to the next [s], between 10 s and an hour.
-
-    The interval is long enough that checkpoints use at most half a percent of the time (up to the limit of an hour).
-    """
+    """Return the time between automatic checkpoints [s], which take at most half a percent of the time up to 1 h."""
     if not (cost_s >= 0 and mean_time_s > 0):
         raise ValueError(f"cost_s must be 0 or more and mean_time_s above 0, but got {cost_s} and {mean_time_s}")
     best_s = math.sqrt(2.0 * cost_s * mean_time_s) - cost_s if cost_s < mean_time_s / 2.0 else mean_time_s
@@ -74,10 +71,7 @@ class CheckpointRetention:
         self._kept: list[Kept] = []
 
     def add(self, path: str, metrics: Mapping[str, Any]) -> tuple[str, ...]:
-        """Add the checkpoint at ``path``; return the paths of the checkpoints that are no longer kept, oldest first.
-
-        The caller deletes these checkpoints. ``metrics`` were reported with the added one and may hold its score.
-        """
+        """Add the checkpoint at ``path``; return the paths of the checkpoints that are no longer kept, oldest first."""
         self._kept = [entry for entry in self._kept if entry[0] != path]
         self._kept.append((path, metrics))
         if self._num_to_keep is None or len(self._kept) <= self._num_to_keep:

@@ -25,18 +25,7 @@ SHORT_ID = 8
 """Characters of a node's id that are shown."""
 
 JOB_COLUMNS = (
-    "JOB",
-    "PHASE",
-    "WORKERS",
-    "OF",
-    "BATCH",
-    "SAMPLES/S",
-    "EPOCH",
-    "STEP",
-    "DONE",
-    "ETA",
-    "METRIC",
-    "AGE",
+    *("JOB", "PHASE", "WORKERS", "OF", "BATCH", "SAMPLES/S", "EPOCH", "STEP", "DONE", "ETA", "METRIC", "AGE"),
     "WHY",
 )
 NODE_COLUMNS = ("NODE", "ADDRESS", "STATE", "TYPE", "MARKET", "GPU", "CPU", "FAILED", "JOBS")
@@ -153,10 +142,7 @@ def job_rows(
     submissions: Sequence[Submission] = (),
     ended: Sequence[EndedJobNote] = (),
 ) -> tuple[JobRow, ...]:
-    """Return a row for each job known to a controller or the allocator and each script without a job, oldest first.
-
-    Ended jobs are appended in the given order, except those whose name belongs to a job that is still listed.
-    """
+    """Return a row for each job known to a controller or the allocator and each script without a job, oldest first."""
     states = dict(snapshot.jobs) if snapshot is not None else {}
     rows = [_job_row(each, states.pop(each.job, None)) for each in answers]
     # A controller that does not answer has been heard of a moment ago, or is a trial's, whose name is not the job's.

@@ -30,14 +30,14 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
     different number of workers of the current cluster, and the two models are compared. This requires a job started by
     `elastic-ray submit`; for other jobs, call `elastic_ray.replay` in Python with the train function.
     """
-    from elastic_ray.checkpoints.resumable import find_stored
+    from elastic_ray.checkpoints.automatic import find_stored
     from elastic_ray.checkpoints.run_directory import RunStorage, resolve
     from elastic_ray.record.verification import Finding, verify_events
 
     try:
         filesystem, root = resolve(path, None)
         storage = RunStorage(root, filesystem)
-        findings = list(verify_events(storage.event_lines()))
+        findings = list(verify_events(storage.events.read()))
         stored = find_stored(storage, start_from=None, is_trial=False, with_states=True, verify=True)
     except (OSError, ValueError) as error:
         raise click.ClickException(f"the run {path!r} cannot be read: {error}") from error
@@ -63,10 +63,7 @@ _END_S = 60.0
 
 
 def replay_submitted(path: str, step: int) -> Finding:
-    """Retrain the steps around ``step`` with the run's own script, and return the result of the comparison.
-
-    Raises ClickException: no checkpoint exists at or after ``step``, the code is unknown, or the replay ends too early.
-    """
+    """Retrain the steps around ``step`` with the run's own script, and return the result of the comparison."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
     from elastic_ray.cli.submit import send_again

@@ -297,10 +297,7 @@ _ELSEWHERE = {
 
 
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise TypeError if an elastic job does not support an argument in ``given``; the message names an alternative.
-
-    Arguments of ``TorchTrainer`` that are None are ignored. ``known`` are the names to suggest for a misspelt one.
-    """
+    """Raise TypeError if an elastic job does not support an argument in ``given``; the message names an alternative."""
     for name, value in given.items():
         if name in _ELSEWHERE:
             if value is not None:

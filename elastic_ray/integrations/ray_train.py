@@ -286,11 +286,7 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _scaler() -> Any:
-    """Return the process's enabled AMP gradient scaler, or None if there is none.
-
-    Raises RuntimeError if there are several, because it is unknown which one belongs to the model. Disabled scalers are
-    ignored, since they scale nothing.
-    """
+    """Return the process's enabled AMP gradient scaler, or None if there is none."""
     found = [each for each in _objects(torch.amp.GradScaler) if each.is_enabled()]
     if len(found) > 1:
         raise RuntimeError(

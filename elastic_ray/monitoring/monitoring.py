@@ -273,10 +273,7 @@ def _host_used(proc: Path) -> float:
 
 
 def _group_used(proc: Path, groups: Path) -> float:
-    """Return the used fraction of the control group's memory limit (version 2); 0 without a limit.
-
-    Inactive cached files do not count: the kernel drops them first.
-    """
+    """Return the used fraction of the control group's memory limit, less inactive cached files; 0 without limit."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         if not line.startswith("0::"):
             continue

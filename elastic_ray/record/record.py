@@ -6,9 +6,8 @@ import posixpath
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elastic_ray.checkpoints.automatic import StateFile
+from elastic_ray.checkpoints.automatic import StateFile, StoredProgress
 from elastic_ray.checkpoints.interval import CheckpointRetention
-from elastic_ray.checkpoints.resumable import StoredProgress
 from elastic_ray.checkpoints.run_directory import StoredCheckpoint
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
 from elastic_ray.job_spec import JobSpec
@@ -116,10 +115,7 @@ class JobRecord:
 
     @property
     def workers_at_most(self) -> int:
-        """Largest number of workers that can continue from the resume point; 0 for no limit.
-
-        Each worker gets two samples in its first step if possible, because BatchNorm fails with one.
-        """
+        """Most workers that can continue from the resume point with two samples each, for BatchNorm; 0: no limit."""
         point = self.resume_point
         return max(1, point.samples_left // 2) if point is not None and point.samples_left else 0
 

@@ -30,9 +30,8 @@ from elastic_ray.sealed import Raised
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.setup import ProcessInfo
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import JobView, Progress
 from placement.cluster.node_record import NodeFailure
-from placement.cluster.progress import Progress
 from placement.goodput.forecast import HOLDS_S, BatchForecast
 
 _NO_GPU = None, None
@@ -45,10 +44,7 @@ def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
 
 
 def check_size(workers: int, spec: JobSpec, planner: BatchPlanner) -> None:
-    """Raise ValueError if the job cannot be held at this number of workers.
-
-    The number must lie in the job's range and be an allowed size, and the loader must have work for all workers.
-    """
+    """Raise ValueError unless the job's range, allowed sizes and loader let it be held at this number of workers."""
     most = max_workers(spec, planner)
     allowed = spec.scheduling.allowed_sizes
     if spec.min_workers <= workers <= most and allowed.allow(workers):
@@ -232,11 +228,7 @@ def _waits_for(spec: JobSpec, record: JobRecord, machine: JobMembership) -> str:
 
 
 def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, record: JobRecord) -> JobStatus:
-    """Return the status with the job's progress and remaining work added.
-
-    A trial ends with its last epoch, or with the largest number of reports that its sweep allows, whichever comes
-    first.
-    """
+    """Return the status with progress and work left until the last epoch or, in a sweep, the last allowed report."""
     size = planner.loader.dataset_size if planner.loader is not None else None
     first = planner.loader.limits.init_batch_size if planner.loader is not None else None
     progress = with_length(_run_progress(planner, record.resume_point), size, first)

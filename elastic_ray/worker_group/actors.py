@@ -111,10 +111,7 @@ class WorkerActors:
         return counts
 
     def processes(self) -> dict[str, str]:
-        """Return the name of each worker's process, keyed by worker.
-
-        The name is empty for a process that a sweep started itself and has lent out.
-        """
+        """Return the name of each worker's process, keyed by worker; empty for one that a sweep has lent out."""
         return {worker: self._processes.name_of(actor) for worker, actor in self._actors.items()}
 
     def homes(self) -> dict[str, str]:

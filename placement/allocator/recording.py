@@ -148,10 +148,7 @@ def _number(value: Any) -> Any:
 
 
 def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
-    """Return a value of this type in a form that JSON can store.
-
-    A dataclass becomes a mapping of all fields, or only of those that differ from their defaults.
-    """
+    """Return a value of this type for JSON; a dataclass with all fields or with those that differ from defaults."""
     if value is None:
         return None
     plain = functools.partial(_plain, whole=whole)
@@ -174,10 +171,7 @@ def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
 
 
 def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
-    """Read the lives of a recording.
-
-    An incomplete last line is ignored, since the allocator may have died while writing it.
-    """
+    """Read the lives of a recording; an incomplete last line, left by an allocator that died, is ignored."""
     lives: list[tuple[dict[str, Any], list[tuple[float, float, Event]], list[DecisionRecord]]] = []
     for number, line in enumerate(lines, start=1):
         if not line.endswith("\n"):
@@ -326,10 +320,7 @@ _STEP_S = 0.5  # that the two clocks differ by more between two readings only if
 
 
 class SteadyClock:
-    """Pair of clocks: the time of day for display and storage, and a steady clock for measuring intervals.
-
-    Both are in seconds since the epoch, and equal until the time of day is adjusted for the first time.
-    """
+    """Pair of clocks: the time of day for display and storage, and a steady clock for measuring intervals."""
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._wall, self._monotonic = wall, monotonic

@@ -187,10 +187,7 @@ def add_amounts(totals: dict[str, float], bundle: Resources, workers: float) -> 
 
 
 def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Cluster) -> None:
-    """Raise AllocationError if the cluster cannot hold an allocation; the message names rule and job or node.
-
-    Workers may use only nodes' ``free`` resources. ``bundles`` are the resources of one worker, keyed by job.
-    """
+    """Raise AllocationError if the cluster cannot hold an allocation; the message names rule and job or node."""
     nodes = cluster.by_id()
     used: dict[str, dict[str, float]] = {}
     for job, placed in sorted(allocation.items()):

@@ -12,10 +12,7 @@ _CONDITION = re.compile(rf"(!?)(?:in\(({_VALUE}(?:, ?{_VALUE})*)\)|({_VALUE})|)"
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """True if a node with these labels satisfies every condition of a (valid) selector.
-
-    As in Ray, a node without the label satisfies ``!T4`` and ``!in(T4,A100)``.
-    """
+    """True if a node with these labels satisfies a valid selector; ``!T4`` needs no label, as in Ray."""
     for label, condition in selector.items():
         negated, values = _parsed(condition)
         if (labels.get(label) in values) == negated:

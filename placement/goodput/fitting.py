@@ -131,10 +131,7 @@ class _Regression:
         self.bounds = least[self.free], most[self.free]
 
     def _tie(self, *, one_bsz: bool, fixed_batch: bool) -> tuple[Floats, Floats, list[int]]:
-        """Return (ties, offset, indices of the free parameters).
-
-        A parameter that the data do not determine is tied to another parameter, to 0, or (gamma) to 1.
-        """
+        """Return (ties, offset, free parameters); what the data leave open is tied to another, to 0 or (gamma) to 1."""
         local, third = ~self.remote & ~self.alone, self.beyond_two > 0
         seen_n, seen_r = self.remote.any(), local.any()
         grows_n, grows_r = (self.remote & third).any(), (local & third).any()

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from placement.cluster.jobs import JobView, goodputs
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress, goodputs
 from placement.goodput.step_time import Floats
 
 _MANY = 1_000  # jobs, of which pairs are no longer compared

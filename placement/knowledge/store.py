@@ -136,10 +136,7 @@ class StorageRoot:
 
 
 class KnowledgeStore:
-    """Knowledge files under one storage root.
-
-    Calls block on the file system, so an event loop must run them in a thread.
-    """
+    """Knowledge files under one storage root; calls block, so an event loop runs them in a thread."""
 
     def __init__(self, root: StorageRoot, writer: str) -> None:
         self._files = root.filesystem
@@ -369,10 +366,7 @@ class _SyncedRoot:
 
 
 class KnowledgeSync:
-    """Synchronisation of knowledge with storage: loads a storage root with its first job, and writes changes to it.
-
-    Each root stores the measurements of the models whose jobs used it, and of the models found there.
-    """
+    """Synchronisation of knowledge with storage: loads a storage root with its first job, and writes changes to it."""
 
     def __init__(self, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]) -> None:
         self._knowledge, self._writer, self._recall = knowledge, writer, recall

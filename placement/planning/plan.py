@@ -225,10 +225,7 @@ def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
 
 
 def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
-    """Return the reason why the job's minimum could not run even on an empty cluster; None if it could.
-
-    Also returns None while no nodes are known.
-    """
+    """Return why the job's minimum could not run even on an empty cluster; None if it could or no node is known."""
     if not cluster.nodes:
         return None
     nodes = [node for node in cluster.nodes if node.matches(view.selector)]

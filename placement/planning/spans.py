@@ -132,7 +132,10 @@ def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, u
     beside = {view.job: present[view.job] for view in others if view.job not in later}
     merged = _merged(first, _places_of(list(mine.values()), present, left, beside, bundles), left)
     asked = [
-        dataclasses.replace(_imagined(view), label_selector={SPAN_LABEL: "yes"})
+        dataclasses.replace(  # with its units at imagined nodes
+            view.placed({place.replace("+", _JOIN): workers for place, workers in view.allocation.items()}),
+            label_selector={SPAN_LABEL: "yes"},
+        )
         if view.job in mine
         else _moved(view, merged)
         for view in views
@@ -220,11 +223,6 @@ def _merged(first: JobView, places: Sequence[str], cluster: Cluster) -> Cluster:
 
 def _real(node_id: str) -> str:
     return node_id.replace(_JOIN, "+")
-
-
-def _imagined(view: JobView) -> JobView:
-    """Return the job with its units at imagined nodes."""
-    return view.placed({place.replace("+", _JOIN): workers for place, workers in view.allocation.items()})
 
 
 def _moved(view: JobView, merged: Cluster) -> JobView:

@@ -317,10 +317,7 @@ def _told(
 def job_classes(
     specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, rules: Rules
 ) -> dict[str, JobClass]:
-    """Return each application's arrivals per hour and run time on each number of workers, keyed by its name.
-
-    Run times are for the GPU type of the first node, and include a restart and half a round.
-    """
+    """Return each application's arrivals per hour and run time on each number of workers, keyed by its name."""
     gpu, per_node = nodes.nodes[0].gpu_type, int(nodes.nodes[0].total["GPU"])
     arrivals = [spec.time_s for spec in specs]
     hours = max((max(arrivals) - min(arrivals)) / 3600.0, 1e-3)

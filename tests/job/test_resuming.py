@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from elastic_ray.background import Background
-from elastic_ray.checkpoints.automatic import StateFile, delete_others, state_files
-from elastic_ray.checkpoints.resumable import StoredProgress, find_stored
+from elastic_ray.checkpoints.automatic import StateFile, StoredProgress, delete_others, find_stored, state_files
 from elastic_ray.checkpoints.run_directory import PROGRESS_FILE, RunStorage, StoredCheckpoint
 from elastic_ray.checkpoints.sharded.saver import write_state
 from elastic_ray.config import ElasticConfig

@@ -180,10 +180,7 @@ class PartFile:
         return digest.hexdigest()
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Read bytes of the file into `target`, using only a few blocks of memory; call :meth:`scatter` first.
-
-        Raises CorruptStateError: the bytes have changed since :meth:`scatter`. OSError: they cannot be read.
-        """
+        """Read bytes of the file into `target` in few blocks of memory; call :meth:`scatter` first."""
         end = offset + len(target)
         at, stop = offset // BLOCK_BYTES * BLOCK_BYTES, min(self._size, -(-end // BLOCK_BYTES) * BLOCK_BYTES)
         with self._storage.filesystem.open_input_file(self._path) as raw:

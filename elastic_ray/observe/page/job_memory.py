@@ -115,10 +115,7 @@ def noise_scale(state: JobState | None) -> float | None:
 def pauses(
     events: Iterable[JobEvent], last: Pause | None = None
 ) -> tuple[tuple[float, str, float, dict[str, float]], ...]:
-    """Return (time, kind, seconds, {part: seconds}) of each event that paused training; unknown time is ``other``.
-
-    The last pause also gets a part ``first step``, taken from ``last``, on top of the pause's seconds.
-    """
+    """Return (time, kind, seconds, {part: seconds}) of each event that paused training; unknown time is ``other``."""
     found = []
     for event in events:
         if event.pause_s <= 0:
