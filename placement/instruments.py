@@ -71,7 +71,7 @@ WriteSamples: TypeAlias = Callable[[Iterable[Sample]], None]
 
 
 class Guarded:
-    """Wrapper that suppresses errors of measuring code and logs the first, so that measured code is not affected."""
+    """Wrapper that suppresses errors in measuring code and logs the first, so that measured code is not affected."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -98,7 +98,7 @@ def counter(name: str, description: str, *labels: str) -> Instrument:
 
 
 def histogram(name: str, description: str, buckets: tuple[float, ...], *labels: str) -> Instrument:
-    """Return a metric of single observations, counted in buckets with these upper bounds."""
+    """Return a metric of individual observations, counted in buckets with these upper bounds."""
     return Instrument(name=name, kind=InstrumentKind.HISTOGRAM, description=description, labels=labels, buckets=buckets)
 
 

@@ -1,7 +1,7 @@
-"""Text of others (names, metrics, exceptions, reasons) on its way to a terminal or a log (pure).
+"""Text from others (names, metrics, exceptions, reasons), made safe for a terminal or a log (pure).
 
-What a terminal would obey instead of showing is shown as Python writes it: escape sequences as ``\\x1b``, marks that
-turn or hide text (U+202E, U+200B...) as ``\\u202e``.
+Characters that a terminal would act on instead of showing are shown as Python writes them: escape sequences as
+``\\x1b``, marks that reverse or hide text (U+202E, U+200B...) as ``\\u202e``.
 """
 
 from __future__ import annotations
@@ -120,5 +120,5 @@ def _json_escape(character: str) -> str:
 
 
 def describe(bundle: Mapping[str, float]) -> str:
-    """Return a bundle of resources as readable text, such as ``1 CPU + 2 GPU``."""
+    """Return a resource bundle as readable text, such as ``1 CPU + 2 GPU``."""
     return " + ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()) if amount > 0)

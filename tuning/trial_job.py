@@ -1,6 +1,6 @@
 """SHELL: one trial as an elastic job: started or found again, read report by report, and stopped.
 
-Trials of both Ray Tune and NNI use this module to reach the allocator. The process that holds a :class:`TrialJob` is
+Both Ray Tune and NNI trials use this module to reach the allocator. The process that holds a :class:`TrialJob` is
 light: it imports neither torch nor the user's code, and renews the job's lease from a thread.
 """
 
@@ -162,8 +162,8 @@ class TrialJob:
     """Elastic job that runs one trial. The constructor starts the job, or reconnects to it if it is still running.
 
     Args:
-        sweep: Name of the sweep, used unless the template sets one. The trial's tenant (the owner to which the
-            allocator assigns a share) is ``"sweep <name>"``, unless ``SchedulingConfig`` names a tenant.
+        sweep: Name of the sweep, used unless the template sets one. The trial's tenant (the owner that receives a share
+            from the allocator) is ``"sweep <name>"``, unless ``SchedulingConfig`` names a tenant.
         trial: Id of the trial within the sweep; the job is named ``"<sweep>-<trial>"``.
         start_from: Path of a checkpoint of this or another trial to start from; None starts from scratch.
     """
@@ -196,11 +196,11 @@ class TrialJob:
 
     @property
     def status(self) -> JobStatus:
-        """Status of the job as of the last renewal of its lease (the driver's claim on the job)."""
+        """Job status as of the last renewal of its lease (the driver's claim on the job)."""
         return self._handle.last_status
 
     def next_report(self, timeout: float) -> Report | None:
-        """Return the trial's next report; None if none came within ``timeout`` [s] or the job has ended (:attr:`done`).
+        """Return the trial's next report; None if none arrives within ``timeout`` [s] or the job is :attr:`done`.
 
         Each call acknowledges the reports that earlier calls returned. Training blocks in ``report`` when it is
         more than ``reports_ahead`` reports ahead of the last acknowledged one.
@@ -223,11 +223,11 @@ class TrialJob:
         return self._handle.done() and self._handle.next_report(self._taken, 0.0) is None
 
     def raise_error(self) -> None:
-        """Raise the error with which the job failed; return normally if it did not fail."""
+        """Raise the error that made the job fail; return normally if it did not fail."""
         self._handle.result(timeout=_STOP_TIMEOUT_S)
 
     def stop(self, *, paused: bool = False) -> None:
-        """Stop the job at once and release its workers. Checkpoints of reports that were never read are deleted.
+        """Stop the job at once and release its workers. Checkpoints from reports that were never read are deleted.
 
         Args:
             paused: True to record that the trial was paused without a checkpoint. If the sweep resumes the trial,
@@ -304,7 +304,7 @@ class TrialJob:
         return JobHandle(controller, promised(spec, kept))
 
     def _find(self) -> JobHandle | None:
-        """Return the trial's job if it still runs without its driver and matches the current request; else None."""
+        """Return the trial's job if it is still running without a driver and matches the current request; else None."""
         note = self._read_note()
         controller = find_controller(str(note["controller"])) if note else None
         if note is None or controller is None:
@@ -361,7 +361,7 @@ class TrialJob:
         return note if isinstance(note, dict) and {"controller", "key"} <= note.keys() else None
 
     def _delete_untaken(self) -> None:
-        """Delete the checkpoints of reports that the sweep never received."""
+        """Delete the checkpoints from reports that the sweep never received."""
         begun = time.monotonic()
         storage = RunStorage(self._handle.storage_path, self._filesystem)
         after = self._taken
@@ -371,7 +371,7 @@ class TrialJob:
                 self._call(f"deleting {path}", functools.partial(storage.delete_checkpoint, path))
 
     def _call(self, what: str, function: Callable[[], _T]) -> _T:
-        """Call storage, which may never answer. Raises ``StorageTimeoutError`` in that case."""
+        """Call storage; raise ``StorageTimeoutError`` if it does not answer."""
         timeout_s = self._template.spec.elastic.storage_timeout_s
         return call_storage(self._directory, what, function, timeout_s=timeout_s)
 
@@ -379,8 +379,8 @@ class TrialJob:
 def claim_run(filesystem: pyarrow.fs.FileSystem, directory: str, last: str, *, private: bool) -> str:
     """Return the path of a new directory for one start (run) of a trial, so that runs never overwrite each other.
 
-    The directory's number is higher than those of all existing runs and of the last run, even if the last run was
-    deleted. On a local file system the directory is created at once, so that two concurrent callers get different ones.
+    The directory's number is higher than any existing run's and the last run's, even if the last run was deleted. On a
+    local file system, the directory is created at once, so that two concurrent callers get different directories.
 
     Args:
         last: Name of the trial's last run; empty if there was none.

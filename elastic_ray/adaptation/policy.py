@@ -38,6 +38,7 @@ class Policy:
             job continues without the request, and an event of kind ``policy`` reports it.
         deadline_s: longest time that a hook may run [s]; a policy whose hook exceeds it is not called again.
         owns_batch: if True, other policies' requests for a batch size are ignored.
+        starts_at_initial: if True, the run starts with the loader's batch, even if similar jobs did best with another.
 
     Examples:
         >>> from elastic_ray.adaptation import Policy, PolicyView, Resize
@@ -50,6 +51,7 @@ class Policy:
     """
 
     owns_batch: bool = False
+    starts_at_initial: bool = False
     watches: Sequence[str] = ()
     strict: bool = False
     deadline_s: float = 10.0

@@ -59,10 +59,9 @@ class SharedValues:
         self.worker_s += passed_s * workers
         self.samples += samples
 
-    def start_train(self) -> bool:
-        """Record that the run has started; True on the first call of the run, even across restarts."""
-        begun, self.trains = self.trains, True
-        return not begun
+    def start_train(self, batch_size: int | None) -> None:
+        """Record that the run has started, at the global batch ``batch_size``; None if the job chooses the batch."""
+        self.trains, self.batch_size = True, batch_size
 
     def start_epoch(self, epoch: int) -> bool:
         """Record the epoch of the next step; True on the run's first call for this epoch or a later one."""
@@ -183,6 +182,11 @@ class PolicyRunner:
     def wants(self, hook: str) -> bool:
         """True if an active policy overrides this hook."""
         return any(overrides(policy, hook) for number, policy in enumerate(self._policies) if self._is_asked(number))
+
+    @property
+    def starts_at_initial(self) -> bool:
+        """True if a policy lets the run start with the loader's batch."""
+        return any(policy.starts_at_initial for policy in self._policies)
 
     def call(self, hook: str, view: PolicyView) -> None:
         """Call the hook of this name on every active policy that overrides it, in the order of the policies."""

@@ -46,6 +46,7 @@ class PolicyView:
         metrics: values of the watched metrics (``Policy.watches``) in rank 0's last report; missing metrics are left
             out.
         tokens_per_sample: tokens per sample if the loader's batch is declared in tokens; otherwise None.
+        counted_tokens: tokens trained on, if the loop counts them by ``loader.weigh``; otherwise None.
         reports: number of the report that ``metrics`` come from.
         sums: contents of this epoch's accumulators, in the order in which the loop created them.
 
@@ -81,6 +82,7 @@ class PolicyView:
     strategies: tuple[str, ...] = ()
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     tokens_per_sample: float | None = None
+    counted_tokens: float | None = None
     reports: int = 0
     sums: Sequence[Mapping[str, float]] = ()
 
@@ -94,7 +96,9 @@ class PolicyView:
     @property
     def tokens(self) -> float | None:
         """Tokens trained on since the run started; None if the loader's batch is not declared in tokens."""
-        return None if self.tokens_per_sample is None else self.samples * self.tokens_per_sample
+        if self.counted_tokens is not None or self.tokens_per_sample is None:
+            return self.counted_tokens
+        return self.samples * self.tokens_per_sample
 
     @property
     def samples_left(self) -> float | None:

@@ -49,10 +49,6 @@ class BranchPlan:
     def sizes(self, batch_size: int, largest: int) -> tuple[int, ...]:
         """Return the global batches to compare: ``batch_size``, then its multiples by ``factors`` up to ``largest``.
 
-        Args:
-            batch_size: Current batch [samples], reduced to ``largest`` if it is above.
-            largest: Largest batch that the loader allows [samples].
-
         Raises BranchError: All multiples exceed ``largest``, so that there is nothing to compare.
         """
         batch_size = min(batch_size, largest)  # a division among workers may be a little larger
@@ -129,11 +125,7 @@ def compare(plan: BranchPlan, step: int, samples: int, curves: Mapping[int, Curv
     the current batch's in the i-th of n parts of that half, and L the mean loss at the current batch. Then worse =
     mean(d) / |L|, and error = std(d) / sqrt(n) / |L|.
 
-    Args:
-        plan: The metric that is compared, and the tolerance.
-        step: Step of the job at which the branches started.
-        samples: Number of samples on which each branch has trained.
-        curves: Loss curve of each branch, keyed by batch, the current one first.
+    ``curves`` holds the loss curve of each branch, keyed by batch, the current one first.
 
     Raises BranchError: A branch has too few reports in that half, or they are not spread over it.
     """

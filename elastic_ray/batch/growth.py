@@ -83,8 +83,6 @@ class GrowthWatch:
         """Record the batch, the strength of the gradient's signal, and the loss after the latest steps.
 
         Args:
-            batch_size: Global batch of the latest steps [samples].
-            steps: Steps of the whole run so far.
             signal: Strength of the mean gradient relative to its noise. If None (unknown), only ``steps`` is recorded.
             loss: Number of the latest report that had a loss, and that loss; None before the first such report.
         """

@@ -49,11 +49,7 @@ class Halving:
         return [(begin, end, min(spacing, most)) for (begin, spacing), end in zip(SPACINGS, ends, strict=True)]
 
     def due(self, step: int, samples: int) -> bool:
-        """True if the next step, after ``step`` committed steps, must be split into two halves.
-
-        Args:
-            samples: Number of samples in the step; each half must have at least ``least``.
-        """
+        """True if the step after ``step`` committed steps must be split in halves of ``least`` or more samples each."""
         return self.count(step, step + 1, samples) > 0
 
     def count(self, first: int, last: int, samples: int) -> int:

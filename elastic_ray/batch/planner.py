@@ -35,7 +35,6 @@ class BatchPlanner:
     The GPU type is that of the group's nodes. A group on several types has type None, and is measured separately.
 
     Args:
-        fit_every_s: Shortest time between two fits [s].
         shares_by_type: True if workers of a group on several GPU types get shares by their speeds, so that its steps
             measure each type. The batch then stays constant.
     """
@@ -177,11 +176,7 @@ class BatchPlanner:
         return self._tuners[gpu]
 
     def choose(self, group: GenerationSpec, gpu: str | None = "") -> BatchChoice | None:
-        """Return the division of the batch for a new generation (group of workers); None before the loader is known.
-
-        Args:
-            gpu: GPU type of the generation's nodes; None if they have several types.
-        """
+        """Return the division of the batch for a new generation (group of workers); None before the loader is known."""
         if self.loader is None or self._unbound is None:
             return None
         self._before = (self._choice, self._replicas, self._gpu)
@@ -389,7 +384,6 @@ class BatchPlanner:
         """Lower the bound on a worker's samples; return a message, or raise ``BatchDoesNotFitError`` at the minimum.
 
         Args:
-            atomic_bsz: Samples with which a worker ran out of memory.
             more_than_equal: The worker had more than an equal share of the step. Shares are then equal from now on, and
                 the bound stays, because no batch with equal shares has failed.
         """

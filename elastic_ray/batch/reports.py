@@ -70,9 +70,6 @@ class LoaderInfo:
     def check_shares(self, min_workers: int) -> None:
         """Raise ValueError if the batch is too small to be divided by speed among workers on several GPU types.
 
-        Args:
-            min_workers: Smallest number of workers of the job; a group on several types has at least two.
-
         Raises ValueError: The largest batch has fewer than four samples per worker.
         """
         largest = max(self.limits.init_batch_size, self.limits.max_batch_size or 1)

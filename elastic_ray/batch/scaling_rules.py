@@ -106,9 +106,6 @@ def adam_options(
     beta1 and eps; Wang and Aitchison 2024 (arXiv 2405.13698) for weight decay.
 
     Args:
-        group: The user's options, for the initial batch.
-        scale: Global / initial batch size.
-        factor: Factor of the learning rate, from the scaling rule.
         correction: c, by which the learning rate is also multiplied, see :func:`bias_correction`.
         memory: e of :meth:`Adam.memory_scale`.
     """
@@ -223,10 +220,6 @@ def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, .
     Each is at most 2^(1/8) times its previous value, or times 1 if that is larger. A larger batch, or a jump of the
     noise in one estimate, changes the factor at once. Its effect on the gradients shows only after some steps, and by
     then a rate that is too large has destroyed the run.
-
-    Args:
-        factors: Factors that the rule computes, one per parameter group.
-        held: Factors of the previous step; empty if there was none.
 
     Example:
         >>> [round(factor, 3) for factor in held_back((4.0, 0.5), (1.0, 1.0))]

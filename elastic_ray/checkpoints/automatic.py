@@ -87,10 +87,11 @@ def state_files(
     selector = pyarrow.fs.FileSelector(directory, allow_not_found=True)
     found = []
     for entry in storage.filesystem.get_file_info(selector):
-        if not entry.path.endswith(".json"):
+        name = posixpath.basename(entry.path)
+        if not (name.startswith("step_") and name.endswith(".json")):
             continue
         heard()
-        path = posixpath.join(directory, posixpath.basename(entry.path).removesuffix(".json"))
+        path = posixpath.join(directory, name.removesuffix(".json"))
         try:
             if not entry.is_file:
                 raise ValueError("its note is no file")

@@ -30,6 +30,11 @@ def branch(job: str, factors: str, steps: int, metric: str, tolerance: float, as
 
     try:
         numbers = tuple(int(each) for each in factors.split(","))
+    except ValueError:
+        raise click.BadParameter(
+            f"must be whole numbers such as 2,4, but got {factors!r}", param_hint="--factors"
+        ) from None
+    try:
         plan = BranchPlan(factors=numbers, steps=steps, metric=metric, tolerance=tolerance)
     except ValueError as error:
         raise click.UsageError(str(error)) from None

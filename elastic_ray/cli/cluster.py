@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ray.access import HOW_TO_START, AccessRefusedError, check_access, check_answers, find_address
@@ -32,7 +32,7 @@ from placement.cluster.jobs import JobView
 from placement.errors import InputError
 from placement.policies import make_policy
 from placement.ray_cluster import notes
-from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE, actors_named, find_actor
+from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE, actors_named, find_actor, insist
 
 _CALL_TIMEOUT_S = 10.0
 _ANSWER_S = 5.0  # of many controllers together: a list need not wait long for one that hangs
@@ -105,9 +105,11 @@ def known_jobs() -> tuple[JobAnswers, ...]:
 
 
 def _ready(ref: Any) -> Any | None:
-    """Return a result that has arrived; None if it has not, or needs a class that is not installed here."""
+    """Return a result that has arrived; None if it has not, or its actor restarts, or its class is not installed."""
     try:
         return ray.get(ref, timeout=0)
+    except ActorUnavailableError:
+        return None
     except RayActorError:
         raise
     except Exception:
@@ -123,9 +125,11 @@ class JobClient:
 
     def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the controller and return its result."""
-        try:
-            return ray.get(getattr(self.controller, method).remote(*arguments, **options), timeout=_CALL_TIMEOUT_S)
-        except GetTimeoutError:
+        try:  # a call that meets a restart is repeated: controllers may be asked twice
+            return insist(
+                lambda: getattr(self.controller, method).remote(*arguments, **options), timeout_s=_CALL_TIMEOUT_S
+            )
+        except (GetTimeoutError, ActorUnavailableError):
             raise click.ClickException(
                 f"the controller of job {self.answers.job!r} has not answered within {_CALL_TIMEOUT_S:g} s; "
                 "its node may be overloaded or gone"
@@ -324,7 +328,8 @@ def _ask_allocator(method: str, *arguments: Any) -> Any | None:
         allocator = find_actor(ALLOCATOR)
         if allocator is None:
             return None
-        return ray.get(getattr(allocator, method).remote(*arguments), timeout=_CALL_TIMEOUT_S)
+        call = getattr(allocator, method).remote
+        return insist(lambda: call(*arguments), timeout_s=_CALL_TIMEOUT_S, patience_s=_CALL_TIMEOUT_S)
     except GetTimeoutError:
         raise click.ClickException(
             f"the allocator has not answered within {_CALL_TIMEOUT_S:g} s; the head node may be overloaded"

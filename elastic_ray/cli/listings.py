@@ -86,12 +86,8 @@ class JobRow(JobStatus):
     Attributes:
         phase: A value of ``JobPhase``; ``silent`` if the controller does not answer. For a script, ``submitted``,
             ``script`` (running), or how it ended. For a row that summarises a sweep, ``sweep``.
-        min_workers, max_workers, tenant, priority, submitted_s: As in ``JobView``.
         held_at: Size set by ``elastic-ray resize``; None leaves the size to the allocator.
-        reason: Reason for the allocator's last decision about the job.
         nodes: Workers planned by the allocator, keyed by node id.
-        user: Owner of the job; empty for a script.
-        ended_s: Time at which the job ended [s since the epoch]; None if it has not ended.
         submission: Id of the Ray submission that started the job; empty if it was started otherwise.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import posixpath
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,11 @@ def _judge(
     why = job.why_not(run.read_events())
     if why is None:
         return
+    if run.local and os.path.realpath(job.storage.removeprefix("file://")) != os.path.realpath(run.path):
+        why = why or (
+            f"its files were written to {job.storage}, where its script would continue instead: move them back there, "
+            f"or {job.by_hand} as here"
+        )
     if (active := known.get(job.job)) is not None:
         there = active.spec.storage_path if active.spec is not None else ""
         if there != job.storage:

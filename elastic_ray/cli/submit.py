@@ -190,7 +190,9 @@ def _job(script: Path, arguments: tuple[str, ...], **options: Any) -> JobFile:
         told = read_job_file(script) if script.suffix in SUFFIXES else JobFile(script=script)
     except InputError as error:
         raise click.UsageError(str(error)) from None
-    given = {field: value for field, value in {"arguments": arguments, **options}.items() if value}
+    given = {
+        name: value for name, value in {"arguments": arguments, **options}.items() if value not in (None, False, ())
+    }
     job: JobFile = dataclasses.replace(told, **given)
     name = check_name(job.name) if job.name is not None else fresh_name(job.script.stem, datetime.datetime.now())
     folder = (job.working_dir or job.script.parent).resolve()

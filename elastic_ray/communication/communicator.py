@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import math
 import secrets
 import threading
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
+from elastic_ray.communication.background_work import BackgroundWork
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import (
     Connections,
@@ -28,13 +30,16 @@ from elastic_ray.communication.connections import (
     keep_group,
     leave_at_exit,
     refuse_connections,
-    start_transfer,
 )
 from elastic_ray.communication.nccl import CUDA_POLL_S, abort_nccl, connect_nccl, has_run, identity_of, start_nccl
+from elastic_ray.communication.staged_transfers import receive_staged, send_staged
 from elastic_ray.monitoring.measures import OPERATIONS
 
+# gloo runs as many operations at once: on a link with latency, further buckets would wait for that of the first ones.
+_BUCKETS_AT_ONCE = 8
 _BRIEFLY = timedelta(milliseconds=100)
 _MAC_TAG = 8
+_MOST_TAGS = 1 << 30  # of operations in the background, before they come again
 _MAC_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answers within that
 _PARTING_POLL_S = 2e-3
 
@@ -109,7 +114,7 @@ class Communicator:
             device = dist.ProcessGroupGloo.create_device(hostname=host)
             self._gloo = _form_gloo(named, rank, world_size, device, until_s)
             gradient_store = dist.PrefixStore("gradients", named)  # type: ignore[attr-defined]
-            gradients = _form_gloo(gradient_store, rank, world_size, device, until_s)
+            gradients = _form_gloo(gradient_store, rank, world_size, device, until_s, threads=_BUCKETS_AT_ONCE)
             self._gradient_backends.update(cpu=gradients, cuda=gradients)
             self.connections = Connections(set(Connections.of_process()) - others)
             if secret:
@@ -372,34 +377,29 @@ class Communicator:
         The thread ends at the group's timeout at the latest.
         """
         works = [*(work for work in works if work is not None), *batched]
-        failure: list[str] = []
-        done = threading.Event()
 
-        def block() -> None:
-            try:
-                for work in works:
-                    work.wait()
-                if self._nccl is not None:
-                    if not has_run(works, self._voided, deadline):
-                        return
-                    for work in batched:
-                        work.wait()  # one that has failed has "run", too: now it says so
-            except RuntimeError as error:
-                failure.append(str(error).split("\n", 1)[0])
-            done.set()
-            self._wake.set()
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            if self._nccl is not None:
+                if not has_run(works, self._voided, deadline):
+                    raise RuntimeError("the generation was called off")
+                for work in batched:
+                    work.wait()  # one that has failed has "run", too: now it says so
 
         self._wake.clear()
         deadline = time.monotonic() + self.timeout_s + 1.0
-        start_transfer(block)
-        while not done.is_set() and not self._voided.is_set() and time.monotonic() < deadline:
+        ending = BackgroundWork(finish)
+        ending.add_done_callback(lambda _: self._wake.set())
+        while not (ending.done() or self._voided.is_set()) and time.monotonic() < deadline:
             self._wake.wait(0.25)
             self._wake.clear()
-            if speak is not None and not done.is_set():
+            if speak is not None and not ending.done():
                 speak()
-        if failure or not done.is_set():
+        failure = ending.exception() if ending.done() else RuntimeError("the generation was called off")
+        if failure is not None:
             self.broken = True
-            raise CommunicationFailedError(failure[0] if failure else "the generation was called off")
+            raise CommunicationFailedError(str(failure).split("\n", 1)[0])
 
     def waited_briefly(self, work: Any) -> bool:
         """True if the operation ended within a short wait by gloo, which is cheap but cannot be cancelled.
@@ -476,48 +476,13 @@ def _meet(store: Any, rank: int, world_size: int, gpu: str) -> tuple[list[bytes]
     return nonces, len({nonce.partition(b" ")[2] for nonce in nonces}) == world_size
 
 
-def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: float) -> Any:
-    """Return a gloo backend of all ranks, connected by ``until_s``."""
+def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: float, threads: int = 2) -> Any:
+    """Return a gloo backend of all ranks, connected by ``until_s``, that runs ``threads`` operations at once."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # gloo takes it for the rendezvous too
     options._timeout = timedelta(seconds=max(0.1, until_s - time.monotonic()))
-    options._devices = [device]
+    options._devices, options._threads = [device], threads
     return dist.ProcessGroupGloo(store, rank, world_size, options)
-
-
-# gloo's collectives take CUDA tensors. Its sends and receives do not look where a tensor is, and would read its
-# address as one of the CPU's.
-class StagedTransfer:
-    """Transfer in progress that goes through CPU memory, for ``Communicator.wait_all``.
-
-    Args:
-        host: CPU buffer that the transfer reads or writes, kept alive with this object.
-        into: Tensor that receives the buffer's content; None for a send.
-    """
-
-    def __init__(self, work: Any, host: torch.Tensor, into: torch.Tensor | None = None) -> None:
-        self._work, self._host, self._into = work, host, into
-
-    def wait(self) -> None:
-        """Wait until the data is sent, or received and copied to its target.
-
-        Raises RuntimeError: the peer is gone, or the timeout has passed.
-        """
-        self._work.wait()
-        if self._into is not None:
-            self._into.copy_(self._host)
-
-
-def send_staged(backend: Any, tensor: torch.Tensor, destination: int, tag: int) -> StagedTransfer:
-    """Start sending a tensor on any device to rank ``destination`` through CPU memory."""
-    host = tensor.detach().to("cpu", copy=True)
-    return StagedTransfer(backend.send([host], destination, tag), host)
-
-
-def receive_staged(backend: Any, tensor: torch.Tensor, source: int, tag: int) -> StagedTransfer:
-    """Start receiving from rank ``source`` into a tensor on any device, through CPU memory."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return StagedTransfer(backend.recv([host], source, tag), host, tensor)
 
 
 class _Closed:
@@ -548,6 +513,7 @@ class GradientGroup:
     ) -> None:
         self.rank, self.world_size, self._backends, self._guard = rank, world_size, backends, guard
         self._traffic = traffic
+        self._next_tag = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         """Start summing the tensor over all ranks, in place; return the work."""
@@ -578,6 +544,20 @@ class GradientGroup:
         into = list(output_splits) or [len(output) // self.world_size] * self.world_size
         out = list(input_splits) or [len(tensor) // self.world_size] * self.world_size
         return self._guard(self._backends[tensor.device.type].alltoall_base, output, tensor, into, out, options)
+
+    def in_background(self, transfer: Callable[[Any, int], None], tags: int, sent_bytes: int) -> BackgroundWork:
+        """Start sends and receives of CPU tensors, which a thread makes and waits for; return the work.
+
+        Args:
+            transfer: Function of torch's process group and the first of its tags. It raises RuntimeError if a peer is
+                gone.
+            tags: Number of its tags, equal on all ranks, as is the order of these calls.
+            sent_bytes: Bytes that it sends.
+        """
+        first, self._next_tag = self._next_tag, (self._next_tag + tags) % _MOST_TAGS
+        self._traffic["send"] += sent_bytes
+        work: BackgroundWork = self._guard(BackgroundWork, functools.partial(transfer, self._backends["cpu"], first))
+        return work
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
         """Start summing the tensor over all ranks, in place on ``root``; other ranks' tensors may be overwritten."""

@@ -55,8 +55,6 @@ def connect_nccl(
 
     Args:
         store: Store with which the backend was created; it is kept alive while it is in use.
-        until_s: Deadline [s, monotonic].
-        called_off: Returns True once the group is no longer wanted.
 
     Raises RuntimeError: a peer is gone, the deadline has passed, or the group is no longer wanted.
     """
@@ -158,9 +156,7 @@ def has_run(works: Sequence[Any], voided: threading.Event, deadline: float) -> b
     If a peer is gone, they never complete, although NCCL's ``wait`` returns: it only orders later work on the GPU.
 
     Args:
-        works: Operations of NCCL or gloo.
         voided: Set when the generation is cancelled, which ends the wait.
-        deadline: End of the wait [s, monotonic].
     """
     while not all(work.is_completed() for work in works):
         if voided.is_set() or time.monotonic() > deadline:

@@ -76,11 +76,7 @@ class UnitGroup:
             raise UnitLostError(f"the workers of the unit have not found each other: {error}") from error
 
     def open(self, initialise: Callable[..., None]) -> None:
-        """Make the unit's group torch's default group.
-
-        Args:
-            initialise: Function ``init_process_group`` of torch.
-        """
+        """Make the unit's group torch's default group."""
         backend = "cpu:gloo,cuda:nccl" if self._cuda else "gloo"
         store = dist.PrefixStore("default", self._store)  # type: ignore[attr-defined]
         initialise(backend, store=store, rank=self.place.position, world_size=self.place.size, timeout=self._timeout)

@@ -46,7 +46,8 @@ class Announcer:
     committed, a fingerprint of its parameters (0 if not requested; the message's number if it waits for a message), and
     the number of its phase. A phase consists of an announcement (sent or only recorded) and the collectives that it
     announces; it must end before the next one starts. An announcement that a rank makes while it waits may be outdated
-    when the other ranks make theirs. In that case the phase numbers differ, and all ranks announce again.
+    when the other ranks make theirs. In that case the phase numbers differ, and all ranks announce again. Methods that
+    wait for other ranks raise CommunicationFailedError if the group breaks.
 
     Args:
         communicator: Communicator of a group with at least two ranks.
@@ -73,14 +74,9 @@ class Announcer:
     def start(self, what: Announced, loader_steps: int, *, fingerprint: int = 0, payload: Sequence[float] = ()) -> None:
         """Announce this rank's next action. Call :meth:`agree` before starting the action's collectives.
 
-        Args:
-            loader_steps: Number of loader steps that this rank has committed.
-            fingerprint: Fingerprint of this rank's parameters; 0 if not requested.
-            payload: Values to be summed over the ranks.
+        ``payload`` is summed over the ranks.
 
-        Raises:
-            CommunicationFailedError: the group broke.
-            RanksDisagreeError: this rank has not completed its previous announcement.
+        Raises RanksDisagreeError: this rank has not completed its previous announcement.
         """
         self._start(what, loader_steps, fingerprint, payload)
         self._unanswered = True
@@ -102,9 +98,7 @@ class Announcer:
     def interject(self, what: Announced) -> None:
         """Announce a collective while other announced collectives have not started, and wait for the other ranks.
 
-        Raises:
-            CommunicationFailedError: the group broke.
-            RanksDisagreeError: other ranks do something else in this phase; raised on every rank.
+        Raises RanksDisagreeError: other ranks do something else in this phase; raised on every rank.
         """
         sums = self.agree() if self._unanswered else self._sums
         before, strategy = (self._entry, self._payload), self._strategy
@@ -118,9 +112,7 @@ class Announcer:
     def agree(self) -> list[float]:
         """Wait for the announcements of all ranks, and return the sums of their payloads.
 
-        Raises:
-            CommunicationFailedError: the group broke.
-            RanksDisagreeError: the ranks do different things; raised on every rank.
+        Raises RanksDisagreeError: the ranks do different things; raised on every rank.
         """
         if self._sums is not None:  # answered before a collective in the middle of the phase
             sums, self._sums = self._sums, None
@@ -138,9 +130,7 @@ class Announcer:
     def wait(self, work: Any) -> None:
         """Wait for a reduction after :meth:`start_quietly`; if the wait is long, announce it to the other ranks.
 
-        Raises:
-            CommunicationFailedError: the group broke.
-            RanksDisagreeError: the ranks do different things; raised on every rank.
+        Raises RanksDisagreeError: the ranks do different things; raised on every rank.
         """
         since_s = time.monotonic()
         patience_s = _PATIENCE_S
@@ -164,10 +154,6 @@ class Announcer:
 
     def speak_in_transfer(self, what: Announced, number: int, loader_steps: int, since_s: float) -> None:
         """Announce that this rank has waited long for a message, and receive the other ranks' announcements.
-
-        Args:
-            number: the message's number, see :meth:`start_transfer`.
-            since_s: start of the wait [s, monotonic].
 
         Raises RanksDisagreeError: the other rank has returned, or waits for a message that this rank has not started.
         """
@@ -282,12 +268,9 @@ class Announcer:
         """Check that all ranks have reduced gradients of the same step; return True if they have read the same data.
 
         Args:
-            tags: Sums of :meth:`step_tag` over all ranks.
             note: 1 if this rank's gradients include those of the last update, else 0.
 
-        Raises:
-            CommunicationFailedError: the group broke.
-            RanksDisagreeError: the gradients belong to different steps; raised on every rank.
+        Raises RanksDisagreeError: the gradients belong to different steps; raised on every rank.
         """
         total, squares = tags
         if self._world * squares == total * total:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from elastic_ray.consensus.unit_wishes import UnitWishes
     from elastic_ray.membership.worker_side import WorkerMembership
     from elastic_ray.run.run import Group
-    from elastic_ray.state.layout import DataPlan
+    from elastic_ray.state.layout import DataPlan, MergeLayout
     from elastic_ray.state.replicas import Replicas
     from elastic_ray.steps.ledger import StepLedger
 
@@ -58,9 +58,6 @@ class AgreedChanges:
         saves: Whether checkpoints are reported in the current group.
         reports: Number of rank 0's ``report`` calls. It is shared because a rank with fewer calls may become rank 0.
         critical_batch: Critical batch measured by the job's branches; None if unknown, and in a group's first step.
-
-    Args:
-        wishes: Source of the controller's requests to this rank.
     """
 
     def __init__(self, wishes: WorkerMembership | UnitWishes) -> None:
@@ -152,15 +149,11 @@ class AgreedChanges:
         """Vote (sum the ranks' control values) in a separate collective, and sum all values added to accumulators.
 
         Args:
-            added: Values added on this rank, keyed by accumulator and name.
             agree: Announces the vote with a payload, and returns the payload's sums over all ranks.
 
         Returns the accumulator, name and sum of each value, in the same order on every rank.
 
-        Raises:
-            CommunicationFailedError: the collective failed.
-            RanksDisagreeError: the ranks are not at the same place in the program.
-            RuntimeError: the ranks have added values under different names.
+        Raises the errors of :meth:`RankConsensus.vote`.
         """
         names = [(key, name) for key in sorted(added) for name in sorted(added[key])]
         world_size = communicator.world_size
@@ -239,14 +232,7 @@ class RankConsensus:
     """Consensus of one rank with the other ranks of its group.
 
     Args:
-        changes: Decisions that are agreed on but not yet carried out.
-        position: Progress of this rank.
-        parts: Further values to send with the control sums.
-        warn: Called with a warning for the job's user.
         is_last_epoch: Returns True if all ranks know that no other epoch follows.
-
-    Attributes:
-        announcer: Announcements of the current group before collectives.
     """
 
     def __init__(
@@ -266,7 +252,8 @@ class RankConsensus:
         self._reads_differ = False
         self._changes, self._replicas, self._position = changes, replicas, position
         self.announcer: Announcer = NoGroup()  # type: ignore[assignment]
-        self._plan: DataPlan | None = None
+        self._plan: DataPlan | MergeLayout | None = None
+        self._ahead = False  # the last announcement was made by announce_ahead, and is not answered yet
 
     def add(self, *parts: ControlPart) -> None:
         """Add parts, whose values are sent with the control sums; call this on all ranks before the first group."""
@@ -274,6 +261,7 @@ class RankConsensus:
 
     def set_group(self) -> None:
         """Set up announcements and control sums for the current group."""
+        self._ahead = False
         sizes = [(part, part.size(self._group.world_size)) for part in self._parts]
         self._riding = [(part, size) for part, size in sizes if size]
         if self._group.members:
@@ -287,17 +275,18 @@ class RankConsensus:
             if part.resting is None:
                 part.start()
 
-    def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
+    def announce(
+        self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | MergeLayout | None = None
+    ) -> None:
         """Announce this rank's next action. Call :meth:`agreed` before starting the action's collectives.
 
         Args:
-            payload: Values to be summed over the ranks.
             plan: Data plan to compare with the other ranks' plans; None to compare parameters instead, if requested.
 
-        Raises:
-            CommunicationFailedError: the group broke.
-            RanksDisagreeError: this rank has not completed its previous announcement.
+        Raises RanksDisagreeError: this rank has not completed its previous announcement.
         """
+        if self._ahead:
+            self._complete_ahead()
         fingerprint, self._plan = 0, plan
         if plan is not None:
             fingerprint = plan.fingerprint
@@ -305,6 +294,20 @@ class RankConsensus:
             fingerprint = self._replicas.fingerprint(self._position.state.progress.steps)
             self._changes.compared()
         self.announcer.start(what, self._position.state.progress.loader_steps, fingerprint=fingerprint, payload=payload)
+
+    def announce_ahead(self, what: Announced, plan: DataPlan) -> None:
+        """Announce an action without collectives; this rank's next announcement waits for the other ranks' first.
+
+        Args:
+            plan: Facts to compare with those of the other ranks, which the next announcement does.
+        """
+        self.announce(what, plan=plan)
+        self._ahead = True
+
+    def _complete_ahead(self) -> None:
+        self._ahead = False
+        self.agreed()
+        self.announcer.done()
 
     def announce_reductions(self, what: Announced, *, known: bool) -> bool:
         """Announce that this rank reduces gradients next, unless the announcement is unnecessary.
@@ -314,11 +317,9 @@ class RankConsensus:
 
         Returns True if :meth:`agreed` must be called before the results are used.
 
-        Raises:
-            CommunicationFailedError: the group broke.
-            RanksDisagreeError: this rank has not completed its previous announcement.
+        Raises RanksDisagreeError: this rank has not completed its previous announcement.
         """
-        if known and not self._compares(what):
+        if known and not self._ahead and not self._compares(what):
             self.announcer.start_quietly(what, self._position.state.progress.loader_steps)
             return False
         self.announce(what)
@@ -349,7 +350,9 @@ class RankConsensus:
         compared.compare(self._group.communicator, self.announcer.fingerprints)
         return sums
 
-    def agree_on(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> list[float]:
+    def agree_on(
+        self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | MergeLayout | None = None
+    ) -> list[float]:
         """Announce an action and wait for the other ranks, like :meth:`announce` followed by :meth:`agreed`."""
         self.announce(what, payload, plan)
         sums = self.agreed()
@@ -359,11 +362,10 @@ class RankConsensus:
     def announce_finished(self, what: Announced, wait_s: float, fingerprint: int = 0) -> list[int]:
         """Announce that this rank no longer needs other ranks; return the fingerprints of all ranks.
 
-        Args:
-            fingerprint: Fingerprint of this rank's parameters after the last epoch; 0 if unknown.
-
         The result is empty if some ranks have not announced the same within ``wait_s`` [s].
         """
+        if self._ahead:
+            self._complete_ahead()
         if self.announcer.announce_finished(what, self._position.state.progress.loader_steps, wait_s, fingerprint):
             return self.announcer.fingerprints
         return []
@@ -438,17 +440,16 @@ class RankConsensus:
         *,
         some_are_idle: bool = False,
         join: Callable[[Announced], None] | None = None,
-        plan: DataPlan | None = None,
+        plan: DataPlan | MergeLayout | None = None,
     ) -> list[tuple[tuple[int, int], str, float]]:
         """Vote (sum the ranks' control values) in a separate collective, and sum all values added to accumulators.
 
         Args:
-            what: Announcement of the action for which the ranks vote.
-            added: Values added on this rank, keyed by accumulator and name.
             some_are_idle: Whether some ranks have no samples in this step; they do not know the names that other
                 ranks use.
             join: On a rank without samples, participates in an action that the other ranks have announced; None on
                 other ranks.
+            plan: Facts to compare with those of the other ranks; None for none.
 
         Returns the accumulator, name and sum of each value, in the same order on every rank.
 

@@ -74,7 +74,7 @@ class Announced:
                 return f"reduces the gradients of model {self.index}{under} {layout} in a backward pass"
             case Intent.EDGE:
                 nested = f" of a loader nested {self.index - 1} deep" if self.index > 1 else ""
-                averaged = f", and averages models (what and how: {self.detail:010x})" if self.detail else ""
+                averaged = f", and averages models or ends its pass ({self.detail:010x})" if self.detail else ""
                 return f"has come to the end of a step{nested}{averaged}"
             case Intent.END_OF_PASS:
                 return f"ends its pass over a loader, or left it (buffers {self.detail:010x})"
@@ -141,8 +141,6 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
 
     Args:
         codes: Announced code of each rank; 0 if a rank has announced nothing.
-        loader_steps: Number of steps that each rank has committed.
-        strategies: Name of each rank's gradient strategy or collective; empty if unknown.
     """
     doing: dict[str, list[int]] = {}
     several = len(set(loader_steps)) > 1
@@ -183,11 +181,7 @@ def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
 
 
 def notes_differ(notes: Sequence[int], step: int) -> str:
-    """Return the error message for a step before which only some ranks cleared the gradients of the last update.
-
-    Args:
-        notes: Flag of each rank: 1 if it added to the last update's gradients, else 0.
-    """
+    """Return the error message for a step before which only some ranks cleared the gradients of the last update."""
     doing: dict[str, list[int]] = {}
     for rank, note in enumerate(notes):
         without = ", on top of those of the last update, which zero_grad() has not cleared" if note else ""

@@ -93,12 +93,7 @@ class SaveAgreement:
         return [1.0, *_said(rank, readiness)]
 
     def decide(self, sums: Sequence[float], rank: int, world_size: int, *, now: bool) -> Saving:
-        """Return the mode of saving that results from the summed ballots; equal on all ranks.
-
-        Args:
-            sums: Sums of the ballots over all ranks.
-            now: Value passed to :meth:`ballot`.
-        """
+        """Return the mode of saving that results from the summed ballots; equal on all ranks."""
         divided, high, low, not_yet, never = (round(each) for each in sums)
         if divided != world_size:
             return Saving.ALONE

@@ -150,9 +150,6 @@ class LoaderArguments:
 def batch_of_worker(given: LoaderArguments, *, plain: bool) -> int:
     """Return the batch size per worker for a loader with ``scale_with_workers``, after checking its arguments.
 
-    Args:
-        plain: True if ``batch_size`` is a single number and ``batch_tokens`` is not given.
-
     Raises ValueError: another argument (a schedule, ``batch_tokens``, ``whole_batches``) decides the batch size.
     """
     if not plain or given.whole_batches:

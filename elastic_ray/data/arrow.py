@@ -157,7 +157,7 @@ class ArrowDataset:
     def read_row_group(self, group: int) -> pa.Table:
         """Read row group number `group` (of `row_groups`) from its file, bypassing the cache."""
         file, number = self._groups[group]
-        piece = self._fragment(file).subset(row_group_ids=[number])
+        piece = _cached(self._fragments, file, self._open, _FILES_OPEN).subset(row_group_ids=[number])
         table = piece.to_table(schema=self._schema, columns=list(self._columns), use_threads=False)
         return table.combine_chunks()
 
@@ -167,9 +167,6 @@ class ArrowDataset:
             self._filesystem = pickle.loads(pickle.dumps(self._filesystem))
             self._discard()
         return _cached(self._tables, group, self.read_row_group, 2 * self._buffer_row_groups)
-
-    def _fragment(self, file: int) -> Any:
-        return _cached(self._fragments, file, self._open, _FILES_OPEN)
 
     def _open(self, file: int) -> Any:
         path, partition = self._files[file]

@@ -22,10 +22,6 @@ from elastic_ray.data.order import EpochOrder, order_for
 def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchSource:
     """Return the source of one rank's batches that suits the dataset and arguments of a loader.
 
-    Args:
-        seed: seed of the sample order.
-        drop_last: drop a last batch that is too short.
-
     Raises ValueError: dropping the last batch would leave no batch in an epoch.
     """
     if isinstance(given.dataset, BringsBatches):

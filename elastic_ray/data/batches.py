@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 from elastic_ray.batch.halving import Halving
 from elastic_ray.data.compared_items import item_facts
 from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
-from elastic_ray.data.order import EpochOrder, StreamSharder, digest
+from elastic_ray.data.order import EpochOrder, StreamSharder, check_indices, digest
 from elastic_ray.data.private_random import PrivateRandom
 from elastic_ray.data.sharding import (
     Indices,
@@ -35,59 +35,26 @@ _STEPS_AHEAD, _INDICES_AHEAD = 64, 4096
 _CHUNK = 1 << 20
 
 
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class StepSplit:
-    """Division of upcoming steps among the ranks; equal on all ranks except for ``rank`` and ``shard``.
+    """Division of upcoming steps among the ranks; equal on all ranks except for ``rank`` and ``shard``."""
 
-    Args:
-        drop_last: drop a last step smaller than the batch.
-        shares: weights for an unequal division among the ranks; None divides equally.
-        halving: selects the steps that a lone rank splits into two halves to measure gradient noise; None for none.
-        least: fewest samples in a rank's micro-batch, if the step has enough samples for all ranks.
-        owed: size of the first step if the model already contains its update but its commit was lost; otherwise 0.
-        shard: index of the part of the rank's samples that this worker reads, if the workers of a unit divide them.
-        shards: number of equal parts into which the rank's samples are divided.
-    """
-
-    __slots__ = (
-        "_first",
-        "_sizes",
-        "_slices",
-        "batch_size",
-        "drop_last",
-        "halving",
-        "least",
-        "micro_steps",
-        "owed",
-        "rank",
-        "shard",
-        "shards",
-        "shares",
-        "world_size",
-    )
-
-    def __init__(
-        self,
-        *,
-        batch_size: int,
-        micro_steps: int,
-        world_size: int,
-        rank: int,
-        drop_last: bool,
-        shares: Shares | None = None,
-        halving: Halving | None = None,
-        least: int = 1,
-        owed: int = 0,
-        shard: int = 0,
-        shards: int = 1,
-    ) -> None:
-        self.shard, self.shards = shard, shards
-        self.batch_size, self.micro_steps, self.world_size = batch_size, micro_steps, world_size
-        self.rank, self.drop_last, self.shares, self.halving = rank, drop_last, shares, halving
-        self.least, self.owed = least, owed
-        self._first = (-1, 0)  # position, and committed steps there
-        # By samples and micro-steps of the step: nearly all steps have as many.
-        self._sizes: dict[tuple[int, int], list[list[int]]] = {}
-        self._slices: dict[tuple[int, int], list[slice]] = {}
+    batch_size: int
+    micro_steps: int
+    world_size: int
+    rank: int
+    drop_last: bool  # a last step smaller than the batch is dropped
+    shares: Shares | None = None  # weights for an unequal division among the ranks; None divides equally
+    # selects the steps that a lone rank splits into two halves to measure gradient noise; None for none
+    halving: Halving | None = None
+    least: int = 1  # fewest samples in a rank's micro-batch, if the step has enough samples for all ranks
+    owed: int = 0  # size of the first step if the model already contains its update but its commit was lost; else 0
+    shard: int = 0  # index of the part of the rank's samples that this worker reads, if a unit's workers divide them
+    shards: int = 1  # number of equal parts into which the rank's samples are divided
+    _first: tuple[int, int] = dataclasses.field(init=False, default=(-1, 0))  # position, and committed steps there
+    # By samples and micro-steps of the step: nearly all steps have as many.
+    _sizes: dict[tuple[int, int], list[list[int]]] = dataclasses.field(init=False, default_factory=dict)
+    _slices: dict[tuple[int, int], list[slice]] = dataclasses.field(init=False, default_factory=dict)
 
     def start(self, position: int, steps: int) -> None:
         """Record that ``steps`` steps are committed once the pass has used ``position`` samples; count from there."""
@@ -194,8 +161,6 @@ class BatchSource(Protocol):
         """Start or restart at ``position`` of the epoch, for a new pass or after the group or batch changed.
 
         Args:
-            position: number of samples that the pass has used.
-            cut: division of the next steps among the ranks.
             new_pass: True at the start of a pass, False if the current pass is continued.
         """
 
@@ -267,8 +232,6 @@ class MapBatches:
 
     Args:
         dataset: dataset of the samples; its length may change between passes.
-        make_order: function that returns the order of samples for the dataset's current length.
-        fetching: settings for fetching samples.
     """
 
     def __init__(self, dataset: Any, make_order: Callable[[], EpochOrder], *, seed: int, fetching: Fetching) -> None:
@@ -547,11 +510,7 @@ class BatchSamplerOrder:
         if not batches or not all(len(batch) for batch in batches):
             raise ValueError("a batch_sampler must yield at least one batch and no empty batch")
         order = np.concatenate(batches)
-        if order.min() < 0 or order.max() >= self._samples:
-            raise ValueError(
-                f"indices must be in 0..{self._samples - 1}, the samples of the dataset, but "
-                f"{type(self._batch_sampler).__name__} gave {order.min()}..{order.max()}"
-            )
+        check_indices(order, self._samples, self._batch_sampler)
         self.ends = np.cumsum([len(batch) for batch in batches]).tolist()
         return order
 
@@ -561,7 +520,6 @@ class WholeBatches(MapBatches):
 
     Args:
         batch_size: samples per batch; ignored if the order is a ``BatchSamplerOrder``.
-        drop_last: drop a last batch that is shorter.
     """
 
     def __init__(

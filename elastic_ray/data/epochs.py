@@ -41,11 +41,7 @@ EpochHook = Callable[[Any, int], object]
 
 
 class EpochBatch(list[int]):
-    """Indices of a batch, sent to worker processes together with the batch's epoch and position.
-
-    Args:
-        first: position of the batch's first index in the epoch's order.
-    """
+    """Indices of a batch, sent to worker processes together with the batch's epoch and position."""
 
     __slots__ = ("epoch", "first")
 

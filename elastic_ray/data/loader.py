@@ -151,7 +151,7 @@ class AdaptiveDataLoader(ResumableLoader):
         self._given = given = copied_arguments(given) if isinstance(dataset, DataLoader) else given
         self._limits = BatchLimits(init_batch_size=given.batch_size)
         self._tokens = tokens
-        self._counted_from: int | None = None  # steps of the run when the loop began to count tokens
+        self._counted: tuple[int, int] | None = None  # steps of the run, and samples whose tokens the loop has counted
         self._drop_last = drops_last(given.sampler, drop_last=given.drop_last)
         self._session: Session = current_session()
         self._is_late = False
@@ -169,8 +169,8 @@ class AdaptiveDataLoader(ResumableLoader):
         if ramp:
             self.autoscale_batch_size(max(size for _, size in ramp))
             self._session.add_policies([BatchSchedule(dict(ramp), by="progress")])
-        if tokens is not None and (most := tokens.max_batch_size) is not None:
-            self.autoscale_batch_size(most)
+        if tokens is not None and tokens.max_batch_size is not None:
+            self.autoscale_batch_size(tokens.most_within(self.dataset_size))
             if len(tokens.ramp) > 1:
                 self._session.add_policies([BatchSchedule(dict(tokens.ramp), by="tokens")])
 
@@ -218,10 +218,7 @@ class AdaptiveDataLoader(ResumableLoader):
         if known is not None and not known.limits.fixed:
             raise RuntimeError("only one AdaptiveDataLoader of a train loop may adapt its batch size")
         if (samples := self.dataset_size) is not None and max_batch_size > samples:
-            each = f" of {self._tokens.per_sample:g} tokens" if self._tokens is not None else ""
-            raise ValueError(
-                f"max_batch_size must be at most an epoch's {samples} samples{each}, but got {max_batch_size}"
-            )
+            raise ValueError(f"max_batch_size must be at most an epoch's {samples} samples, but got {max_batch_size}")
         self._limits = BatchLimits(
             init_batch_size=self._limits.init_batch_size,
             max_batch_size=max_batch_size,
@@ -284,15 +281,13 @@ class AdaptiveDataLoader(ResumableLoader):
         """Convert the declared batch in tokens to samples again, using the tokens that the loop has counted so far.
 
         Raises:
-            RuntimeError: the loop has trained steps without counting any tokens.
+            RuntimeError: the loop has trained a step without counting its tokens.
         """
         progress = self._session.progress
-        if not progress.weighed_samples:
-            if self._counted_from is None:
-                self._counted_from = progress.steps
-            if progress.steps > self._counted_from:
-                raise RuntimeError(NOT_COUNTED)
-        elif progress.tokens_per_sample != tokens.per_sample:
+        before, self._counted = self._counted, (progress.steps, progress.weighed_samples)
+        if before is not None and progress.steps > before[0] and progress.weighed_samples == before[1]:
+            raise RuntimeError(NOT_COUNTED)
+        if progress.tokens_per_sample not in (0.0, tokens.per_sample):  # 0 while no step has had a token
             self._tokens, self._limits = tokens.limits(self._limits, progress.tokens_per_sample, self.dataset_size)
             self._lead()
             self._setting = None
@@ -413,7 +408,7 @@ class AdaptiveDataLoader(ResumableLoader):
                     self._source.commit()
                     if session.passes.ended_early is loader_pass:
                         break
-            total = self._pass_total(loader_pass)
+            total = loader_pass.position if self.dataset_size is None else self.dataset_size
         except GeneratorExit:
             # By break or by an exception: only after break does the program go on, and the step is committed then.
             self._session.ledger.abandon(loader_pass)
@@ -484,7 +479,8 @@ class AdaptiveDataLoader(ResumableLoader):
                 over = not step.sizes or loader_pass.done or (adaptation.active and adaptation.ends(loader_pass))
                 if over and not run.ledger.depth:  # the end of a pass within a step compares what was described
                     return None
-                if not session.passes.compare_plan(loader_pass, functools.partial(self._plan.of, epoch, self._limits)):
+                facts = functools.partial(self._plan.of, epoch, self._limits)
+                if not session.passes.compare_plan(loader_pass, facts, leads=setting[2]):
                     continue
                 if over:
                     return None
@@ -535,7 +531,7 @@ class AdaptiveDataLoader(ResumableLoader):
                 drop_last=self._drop_last,
                 shares=self._shares,
                 halving=self._halving(shape),
-                least=self._least_share(),
+                least=self._session.registry.least_share if self._leads and not self._given.whole_batches else 1,
                 owed=self._owed(),
                 shard=self._shard_of_unit[0],
                 shards=self._shard_of_unit[1],
@@ -556,10 +552,6 @@ class AdaptiveDataLoader(ResumableLoader):
             return 0, 1
         total = None if self._given.whole_batches else self.dataset_size
         return unit.place.share(self.current_batch_size, total, drop_last=self._drop_last)
-
-    def _least_share(self) -> int:
-        """Return the fewest samples that the run's models need at once for training; 1 if this loader does not lead."""
-        return self._session.registry.least_share if self._leads and not self._given.whole_batches else 1
 
     def _halving(self, shape: BatchChoice) -> Halving | None:
         """Return the rule for steps halved to measure noise; None if ranks or micro-batches show the noise already."""
@@ -587,6 +579,3 @@ class AdaptiveDataLoader(ResumableLoader):
         most, parts = min(bounds, default=None), self._shard_of_unit[1]  # shares count a sample of each shard as one
         least = -(-least // parts)
         return Shares(weights=weights, least=least, most=None if most is None else max(least, most // parts))
-
-    def _pass_total(self, loader_pass: PassProgress) -> int:
-        return loader_pass.position if self.dataset_size is None else self.dataset_size

@@ -104,11 +104,7 @@ class SamplerOrder:
         if not 1 <= len(order) <= limit:
             got = len(order) or "none"
             raise ValueError(f"a sampler must give 1..{limit} indices, but {self._name} gave {got}")
-        if order.min() < 0 or order.max() >= self._samples:
-            raise ValueError(
-                f"indices must be in 0..{self._samples - 1}, the samples of the dataset, "
-                f"but {self._name} gave {order.min()}..{order.max()}"
-            )
+        check_indices(order, self._samples, self._sampler)
         return order
 
     @property
@@ -123,6 +119,15 @@ class SamplerOrder:
                 f"a sampler must give integers, but {self._name} gave {item!r}, a {type(item).__name__}; "
                 "a batch sampler cannot be used, because the batch size changes: pass the sampler inside it"
             ) from None
+
+
+def check_indices(order: Indices, samples: int, sampler: object) -> None:
+    """Raise ValueError unless the indices that a sampler gave are those of samples of the dataset."""
+    if order.min() < 0 or order.max() >= samples:
+        raise ValueError(
+            f"indices must be in 0..{samples - 1}, the samples of the dataset, but {type(sampler).__name__} gave "
+            f"{order.min()}..{order.max()}"
+        )
 
 
 def order_for(dataset: Any, *, shuffle: bool = True, sampler: Iterable[Any] | None = None) -> EpochOrder:

@@ -59,7 +59,6 @@ def by_weight(count: int, shares: Shares, micro_steps: int) -> list[int]:
 
     Args:
         count: samples in the step, at least ranks x micro_steps.
-        shares: the ranks' weights, and the bounds on a micro-batch.
         micro_steps: micro-batches per rank; each gets at least one sample.
 
     Returns one size of at least ``micro_steps`` for each rank; the sizes sum to ``count``.
@@ -198,10 +197,6 @@ def step_size(
     failure can only shrink the group.
 
     Args:
-        position: samples of the epoch's order used so far, 0..total.
-        total: samples in the epoch's order.
-        world_size: ranks that share the step.
-        drop_last: drop a tail shorter than `batch_size`.
         least: fewest samples in a rank's share, 1 or 2. With 2, a lone worker leaves that many for the last step, and a
             leftover that would give some rank only one sample is included in this step, at most two more samples per
             rank.

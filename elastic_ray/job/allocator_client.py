@@ -76,7 +76,7 @@ class AllocatorClient:
         """Send one heartbeat and pass the allocator's answer on."""
         try:
             if self._allocator is None:
-                found = await asyncio.to_thread(self._find)
+                found = await asyncio.to_thread(find_allocator)
                 await self._answer(found.speak.remote(spoken()))
                 self._allocator = found
             if self._over:
@@ -108,6 +108,3 @@ class AllocatorClient:
         if self._answers:
             logger.info("job %s: the allocator does not answer (%s)", self._spec.job, reason)
         self._answers = False
-
-    def _find(self) -> Any:
-        return find_allocator()

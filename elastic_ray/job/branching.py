@@ -39,9 +39,7 @@ class BranchRun:
     """Comparison of branches (copies of one job that train at different batches).
 
     Attributes:
-        spec: Specification of the branched job.
         sizes: Batches to compare, the current one first [samples].
-        plan: The comparison to make.
         idle: If True, branches only use slots that no other job can use.
         waits_s: Maximum time from the start of a branch to its end [s].
     """

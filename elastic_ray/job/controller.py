@@ -161,8 +161,6 @@ class JobController:
 
         Args:
             own: Name of this controller's actor; the job's name is added as an alias.
-            owner: The job's driver, whose modules this process uses and to which its output goes.
-            theirs: Protocol version and release of the driver.
         """
         check_spoken(theirs, "the driver", "its job's controller")
         async with self._takes:
@@ -184,7 +182,6 @@ class JobController:
     def _live(self, spec: JobSpec) -> None:
         """Start a job, or continue it from the journal of the previous controller."""
         self._stored_train_loop = spec.stored_train_loop
-        self._name = spec.trial.controller if spec.trial is not None else spec.job
         remembered = self._journal.read()
         if self._stored_train_loop:
             self._journal.put(TRAIN_LOOP, self._stored_train_loop)
@@ -211,7 +208,7 @@ class JobController:
     def _discard(self) -> None:
         """Delete the journal, aliases and stored train function, because no replacement controller will need them."""
         self._journal.close(delete=True)
-        for own, alias in aliases(f"{_PREFIX}{self._name}", whole=True):
+        for own, alias in aliases(_name_of(self._spec), whole=True):
             delete_alias(alias, own)
         if self._stored_train_loop:
             delete_train_loop(self._stored_train_loop)
@@ -254,36 +251,26 @@ class JobController:
 
         Raises ValueError: the number is outside the job's range, or exceeds what the loader's batch limits can use.
         """
-        await self._recovered.wait()
-        self._job.hold(workers)
-        await self._persist_state()
+        await self._change(lambda: self._job.hold(workers))
 
     async def release(self) -> None:
         """Let the allocator choose the job's size again, after :meth:`resize`."""
-        await self._recovered.wait()
-        self._job.hold(None)
-        await self._persist_state()
+        await self._change(lambda: self._job.hold(None))
 
     async def pause(self, reason: str = "paused by JobHandle.pause()") -> None:
         """Save the job after the current step and release its slots until :meth:`resume`.
 
         Raises ValueError: the job cannot be paused, or is already paused.
         """
-        await self._recovered.wait()
-        self._job.pause(reason)
-        await self._persist_state()
+        await self._change(lambda: self._job.pause(reason))
 
     async def resume(self) -> None:
         """Let a paused job continue once the allocator has slots for it. Raises ValueError: the job is not paused."""
-        await self._recovered.wait()
-        self._job.resume()
-        await self._persist_state()
+        await self._change(lambda: self._job.resume())
 
     async def weigh(self, weight: float) -> None:
         """Set the weight of this job's speed relative to other jobs, instead of ``SchedulingConfig.weight``."""
-        await self._recovered.wait()
-        self._job.weigh(weight)
-        await self._persist_state()
+        await self._change(lambda: self._job.weigh(weight))
 
     async def branch(self, plan: BranchPlan) -> None:
         """Start a comparison of branches (copies of the job at other batches). Raises BranchError: it cannot start."""
@@ -306,6 +293,11 @@ class JobController:
             self._job.stop_reason = f"{reason}, now"
             self._job.finish(JobPhase.STOPPED)
         self._job.stop(reason)
+        await self._persist_state()
+
+    async def _change(self, change: Callable[[], None]) -> None:
+        await self._recovered.wait()
+        change()
         await self._persist_state()
 
     async def _persist_state(self) -> None:
@@ -390,7 +382,7 @@ class JobController:
             logger.exception("job %s: its controller ends", self._spec.job)
         await asyncio.sleep(0.2)  # let the last answers out
         await self._job.group.actors.withdrawn()
-        await self._job.group.actors.refilled()
+        await self._job.group.actors.supply.refilled()
         if self._spec.trial is None and self._spec.elastic.warm_workers_per_node and read_config(os.environ).on:
             await asyncio.to_thread(prepare_next)
         await asyncio.to_thread(self._discard)

@@ -198,8 +198,6 @@ class JobSupervisor:
         """Apply the allocator's decision for this job.
 
         Args:
-            nodes: Number of workers on each node.
-            reason: Reason for the decision, for the user.
             draining: Nodes that are about to shut down.
         """
         if self.record.phase.ended or self._stopping_since is not None:

@@ -64,8 +64,6 @@ def recover(survivors: Sequence[SurvivingWorker], *, world_size: int, now_s: flo
 
     Args:
         survivors: All living workers; every other worker counts as lost.
-        world_size: Number of workers of the current generation, as last saved.
-        now_s: Current time [s].
     """
     specs = {w.spec.generation: w.spec for w in survivors if w.spec is not None and w.veteran}
     newest = specs[max(specs)] if specs else None

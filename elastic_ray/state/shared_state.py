@@ -82,9 +82,12 @@ class _Rollback:
     name: str
     capture: Callable[[], Any]
     restore: Callable[[Any], None]
+    nested: bool  # False if only the outermost step has a snapshot
 
-    def snapshot(self) -> Any:
-        """Return a copy of the current value."""
+    def snapshot(self, depth: int) -> Any:
+        """Return a copy of the current value, for a step within ``depth`` others."""
+        if depth and not self.nested:
+            return None
         try:
             found = self.capture()
             return copy.deepcopy(found) if found is not None else None
@@ -93,8 +96,10 @@ class _Rollback:
         except Exception as error:  # no context manager, for this is part of every step
             raise _named_error(self.name, "tell what it is at the beginning of a step", error) from error
 
-    def take_back(self, snapshot: Any) -> None:
-        """Restore the value of the snapshot."""
+    def take_back(self, snapshot: Any, depth: int) -> None:
+        """Restore the value of the snapshot of a step within ``depth`` others."""
+        if depth and not self.nested:
+            return
         with _named(self.name, "go back to the beginning of a step that is lost"):
             self.restore(copy.deepcopy(snapshot))
 
@@ -111,8 +116,8 @@ class SharedState:
         self.loaded = False  # that is from an automatic checkpoint, and no group has continued from it yet
         self._states: dict[str, Stateful] = {}
         self._rollbacks: list[_Rollback] = []
-        self._snapshots: list[Any] = []
-        self._before_round: tuple[RunProgress, Generators, list[Any]] | None = None
+        self._snapshots: list[list[Any]] = []  # of the outermost step, and of those nested in it
+        self._before_round: tuple[RunProgress, Generators, list[list[Any]]] | None = None
         self._round_lost = False  # its steps are to be undone, unless another rank has committed them
         self._copies = Remembered()  # of all states, as the round in progress found them
 
@@ -126,9 +131,14 @@ class SharedState:
         """True if user code has registered this object as a state."""
         return any(isinstance(state, DictState) and state.target is target for state in self._states.values())
 
-    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
-        """Register small state (schedulers, scalers), captured before each step and restored if that step is lost."""
-        self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore))
+    def register_rollback(
+        self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "", *, nested: bool = True
+    ) -> None:
+        """Register small state (schedulers, scalers), captured before each step and restored if that step is lost.
+
+        With ``nested=False`` steps of a loop within a step neither capture nor restore it.
+        """
+        self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore, nested))
 
     def check_plain(self) -> None:
         """Check that all states can be sent to another rank.
@@ -137,12 +147,15 @@ class SharedState:
         """
         check_plain(self.capture())
 
-    def snapshot(self) -> None:
-        """Copy the state registered with :meth:`register_rollback`, at the start of a step.
+    def snapshot(self, depth: int = 0) -> None:
+        """Copy the state registered with :meth:`register_rollback`, at the start of a step within ``depth`` others.
 
         Raises RuntimeError: A state cannot be captured; the message names it.
         """
-        self._snapshots = [each.snapshot() for each in self._rollbacks]
+        around = self._snapshots[:depth]
+        if around:
+            around[-1] = [each.moved() if isinstance(each, Remembered) else each for each in around[-1]]
+        self._snapshots = [*around, [each.snapshot(depth) for each in self._rollbacks]]
 
     def discard_snapshot(self) -> None:
         """Drop the snapshots of a committed step, which no longer needs rollback."""
@@ -181,19 +194,20 @@ class SharedState:
             self._adopt_progress(progress)
             generators.restore()
 
-    def roll_back(self) -> None:
+    def roll_back(self, depth: int = 0) -> None:
         """Restore the state from :meth:`snapshot` or, within a round, all state from :meth:`start_round`.
 
         Raises RuntimeError: A state cannot be restored; the message names it.
         """
-        if self._before_round is not None:
+        if self._before_round is not None and not depth:
             self._undo_round()
         else:
-            self._take_back()
+            self._take_back(depth)
 
-    def _take_back(self) -> None:
-        for each, snapshot in zip(self._rollbacks, self._snapshots, strict=False):
-            each.take_back(snapshot)
+    def _take_back(self, depth: int = 0) -> None:
+        for snapshots in self._snapshots[depth : depth + 1]:
+            for each, snapshot in zip(self._rollbacks, snapshots, strict=False):
+                each.take_back(snapshot, depth)
 
     def capture(self) -> dict[str, Any]:
         """Return all states, keyed by name, and the run's progress; tensors are not copied."""
@@ -312,7 +326,6 @@ class SharedState:
             ledger: Ledger of this rank, which leaves a step if other ranks will draw it again or have completed it.
             replicas: Merges replicas that differ among ranks at the same progress. Before anything is sent, the ranks
                 that hold a state replace it by the mean over the ranks among them that completed the last average.
-            samples: Samples per epoch of this rank's training data; None if unknown.
 
         Raises:
             CommunicationFailedError: A peer was lost meanwhile. This rank's state is complete, or it has none.
@@ -436,7 +449,8 @@ _IN_MEMORY = "io.BytesIO"
 class Remembered:
     """Copy of a tree of tensors in memory that is reused for the next copy.
 
-    ``copy.deepcopy`` returns the same object, because each state has a single copy, for the current step.
+    ``copy.deepcopy`` returns the same object, because each state has a single copy, for the current step. Before a step
+    that is nested in it, :meth:`moved` keeps that copy.
     """
 
     def __init__(self) -> None:
@@ -459,6 +473,12 @@ class Remembered:
         """Return a copy of the remembered tree, whose tensors belong to the caller."""
         return unpack(copy.deepcopy(self._skeleton), [tensor.clone() for tensor in self._tensors])
 
+    def moved(self) -> Remembered:
+        """Return the copy in an object of its own, which the next :meth:`take` leaves alone."""
+        kept = Remembered()
+        kept._skeleton, kept._tensors, self._tensors = self._skeleton, self._tensors, []
+        return kept
+
     def __deepcopy__(self, memo: Any) -> Remembered:
         return self
 
@@ -469,10 +489,6 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 class RegisteredState:
     """Registered state, and everything needed to restore it after a lost step.
-
-    Args:
-        target: Object with ``state_dict`` and ``load_state_dict``.
-        warn: Warns the job's user of a state that cannot be sent.
 
     Attributes:
         state: The part of the state that all ranks share.
@@ -509,7 +525,6 @@ class ModuleExtras:
 
     Args:
         sums: Whether sums of metrics are included, because the user has declared that all ranks share them.
-        warn: Warns the job's user of a state that cannot be sent.
     """
 
     in_place = False

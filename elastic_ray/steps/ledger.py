@@ -250,16 +250,21 @@ class StepLedger:
         self._update(left=0)
         return self._inner
 
-    def start_round(self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool) -> None:
+    def start_round(
+        self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool, ends_pass: bool = False
+    ) -> None:
         """Start a round of ``steps`` local steps, which the ranks commit together after averaging their models.
 
         Args:
             counts: Samples of each step; empty if unknown.
             copies: Whether to copy the state so that the round can be undone; a group that cannot change needs no copy.
+            ends_pass: Whether the pass has no step after the round.
         """
         if copies:
             self.state.start_round()
-        self.round = StepRound(loader_pass, loader_pass.position, self.state.progress.loader_steps, counts, steps)
+        self.round = StepRound(
+            loader_pass, loader_pass.position, self.state.progress.loader_steps, counts, steps, ends_pass
+        )
 
     def leave_rest(self, step: LoaderStep, generation: int, gain: Callable[[float], float]) -> None:
         """Count the remaining steps of the round as committed after the loop was left, even if no rank executes them.
@@ -293,6 +298,7 @@ class StepLedger:
             self._around = (self._failure, self.depth) if self._failure is not None else self._around
             self._outer.append(self._inner)
             step.updates_before = self._updates_asked
+            self.state.snapshot(len(self._outer))
         else:
             self._updates_asked = 0
             self._failure, self._around = None, (None, 0)
@@ -389,10 +395,10 @@ class StepLedger:
             gradients_wait: True if accumulated gradients of the surrounding step have not been applied yet.
         """
         lost = self.lost_within(gradients_wait=gradients_wait)
+        self.state.roll_back(self.depth)
         if lost.nested:
             self._updates_asked = step.updates_before
         else:
-            self.state.roll_back()
             self._discard_nested(step)
         return lost
 
@@ -451,8 +457,7 @@ class StepLedger:
                 dataclasses.replace(self._left, progress=copy.deepcopy(self.state.progress)),
             )
             self.state.progress.sums = self._left.sums
-            if not self._left.depth:  # else the snapshots of the outermost step still count, which is not left
-                self.state.snapshot()
+            self.state.snapshot(self._left.depth)
         self._update()
 
     @property
@@ -472,8 +477,8 @@ class StepLedger:
         sums = copy.deepcopy(self.state.progress.sums) if self._left is None else self._left.sums
         if not depth and self.round is not None:
             self.lose_round()
-        elif not depth and (self._left is None or self._left.depth):
-            self.state.roll_back()
+        elif self._left is None or self._left.depth > depth:
+            self.state.roll_back(depth)
         self._discard_nested(step)
         self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
 
@@ -481,8 +486,7 @@ class StepLedger:
         """End a step that this rank had left, and adopt the group's progress; True if others committed the step."""
         left, self._left = self._left, None
         assert left is not None and left.progress is not None, "a group was entered"
-        if not left.depth:
-            self.state.roll_back()
+        self.state.roll_back(left.depth)
         self.state.start_from(left.progress)
         self._discard_nested(step)
         self._failure, self._around = None, (None, 0)

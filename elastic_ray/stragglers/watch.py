@@ -49,6 +49,7 @@ class StragglerWatch:
     its samples in the same way.
 
     Args:
+        config: Response to stragglers, unless :meth:`ask` requests more.
         equal: Function that returns True if the current group must have equal shares, because unequal shares did not
             fit into memory. From then on, all later groups have equal shares too.
     """

@@ -86,18 +86,6 @@ class _PoolEntry:
     actor: Any = None
     until_s: float = 0.0
 
-    def start(self, actor: Any) -> None:
-        """Store the actor that a controller has started."""
-        self.actor = actor
-
-    def is_ready(self) -> None:
-        """Mark the process as ready, with all modules imported."""
-        self.process = dataclasses.replace(self.process, ready=True)
-
-    def measure(self, memory_bytes: int) -> None:
-        """Store the process's resident memory."""
-        self.process = dataclasses.replace(self.process, memory_bytes=memory_bytes)
-
 
 class WarmPool:
     """Actor class of the pool. Call :func:`get_or_create_pool` to get the actor."""
@@ -175,7 +163,7 @@ class WarmPool:
         if entry is None:  # too late
             ray.kill(actor)
             return
-        entry.start(actor)
+        entry.actor = actor
         self._background.start(self._await_ready(entry))
 
     async def close(self) -> None:
@@ -262,7 +250,7 @@ class WarmPool:
 
     async def _await_ready(self, entry: _PoolEntry) -> None:
         if await self._ask(entry, _START_S):
-            entry.is_ready()
+            entry.process = dataclasses.replace(entry.process, ready=True)
 
     async def _ask(self, entry: _PoolEntry, timeout_s: float) -> bool:
         """True if a process answers and is unclaimed; any other process is dropped from the pool."""
@@ -277,7 +265,7 @@ class WarmPool:
         if memory is None:
             self._entries.pop(name, None)
             return False
-        entry.measure(memory)
+        entry.process = dataclasses.replace(entry.process, memory_bytes=memory)
         return True
 
     async def _find_again(self) -> None:

@@ -76,6 +76,9 @@ def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: st
 
     The process requests no resources. Ray cannot move a warm process into the placement group that reserves a
     worker's resources, but the process can run on the node where the group has reserved them.
+
+    Args:
+        owner: Owner of the process; None for a process of the cluster's pool, which has no owner yet.
     """
     return (
         actor_class(WorkerProcess)

@@ -88,7 +88,6 @@ class ExpectedRanks:
 
         Args:
             nodes: Node of every living worker, including this one, keyed by worker id; oldest first.
-            spec: The current generation; None before the first.
         """
         self._told = {each: rank for each, rank in self._told.items() if each in nodes and each != worker}
         # Members that have died are not members of the generation that the worker will join.

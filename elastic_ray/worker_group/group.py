@@ -136,7 +136,7 @@ class WorkerGroup:
         for instruction in self.machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
         if waits:
-            self.actors.keep_warm({})
+            self.actors.supply.keep_warm({})
 
     def recover(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
         """Continue with an earlier controller's surviving workers, given all their registrations and its ``state``."""
@@ -198,7 +198,7 @@ class WorkerGroup:
         settled = now_s - self.history.settled_s > _WARM_UP_AFTER_S and not self.machine.expects_joiners
         if settled and self.machine.current is not None:  # a process for later would slow the change that is under way
             places = collections.Counter(member.node for member in self.machine.current.members)
-            self.actors.keep_warm({node: math.ceil(workers) for node, workers in by_node(places).items()})
+            self.actors.supply.keep_warm({node: math.ceil(workers) for node, workers in by_node(places).items()})
 
     async def _check_silent(self, worker: str) -> None:
         """Check through its node whether a silent worker's process is stopped or only starved."""
@@ -246,9 +246,8 @@ class WorkerGroup:
                     equal_shares=self._planner.equal_shares,
                     critical_batch=self._planner.critical_batch or 0,
                 )
-                told = self.actors.with_domains(told)
-                if self._spec.scheduling.mixed_gpu_types:
-                    told = self.actors.with_gpu_types(told, self._planner.type_speeds)
+                mixed = self._spec.scheduling.mixed_gpu_types
+                told = self.actors.with_facts(told, self._planner.type_speeds if mixed else None)
                 if (known := self._planner.known_strategies) is not None:
                     self.actors.post(to, StrategiesKnown(strategies=known))
                 self.actors.post(to, told)

@@ -71,22 +71,22 @@ class PolicyConflictError(ValueError):
 
 
 def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | None = None) -> ActorHandle[Any]:
-    """Return the handle of the cluster's allocator, creating the allocator (on the head node) if there is none.
+    """Return a handle to the cluster's allocator, creating the allocator (on the head node) if none exists.
 
-    A cluster has one policy and one configuration at a time. The arguments take effect only if no allocator exists
-    or the existing one has no jobs, in which case it is replaced. An argument that is None keeps its current value.
+    A cluster has one policy and one configuration at a time. The arguments take effect only if no allocator exists, or
+    if the existing one has no jobs and is replaced. An argument that is None keeps its current value.
 
     Args:
         policy: Any policy that ``make_policy`` accepts: a registered name, ``module:name``, a function, class or
-            object. None keeps the current policy, or selects ``"goodput"`` if there is no allocator.
+            object. None keeps the current policy, or selects ``"goodput"`` if no allocator exists.
         config: Timing, tenants and node types; None keeps the current configuration. While jobs are running, the
             configuration is not changed and a warning is logged.
 
     Raises:
-        PolicyConflictError: Jobs are running under another policy.
+        PolicyConflictError: Jobs are running under a different policy.
         ValueError: The policy name is unknown.
         TypeError: The object is not a policy.
-        VersionError: The running allocator belongs to another release.
+        VersionError: The running allocator is from a different release.
     """
     packed = pack_policy(
         _DEFAULT_POLICY if policy is None else policy
@@ -116,7 +116,7 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
 
 
 def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> None:
-    """Warn that running jobs keep their allocator's configuration, or raise if another policy is wanted."""
+    """Warn that running jobs keep their allocator's configuration, or raise an error if they use another policy."""
     running = ", ".join(rule.running)
     if wanted is not None and wanted.identity != rule.packed.identity:
         raise PolicyConflictError(
@@ -132,7 +132,7 @@ def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> N
 
 
 def find_allocator() -> Any:
-    """Return the handle of the cluster's allocator at once; create one with the default policy if there is none."""
+    """Return a handle to the cluster's allocator, creating one with the default policy if none exists."""
     return _named_actor(pack_policy(_DEFAULT_POLICY), None)
 
 
@@ -150,7 +150,7 @@ class AllocatorSettings:
 
 
 def _equal(one: AllocatorConfig, other: AllocatorConfig | None) -> bool:
-    """True if two configurations print alike; a user's objective may be a copy that does not compare equal."""
+    """True if two configurations have the same repr; a user's objective may be a copy that does not compare equal."""
     said = [_ADDRESS.sub("", repr(each)) for each in (one, other or AllocatorConfig())]
     return said[0] == said[1]
 
@@ -203,7 +203,7 @@ class Allocator:
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
     def _open_nodes(self) -> None:
-        """Apply the current settings for the cluster's size."""
+        """Apply the current settings that control the cluster's size."""
         scaling, constraints = self._ruling.scaling, self._ruling.constraints
         self._scaler = ClusterScaler(scaling, self._packed.open(), constraints) if scaling is not None else None
         self._demand = WaitingDemand() if self._ruling.autoscaling == "auto" else None
@@ -230,7 +230,7 @@ class Allocator:
         return in_force(ruling).to_plain()
 
     async def apply(self, wanted: OperatorSettings) -> Mapping[str, Any]:
-        """Apply and store an operator's settings for this and later allocators, and return the effective ones."""
+        """Apply and store an operator's settings, also for later allocators, and return the effective ones."""
         async with self._applying:  # of two operators one comes after the other
             await self.settings(wanted)
             await asyncio.to_thread(notes.keep_settings, wanted.to_plain())
@@ -256,10 +256,10 @@ class Allocator:
     async def heartbeat(
         self, view: JobView, controller: ActorHandle[Any], root: StorageRoot | None = None
     ) -> HeartbeatReply:
-        """Handle a heartbeat of a job's controller, which is sent every second and immediately after a change.
+        """Handle a heartbeat from a job's controller, sent every second and immediately after a change.
 
         Args:
-            root: Storage location of the job's results. Controllers send it until a reply confirms it.
+            root: Storage location of the job's results. Controllers send it until a reply confirms receipt.
         """
         core = await self._start()
         if root is not None and not self._knowledge_sync.knows(view.job):
@@ -291,7 +291,7 @@ class Allocator:
         return self._scaler.decision.note(view.job) if self._scaler.decision is not None else ""
 
     async def ended(self, job: str, view: JobView | None = None) -> None:
-        """Handle the end of a job; ``view`` is the job's final state, None if it is not known."""
+        """Handle a job's end; ``view`` is its final state, or None if unknown."""
         await self._start()
         self._discard(job, view)
 
@@ -323,7 +323,7 @@ class Allocator:
         )
 
     async def dashboard(self) -> str:
-        """Return the address of the web page; empty if the page is not served."""
+        """Return the web page's address; empty if the page is not served."""
         return self._dashboard.address if self._dashboard is not None else ""
 
     async def explain(self, job: str) -> Explanation:
@@ -345,10 +345,10 @@ class Allocator:
         return had
 
     async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> AllocatorSettings | None:
-        """Return None if the requested policy and configuration are in force, else the current settings.
+        """Return None if the requested policy and configuration are already in effect, otherwise the current settings.
 
-        ``identity`` identifies the requested policy; None for either argument accepts the current one. If the
-        settings differ and no jobs exist, all knowledge is saved first, so the caller may replace this actor.
+        ``identity`` identifies the requested policy; None for either argument accepts the current one. If the settings
+        differ and no jobs exist, all state is saved first, so the caller may replace this actor.
         """
         core = await self._start()
         if identity in (None, self._packed.identity) and (config is None or _equal(config, self._config)):
@@ -363,7 +363,7 @@ class Allocator:
         return AllocatorSettings(packed=self._packed, config=self._config, running=core.jobs)
 
     async def _start(self) -> AllocatorCore:
-        """Return the core, created when the nodes are known. Existing groups mean that jobs have yet to report."""
+        """Return the core, creating it once the nodes are known. Existing groups mean that jobs have yet to report."""
         async with self._started:
             if self._core is None:
                 while (nodes := await self._read()) is None:
@@ -444,7 +444,7 @@ class Allocator:
                 self._scaler.poll(self._core.views_to_scale_for(now_s), self._present(), steady_s)
 
     def _discard(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
-        """Discard an ended job; with ``cluster``, resources that its workers still hold count as others' use."""
+        """Discard an ended job; with ``cluster``, resources still held by its workers count as used by others."""
         self._controllers.discard(job)
         if cluster is None:
             self._ended_s[job] = time.monotonic()

@@ -45,7 +45,7 @@ class AllocatorCore:
     """State machine that allocates the cluster; pure: each event carries the time, and instructions are data.
 
     A decision is made when a job arrives or ends, when its limits or its model change, when nodes change, and
-    otherwise rarely. One decision covers all events within ``gather_s``. At time ``due_s``, the caller must send
+    occasionally otherwise. One decision covers all events within ``gather_s``. At time ``due_s``, the caller must send
     ``TimePassed`` to trigger a pending decision. A heartbeat that reports no change triggers no decision. The plan may
     use slots that shrinking jobs still hold: a growing job's reservation stays pending until they are released.
 
@@ -120,11 +120,11 @@ class AllocatorCore:
 
     @property
     def jobs(self) -> tuple[str, ...]:
-        """Names of the jobs that have reported to the core and have neither ended nor been dropped as silent."""
+        """Names of the jobs that have reported to the core and have not since ended or been dropped as silent."""
         return tuple(self._jobs)
 
     def knows(self, job: str) -> bool:
-        """True if this job has reported to the core, and has neither ended nor been dropped as silent since."""
+        """True if this job has reported to the core and has not since ended or been dropped as silent."""
         return job in self._jobs
 
     def snapshot(self, after: int = 0) -> CoreSnapshot:
@@ -153,7 +153,7 @@ class AllocatorCore:
     def explain(self, job: str) -> Explanation:
         """Explain why a job has its current workers, and the effect of one more worker, without making a decision.
 
-        Raises KeyError: there is no such job; the message lists the known ones.
+        Raises KeyError if no job has this name; the message lists the known names.
         """
         if job not in self._jobs:
             raise KeyError(f"job must be one of {sorted(self._jobs)}, but got {job!r}")
@@ -165,10 +165,10 @@ class AllocatorCore:
         return explain(view, known.reason, list(views.values()), plan, self.cluster)
 
     def handle(self, event: Event, now_s: float, steady_s: float | None = None) -> list[Instruction]:
-        """Handle one event and return the resulting instructions, those that shrink jobs first.
+        """Handle one event and return the resulting instructions, with those that shrink jobs first.
 
         Args:
-            now_s: Time of day [s since the epoch], which is displayed, stored and passed to the policy.
+            now_s: Wall-clock time [s since the epoch], which is displayed, stored and passed to the policy.
             steady_s: Monotonic time [s] for measuring intervals; None if ``now_s`` is itself monotonic.
         """
         steady_s = now_s if steady_s is None else steady_s
@@ -231,7 +231,7 @@ class AllocatorCore:
             self._pending = self._pending or Trigger.REFRESH
 
     def _receive(self, view: JobView, now_s: float, steady_s: float) -> None:
-        """Process a heartbeat. A new job requests a decision at once, and so do new limits, except in rounds."""
+        """Process a heartbeat. A new job requests a decision at once, as do new limits, except in rounds."""
         if (priority := self._config.priority_of(view.job)) is not None:
             view = dataclasses.replace(view, priority=priority)
         if self._settling and self._settled_s is None:
@@ -280,7 +280,7 @@ class AllocatorCore:
             self._urgent, self._urgent_s = trigger, self._steady_s or 0.0
 
     def _drop_silent(self, now_s: float, steady_s: float) -> None:
-        """Drop silent jobs; time in which the allocator was too busy to receive heartbeats does not count."""
+        """Drop silent jobs; time when the allocator was too busy to receive heartbeats does not count."""
         busy_s = 0.0 if self._ticked_s is None else steady_s - self._ticked_s - _BETWEEN_TICKS_S
         self._ticked_s = steady_s
         if busy_s > 0:
@@ -333,7 +333,7 @@ class AllocatorCore:
         return self._carry_out(plan, trigger, now_s, steady_s)
 
     def _kept(self, views: Sequence[JobView], steady_s: float) -> dict[str, Reason]:
-        """Return jobs whose size stays for now, since noisy measurements have just changed it, with reasons."""
+        """Return jobs that keep their size for now because noisy measurements have just changed it, with reasons."""
         kept = {}
         for view in views:
             job, varies = self._jobs[view.job], spread(view)
@@ -388,7 +388,7 @@ class AllocatorCore:
         return instructions
 
     def _remind(self, name: str, instructions: list[Instruction]) -> list[Instruction]:
-        """Repeat the instruction for a job that differs from its target, as a message or worker may be lost."""
+        """Repeat the instruction for a job that differs from its target, as a message or worker may have been lost."""
         job = self._jobs.get(name)
         target = {} if job is None else self._surviving(job.target)  # with no node left nothing is decided
         if job is None or dict(job.view.allocation) == target:
@@ -431,7 +431,7 @@ class AllocatorCore:
                 self._hurry(Trigger.NODES)
 
     def _report_impossible(self, now_s: float) -> list[Instruction]:
-        """Return one notification for each impossible job, delayed a little for nodes that are just joining."""
+        """Return one notification for each impossible job, after a short delay for nodes that are still joining."""
         return [
             Unsatisfiable(job=name, reason=job.reason, final=bool(self._obtainable))
             for name, job in self._jobs.items()

@@ -1,4 +1,4 @@
-"""Explanations, for people, of why a job has its workers and of the effect of one more."""
+"""Human-readable explanations of why a job has its workers, and of the effect of one more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXTRA = "one-more-worker"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Explanation of a job's size for people; ``str()`` returns it as a short text."""
+    """Human-readable explanation of a job's size; ``str()`` returns it as short text."""
 
     job: str
     nodes: Mapping[str, int]  # workers per node id that it is to have
@@ -83,7 +83,7 @@ def explain(
 
 
 def _extra(view: JobView, cluster: Cluster) -> Node:
-    """Return an imagined node for one worker, like the nodes that the job uses or could use."""
+    """Return a hypothetical node for one worker, like the nodes that the job uses or could use."""
     nodes = cluster.by_id()
     own = [nodes[node] for node in sorted(view.allocation) if node in nodes]
     like = next(iter(own or [node for node in cluster.nodes if node.matches(view.selector)]), None)

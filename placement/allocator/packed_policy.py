@@ -16,7 +16,7 @@ from placement.policies import Policy, make_policy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPolicy:
-    """Policy in a form that any process of the cluster can unpack."""
+    """Policy in a form that any process in the cluster can unpack."""
 
     name: str
     identity: str  # equal for the same code with the same settings, in whichever process it was packed

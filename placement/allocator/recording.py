@@ -2,8 +2,8 @@
 
 A recording holds one or more lives of an allocator. A life starts with a line about the core's configuration, followed
 by one line for each event and each decision, in order. The first line includes all default values, so that a replay
-uses the values of that time even if defaults have changed since. Other lines omit fields that have their default.
-Numbers keep all digits, so that a replay decides on exactly the same values.
+uses the values of that time even if defaults have changed since. Other lines omit fields that have their default value.
+Numbers keep all digits, so that decisions in a replay are based on exactly the same values.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Life:
 
 
 def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> str:
-    """Return the line that starts the recording of an allocator; ``policy`` must not have made a decision yet."""
+    """Return the line that starts an allocator's recording; ``policy`` must not have made a decision yet."""
     core = config or AllocatorConfig()
     known = type(policy) in {type(make()) for make in POLICIES.values()}
     said = {
@@ -211,12 +211,12 @@ def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decid
 
 
 def _variable(plain: Any) -> dict[str, Any]:
-    """Return recorded settings without those that are constants of this value today."""
+    """Return recorded settings without those that are now constants with the same value."""
     return {name: value for name, value in _checked(plain, dict).items() if _CONSTANT.get(name, ...) != value}
 
 
 def _built(kind: Any, plain: Any) -> Any:
-    """Return a value of this type, the inverse of ``_plain``. Raise TypeError or ValueError if it is invalid."""
+    """Return a value of this type (inverse of ``_plain``); raise TypeError or ValueError if it is invalid."""
     if kind is Any:
         return plain
     if _is_dataclass(kind):
@@ -242,7 +242,7 @@ def _built(kind: Any, plain: Any) -> Any:
 
 
 def _object(kind: Any, plain: Any) -> Any:
-    """Build a dataclass; one whose constructor names its arguments differently gets them by position."""
+    """Build a dataclass, passing arguments by position if its constructor gives them different names."""
     given = _checked(plain, dict)
     fields = _fields(kind)
     unknown = sorted(given.keys() - {field.name for field, _ in fields})
@@ -304,7 +304,7 @@ def replay(
         policy: The recorded policy, required if the package does not include it; None creates it from the recording.
         watch: Function that is called with the core after each event.
 
-    Raises InputError: the recording names a policy that the package does not include.
+    Raises InputError if the recording names a policy that the package does not include.
     """
     config = dataclasses.replace(life.config, log_length=_ENDLESS)  # decisions do not depend on how many are kept
     core = AllocatorCore(policy or life.make_policy(), config, settling=life.settling, knowledge=Knowledge())
@@ -329,7 +329,7 @@ class SteadyClock:
         self._steady_s = self._last[0]
 
     def read(self) -> tuple[float, float]:
-        """Return the time of day, and the time of the steady clock, which never decreases [s]."""
+        """Return the wall-clock time, and the time of the steady clock, which never decreases [s]."""
         wall_s, monotonic_s = self._wall(), self._monotonic()
         step_s = (wall_s - self._last[0]) - (monotonic_s - self._last[1])
         if abs(step_s) > _STEP_S:

@@ -1,4 +1,4 @@
-"""Choice of nodes for given job sizes: the cheapest nodes on which every job can have its workers."""
+"""Choice of nodes for given job sizes: the cheapest nodes that can hold every job's workers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Builder:
                 self._add(name)
 
     def place(self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, on_demand: bool) -> int:
-        """Place workers of a job, on nodes chosen before if possible; return how many find no room."""
+        """Place a job's workers, on already chosen nodes if possible; return how many do not fit."""
         for each in self._open:
             if workers and each.node.gpu_type == gpu and each.node.matches(view.selector):
                 if on_demand and each.node.spot:

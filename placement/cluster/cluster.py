@@ -1,4 +1,4 @@
-"""Nodes of a cluster, and allocations: the number of workers of each job on each node."""
+"""Nodes of a cluster, and allocations: each job's number of workers on each node."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOLERANCE = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """Node of the cluster, with its resources and labels.
+    """Node in the cluster, with its resources and labels.
 
     Attributes:
         node_id: Ray's hex node id.
@@ -162,9 +162,9 @@ def is_split(place: str) -> bool:
 
 
 def by_node(places: Mapping[str, float]) -> dict[str, float]:
-    """Return the number of workers on each node, keyed by node id; a worker on several nodes counts on each in part.
+    """Return the number of workers on each node, keyed by node id; a worker on several nodes counts partially on each.
 
-    ``places`` are workers keyed by place: a node id, or text such as ``n1*4+n2*2`` (six processes on two nodes).
+    ``places`` are workers keyed by place: a node id, or a string such as ``n1*4+n2*2`` (six processes on two nodes).
     """
     found: dict[str, float] = {}
     for place, workers in places.items():
@@ -175,13 +175,13 @@ def by_node(places: Mapping[str, float]) -> dict[str, float]:
 
 
 def slots(amounts: Resources, bundle: Resources) -> int:
-    """Return the number of bundles that fit into the amounts; 10**9 for an empty bundle, which always fits."""
+    """Return how many bundles fit into the amounts; 10**9 for an empty bundle, which always fits."""
     fits = [int(amounts.get(name, 0.0) / need + TOLERANCE) for name, need in bundle.items() if need > 0]
     return min(fits, default=10**9)
 
 
 def add_amounts(totals: dict[str, float], bundle: Resources, workers: float) -> None:
-    """Add the resources of this many workers, each with one ``bundle``, to the totals; a negative number subtracts."""
+    """Add the resources of this many workers, one ``bundle`` each, to the totals; a negative number subtracts."""
     for name, need in bundle.items():
         totals[name] = totals.get(name, 0.0) + workers * need
 
@@ -211,7 +211,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
 
 
 def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
-    """Return the resources that these workers use, keyed by node id; ``bundles`` is one worker's, keyed by job."""
+    """Return the resources that these workers use, keyed by node id; ``bundles`` gives one worker's, by job."""
     used: dict[str, dict[str, float]] = {}
     for job, placed in allocation.items():
         for node_id, workers in by_node(placed).items():
@@ -220,9 +220,9 @@ def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> d
 
 
 def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Resources]) -> Cluster:
-    """Return the cluster minus the resources that the workers of an allocation use.
+    """Return the cluster minus the resources used by an allocation's workers.
 
-    ``bundles`` holds the resources of one worker, keyed by job.
+    ``bundles`` gives the resources of one worker, keyed by job.
     """
     used = used_on_nodes(allocation, bundles)
     return Cluster(
@@ -240,7 +240,7 @@ def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Reso
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Change of one job's workers from one allocation to the next; both are workers keyed by node id."""
+    """Change in one job's workers from one allocation to the next; both are workers keyed by node id."""
 
     job: str
     before: Mapping[str, int]
@@ -248,7 +248,7 @@ class Change:
 
 
 def diff(before: Allocation, after: Allocation) -> tuple[Change, ...]:
-    """Return a change for each job whose workers differ between two allocations: shrinking jobs first, then by name."""
+    """Return a change for each job whose workers differ between two allocations, shrinking jobs first, then by name."""
     changes = [
         Change(job=job, before=dict(before.get(job, {})), after=dict(after.get(job, {})))
         for job in sorted({*before, *after})

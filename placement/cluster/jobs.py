@@ -1,4 +1,4 @@
-"""Views of jobs for allocation policies, and the speed of each job by number of workers."""
+"""Views of jobs for allocation policies, and each job's speed by number of workers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Bill:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FoundStrategy:
-    """Fastest strategy found for synchronising a model's gradients on one form of group, with its step time."""
+    """Fastest strategy found for synchronising a model's gradients for one form of group, with its step time."""
 
     name: str
     step_s: float  # [s]
@@ -107,12 +107,12 @@ _LEAST_IF_SAID = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """View of one job, as its controller reports it with every heartbeat.
+    """View of one job, as reported by its controller in every heartbeat.
 
     Attributes:
         job: Name of the job, unique in the cluster.
         bundle: Resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``.
-        min_workers: Minimum number of workers with which the job can run.
+        min_workers: Minimum number of workers that the job can run with.
         max_workers: Maximum number of workers that the job accepts.
         submitted_s: Time of submission [s since the epoch]; earlier jobs are admitted first.
         held_at: Exact number of workers set by the user; None leaves the number to the policy.
@@ -148,26 +148,26 @@ class JobView:
         observations: Measured step times, keyed by GPU type, oldest first.
         atomic_bsz_ranges: ``atomic_bsz_range`` keyed by GPU type, if it differs between types.
         priority: Priority; jobs with a higher priority get their minimum, and later their growth, first.
-        tenant: Tenant that owns the job; tenants share the cluster by their weights.
+        tenant: Tenant that owns the job; tenants share the cluster according to their weights.
         user: User who submitted the job.
         preemptible: True if the running job may be stopped in favour of a job of higher precedence.
-        deadline_s: Time by which the job should end [s since the epoch]; None for no deadline.
-        whole_nodes: True if the job prefers whole nodes that it shares with no other job.
+        deadline_s: Deadline for the job to end [s since the epoch]; None for no deadline.
+        whole_nodes: True if the job prefers whole nodes, shared with no other job.
         weight: Weight of the job's speed relative to other jobs in the same call to a policy.
         tenant_weight: Weight of the job's tenant, used if the cluster's configuration does not list the tenant; None
             if not declared.
         spot: How the job uses spot nodes; ignored on a cluster that has none.
         budget_usd: Limit on the job's cost [USD]; None for no limit.
         utility: Value of the job's completion as a function of the time since ``submitted_s``; None if not declared.
-        slow_nodes: Slowdown factor of the job's steps, keyed by node id, for slow nodes that the job uses or has just
-            left.
+        slow_nodes: Slowdown factor of the job's steps, keyed by node id, for slow nodes that the job is using or has
+            just left.
         node_failures: Failures of the job's workers, with their nodes (``placement.cluster.node_record``).
         mixed_gpu_types: True if the job's workers may run on several GPU types, with work divided by speed. Policies
             that keep a job on one type, or ignore types, ignore this field.
         sizes: Numbers of workers that the job can train with, if some between the minimum and the maximum are invalid
             (``placement.planning.constraints``).
-        unit: Number of processes that form one worker, to which ``bundle`` applies. They run on one node if any node
-            is large enough (``placement.planning.spans``). Reasons call such a worker a unit.
+        unit: Number of processes that form one worker; ``bundle`` applies to the whole worker. The processes run on one
+            node if any node is large enough (``placement.planning.spans``). Reasons call such a worker a unit.
         strategies: Fastest synchronisation strategies found for the job's model, keyed by form of the group.
 
     Examples:
@@ -294,7 +294,7 @@ class JobView:
 
     @property
     def workers(self) -> int:
-        """Number of workers that the job currently holds."""
+        """Number of workers that the job has, or is planned to have, as in ``allocation``."""
         return sum(self.allocation.values())
 
     @property
@@ -306,10 +306,10 @@ class JobView:
     def useful_workers(self) -> int:
         """Largest number of workers that the job can use now, never below ``min_workers``.
 
-        The number is limited by ``max_workers``, and by the number at which the largest global batch still gives each
-        worker the smallest micro-batch. Before a goodput model exists, the speed of larger sizes is unknown. The number
-        is then also limited to twice the most workers that the job has run with (2 -> 4..., as Pollux explores), or to
-        the next allowed size.
+        The number is limited by ``max_workers``, and by how many workers can each get the smallest micro-batch from the
+        largest global batch. Before a goodput model exists, the speed of larger sizes is unknown. The number is then
+        also limited to twice the most workers that the job has run with (2 -> 4..., as Pollux explores), or to the next
+        allowed size.
         """
         most = self._most_with_samples
         if self.goodput is None:
@@ -329,7 +329,7 @@ class JobView:
 
     @property
     def _most_with_samples(self) -> int:
-        """Most workers, up to ``max_workers``, that can each get the smallest micro-batch of the largest batch."""
+        """Most workers, up to ``max_workers``, that can each get the smallest micro-batch from the largest batch."""
         batch = self.max_batch_size if self.max_batch_size is not None else self.init_batch_size
         if batch is None:
             return self.max_workers
@@ -337,7 +337,7 @@ class JobView:
 
 
 def worker_kind(view: JobView) -> WorkerKind:
-    """Return the kind of a job's workers, a key of the fields that determine on which nodes they fit.
+    """Return the kind of a job's workers: a key of the fields that determine which nodes they fit on.
 
     Many jobs share few kinds, so results are cached by kind.
     """
@@ -345,7 +345,7 @@ def worker_kind(view: JobView) -> WorkerKind:
 
 
 def alike(views: Iterable[JobView]) -> bool:
-    """True if the workers of all jobs are interchangeable, with the same bundle and label selector."""
+    """True if all jobs' workers are interchangeable, with the same bundle and label selector."""
     return len({worker_kind(view) for view in views}) <= 1
 
 
@@ -361,9 +361,10 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
         most: Largest size of interest; ``view.useful_workers`` by default.
 
     Returns an array of length n + 1, n = min(most, sum(slots)). speed[0] = 0, and all entries are finite and at least
-    0. An entry is 0 if no batch size is possible, and may fall with k if communication outweighs the gain. The speed of
-    a size that is not allowed is interpolated from the allowed sizes around it, so that a policy that adds one worker
-    at a time gets past it; ``placement.planning.constraints`` ensures that no job ends up with such a size.
+    0. An entry is 0 if no batch size is possible, and entries may fall with k if communication outweighs the gain. The
+    speed of a size that is not allowed is interpolated from the allowed sizes around it, so that a policy that adds one
+    worker at a time gets past it; ``placement.planning.constraints`` ensures that no job ends up with a size that is
+    not allowed.
     """
     n = min(view.useful_workers if most is None else most, int(sum(slots)))
     if view.goodput is None or n == 0:
@@ -448,7 +449,7 @@ class Oracle:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJobView(JobView):
-    """View of a job that comes from a trace, with its ground truth and the size that its user requested."""
+    """View of a job from a trace, with its ground truth and the size that its user requested."""
 
     oracle: Oracle | None = None  # what is true of it; None if it is to be measured
     # what its user asked for; a scheduler of rigid jobs gives exactly that or nothing
@@ -473,16 +474,16 @@ def requested_workers(view: JobView) -> int | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Recent cost of all nodes and number of jobs, both with exponentially decaying weight."""
+    """Recent total node cost and number of jobs, both with exponentially decaying weight."""
 
     hours: float = 0.0  # that are counted [h]
     spent_usd: float = 0.0  # for nodes in that time [USD]
     job_hours: float = 0.0  # number of jobs x hours
 
     def after(self, hours: float, usd_per_h: float, jobs: int, memory_h: float) -> Account:
-        """Return the account after ``hours`` more, in which nodes cost ``usd_per_h`` and there were ``jobs`` jobs.
+        """Return the account after another ``hours`` when nodes cost ``usd_per_h`` and there were ``jobs`` jobs.
 
-        An hour that lies ``memory_h`` hours back has the weight 1/e.
+        An hour that is ``memory_h`` hours old has a weight of 1/e.
         """
         kept = math.exp(-hours / memory_h)
         fresh = -memory_h * math.expm1(-hours / memory_h)  # not 1 - kept, which has no digits after a short while

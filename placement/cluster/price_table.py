@@ -18,7 +18,7 @@ COLUMNS = ("type", "on_demand", "spot")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Hourly on-demand and spot price of one GPU of a type, or of a whole instance [USD/h]."""
+    """Hourly on-demand and spot price of one GPU, or of a whole instance [USD/h]."""
 
     on_demand: float  # of one that stays
     spot: float  # of one that may be taken away
@@ -68,7 +68,7 @@ def _defaults() -> dict[str, Price]:
 class PriceTable:
     """Prices keyed by GPU type and by instance type.
 
-    The built-in prices are rounded and approximate; replace them if money matters. On-demand prices are close to the
+    The built-in prices are rounded and approximate; replace them if accuracy matters. On-demand prices are close to the
     list prices of clouds that rent the GPU (g4dn.12xlarge / 4, p4d.24xlarge / 8, p3.16xlarge / 8; 0.50 and 1.25 for
     GPUs that no cloud rents). Spot prices are 33 to 40 % of these.
     """

@@ -52,7 +52,7 @@ class Utility:
         return found
 
     def surplus(self, age_s: float, left_s: NDArray[np.float64], usd_per_h: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the value of completing the job in ``left_s`` [s], less the workers' cost until then [USD].
+        """Return the value of completing the job in ``left_s`` [s], minus the workers' cost until then [USD].
 
             surplus = U(age + left) - price x left
 
@@ -94,7 +94,7 @@ def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> 
         old, old_rate: The smaller number of workers, and the throughput R on them in any unit.
         new, new_rate: The larger number of workers, and the throughput on them in the same unit.
 
-    Returns 1 for perfect scaling, 0 if nothing is gained, a negative number if throughput falls.
+    Returns 1 for perfect scaling, 0 if nothing is gained, and a negative number if throughput falls.
     """
     return (new_rate - old_rate) / (new - old) / (old_rate / old)
 

@@ -1,4 +1,4 @@
-"""Throughput of a group of workers on several GPU types, each of which gets a share of the batch by its speed."""
+"""Throughput of a group of workers on several GPU types, which share the batch according to their speeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TypePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedBatch:
-    """Best batch of a group on several GPU types, with the resulting goodput."""
+    """Best batch for a group on several GPU types, with the resulting goodput."""
 
     goodput: float  # useful samples per second; 0 where no batch fits, and the rest is 0 or empty then
     batch_size: int = 0  # samples of a step
@@ -45,13 +45,13 @@ class MixedBatch:
 
     @property
     def smallest_share(self) -> int:
-        """Smallest number of samples of any worker in a micro-step; 0 if some worker gets none or no batch fits."""
+        """Smallest number of samples for any worker in a micro-step; 0 if some worker gets none or no batch fits."""
         return min((min(each) for each in self.shares), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedGroup:
-    """A group of workers on GPUs of several types.
+    """Group of workers on GPUs of several types.
 
     Worker i of type k processes m_i whole samples in a micro-step, at most the type's ``most``, such that the
     micro-step is as short as possible::
@@ -76,7 +76,7 @@ class MixedGroup:
 
     @property
     def workers(self) -> int:
-        """Total number R of workers of all types."""
+        """Total number R of workers, across all types."""
         return sum(part.workers for part in self.parts)
 
     @property
@@ -162,7 +162,7 @@ class MixedGroup:
         )
 
     def _step_times(self, micro: Floats, accum_steps: Floats) -> Floats:
-        """Return T_step for each size of a micro-step."""
+        """Return T_step for each micro-step size."""
         grad, _ = self._grad_times(micro)
         sync, gamma = self._sync()
         once = max(part.model.alpha_s for part in self.parts)
@@ -172,13 +172,13 @@ class MixedGroup:
         return np.where(finite, step, np.inf)
 
     def _sync(self) -> tuple[float, float]:
-        """Return T_sync, and gamma of the type with the largest one."""
+        """Return T_sync, and the gamma of the type with the largest T_sync."""
         times = [(float(part.model.sync_time(self.nodes, self.workers)), -part.model.gamma) for part in self.parts]
         sync, gamma = max(times)
         return sync, -gamma
 
     def _grad_times(self, samples: Floats) -> tuple[Floats, Floats]:
-        """Return T_grad for each size of a micro-step, and the most samples of a worker of each type in it, (K, B)."""
+        """Return T_grad for each micro-step size, and the most samples for a worker of each type in it, (K, B)."""
         alpha, beta, count = (
             np.array(column, dtype=np.float64)[:, np.newaxis]
             for column in zip(*((p.model.alpha_c, p.model.beta_c, p.workers) for p in self.parts), strict=True)
@@ -232,8 +232,8 @@ class MixedObservation:
     def by_type(self) -> dict[str, tuple[Observation, ...]]:
         """Return the measurement as observations keyed by GPU type, for ``fit``.
 
-        The step waits for the slowest type, so its time counts as that of a group of only that type with that type's
-        samples. Every other type gets an observation of one worker alone, for which T_step is T_grad.
+        A step waits for the slowest type, so its time counts as the time of an equally large group of only that type.
+        Every other type gets an observation of a single worker, with T_step equal to T_grad.
         """
         slowest = max(self.parts, key=lambda part: part.grad_time)
         replicas = sum(part.workers for part in self.parts)

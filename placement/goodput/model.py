@@ -1,8 +1,8 @@
 """Goodput of a training job on given resources: throughput x statistical efficiency, at its best batch.
 
-Source: Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021,
-sections 3.1 (statistical efficiency) and 3.2 (system throughput). The allocator, the batch tuner and the
-simulator all use this implementation; there is no other.
+Source: Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021, sections
+3.1 (statistical efficiency) and 3.2 (system throughput). This is the only implementation; the allocator, the batch
+tuner and the simulator all use it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NoiseScale:
 
             gain(scale) = (var + sqr) / (var / scale + sqr)
 
-        The gain never falls as the scale rises. For scale >= 1 it lies between 1 and `scale`: it is `scale` for a
+        The gain never falls as the scale rises. For scale >= 1 it is between 1 and `scale`: it is `scale` for a
         gradient of pure noise (sqr = 0), and 1 for a gradient without noise (var = 0) or if nothing is known (both 0).
         """
         x = reals("scale", scale, at_least=0)
@@ -122,7 +122,7 @@ class GoodputModel:
         return plain(self._throughput(*_checked(nodes, replicas, atomic_bsz, accum_steps)))
 
     def efficiency(self, batch_size: ArrayLike) -> FloatOrArray:
-        """Return the progress per sample at this batch size M, relative to that at the initial batch size M0.
+        """Return the progress per sample at this batch size M, relative to the progress at the initial batch size M0.
 
         This is gain(M / M0) / (M / M0), with the gain of `NoiseScale`. It never rises with M; below M0 it is at least
         1.
@@ -146,7 +146,7 @@ class GoodputModel:
     ) -> tuple[FloatOrArray, Any, Any]:
         """Return (goodput, atomic_bsz, accum_steps) of the batch with the highest goodput, for each (nodes, replicas).
 
-        The global batch of a step is M = R m (s + 1) samples, with m = atomic_bsz and s = accum_steps. M lies in
+        The global batch of a step is M = R m (s + 1) samples, with m = atomic_bsz and s = accum_steps. M is in
         [init_batch_size, max_batch_size], and m in ``atomic_bsz_range``. The search tries about a hundred batch sizes
         in geometric steps and refines the best; it is deterministic. If no batch within the limits is a multiple of R
         (s + 1), the next smaller batch that fits is used, just below init_batch_size. If nothing fits, all three
@@ -177,8 +177,8 @@ class GoodputModel:
     def held_at(self, batch_size: int) -> tuple[GoodputModel, float]:
         """Return (model, worth): this model with its batch fixed, and the worth of a sample at that batch.
 
-        ``worth`` is the progress per sample relative to that at this model's initial batch size. The returned model
-        has ``batch_size`` as its initial batch size, so `best` without ``max_batch_size`` never changes it. The
+        ``worth`` is the progress per sample relative to the progress at this model's initial batch size. The returned
+        model has ``batch_size`` as its initial batch size, so `best` without ``max_batch_size`` never changes it. The
         returned model's goodput times ``worth`` equals this model's goodput at that batch.
         """
         held = GoodputModel(self.throughput_model, self.noise, batch_size)
@@ -270,9 +270,9 @@ class GoodputModel:
 def _candidates(local: Floats, least: Floats, low: float, high: float) -> tuple[Floats, Floats]:
     """Return (k, wanted m) to try for the samples per replica and step in `local`, as columns.
 
-    Candidates are: each entry in as few micro-steps as `high` allows; full micro-steps of `high`, since goodput
-    drops after each; both ends of the first few k; and some m from `low` to `high` in as few micro-steps as
-    reach the least batch, since with few possible batches the other candidates may have no multiple.
+    The candidates are: each entry in as few micro-steps as `high` allows; full micro-steps of `high`, since goodput
+    drops after each; both ends of the first few k; and some m from `low` to `high` in as few micro-steps as reach the
+    smallest batch, since with few possible batches the other candidates may have no multiple.
     """
     fewest = np.ceil(local / high)
     full = np.maximum(np.floor(local / high), 1.0)

@@ -23,7 +23,7 @@ LARGEST = float(np.finfo(np.float64).max)
 
 @dataclass(frozen=True, slots=True)
 class ThroughputModel:
-    """Parameters of the time of one step, in seconds; communication is modelled by the slowest link only.
+    """Parameters for the time of one step, in seconds; communication is modelled by its slowest link alone.
 
     With N nodes, R replicas, m samples per replica and micro-step (atomic batch size), s accumulation steps::
 
@@ -53,11 +53,11 @@ class ThroughputModel:
             object.__setattr__(self, field.name, value)
 
     def grad_time(self, atomic_bsz: ArrayLike) -> FloatOrArray:
-        """Return T_grad: the seconds of one forward and backward pass over `atomic_bsz` (>= 1) samples."""
+        """Return T_grad: the seconds for one forward and backward pass over `atomic_bsz` (>= 1) samples."""
         return plain(self._grad_time(reals("atomic_bsz", atomic_bsz, at_least=1)))
 
     def sync_time(self, nodes: ArrayLike, replicas: ArrayLike) -> FloatOrArray:
-        """Return T_sync: the seconds of one gradient synchronisation. Arguments as in `step_time`."""
+        """Return T_sync: the seconds for one gradient synchronisation. Arguments as in `step_time`."""
         return plain(self._sync_time(*resources(nodes, replicas)))
 
     def step_time(
@@ -107,7 +107,7 @@ def real(name: str, value: Any, *, at_least: float = -math.inf) -> float:
 
 
 def reals(name: str, value: ArrayLike, *, at_least: float) -> Floats:
-    """Return `value` as a float64 array; raise an error naming the first number not finite or below `at_least`."""
+    """Return `value` as a float64 array; reject numbers that are not finite or below `at_least`, naming the first."""
     array = np.asarray(value)
     if array.dtype.kind not in "iuf" and array.size:
         raise TypeError(f"{name} must be a real number or an array of them, but got {value!r}")

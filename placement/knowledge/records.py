@@ -1,4 +1,4 @@
-"""Records of measurements that are stored between two runs of an allocator, and how they are merged (pure)."""
+"""Records of measurements that are stored between runs of an allocator, and how they are merged (pure)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_LENGTHS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Limits of a job's batch; the fields are those of ``JobView``."""
+    """Limits on a job's batch, with fields as in ``JobView``."""
 
     init_batch_size: int
     max_batch_size: int | None = None
@@ -42,7 +42,7 @@ class KnownStep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownNoise:
-    """Stored gradient noise of a job after a number of epochs, with the job's batch limits."""
+    """Stored gradient noise for a job after a number of epochs, with the job's batch limits."""
 
     fingerprint: str  # of the job's model
     gpu_type: str  # of the nodes it ran on
@@ -65,7 +65,7 @@ class KnownLength:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownStrategy:
-    """Stored result of a comparison of synchronisation strategies: the fastest one."""
+    """Stored result of comparing synchronisation strategies: the fastest one."""
 
     fingerprint: str  # of the job's model
     form: str  # of its group
@@ -78,7 +78,7 @@ _Known = TypeVar("_Known", KnownStep, KnownNoise, KnownStrategy)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """All measurements that are stored between two runs of an allocator: step times, noise, lengths, strategies."""
+    """All measurements that are stored between runs of an allocator: step times, noise, lengths and strategies."""
 
     steps: tuple[KnownStep, ...] = ()
     noises: tuple[KnownNoise, ...] = ()
@@ -87,7 +87,7 @@ class Measurements:
 
 
 def merged(several: Iterable[Measurements]) -> Measurements:
-    """Return the measurements of several writers as one, with only the newest per shape (for noise: per epoch)."""
+    """Return several writers' measurements as one object, with only the newest per shape (for noise: per epoch)."""
     several = tuple(several)
     return Measurements(
         steps=_latest((each for one in several for each in one.steps), lambda each: (each.machines, *_step_key(each))),
@@ -119,7 +119,7 @@ def _strategy_key(strategy: KnownStrategy) -> tuple[object, ...]:
 
 
 def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
-    """Return the latest job lengths of each model (a limited number), oldest first and without duplicates."""
+    """Return the latest job lengths for each model (a limited number), oldest first and without duplicates."""
     kept: dict[str, list[KnownLength]] = {}
     for length in sorted(set(lengths), key=lambda each: (each.seen_s, each.fingerprint, each.samples)):
         kept.setdefault(length.fingerprint, []).append(length)

@@ -38,7 +38,7 @@ def make_plan(
 ) -> Plan:
     """Return a plan: query the policy for each job's number of workers, check its answer, and place the workers.
 
-    All constraints apply. Units (workers of several processes) that do not fit on any node span several
+    All constraints apply. Units (multi-process workers) that do not fit on any node span several
     (``placement.planning.spans``).
 
     Raises AllocationError: the policy violated a rule; the caller must not change anything.
@@ -219,7 +219,7 @@ def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> No
 
 
 def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
-    """Return the nodes that, if empty, could run a worker of the job, or part of a unit that spans nodes."""
+    """Return the nodes that, if empty, could run a worker for the job, or part of a unit that spans nodes."""
     need = per_process(view) if spans_nodes(view, cluster) else view.bundle
     return [node for node in cluster.nodes if node.matches(view.selector) and slots(node.total, need)]
 

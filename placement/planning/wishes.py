@@ -1,8 +1,8 @@
 """Sizes requested by jobs' own policies (wishes), granted from slots that the allocation policy leaves unused.
 
-The allocation policy sees neither the wishes nor the workers granted for them: it decides about other jobs as if these
-slots were free. A wish therefore takes no worker from another job. Granted workers are withdrawn as soon as the
-policy has a use for their slots, by its own measure of goodput.
+The allocation policy sees neither the wishes nor the workers granted for them: it decides as if these slots were free.
+A wish therefore takes no worker from another job. Granted workers are withdrawn as soon as the policy has a use for
+their slots, by its own measure of goodput.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _FreeSlots:
                     del counts[node_id]
 
     def _next(self, view: JobView, place: Mapping[str, int]) -> str | None:
-        """Return the node of the job's next worker: one with a worker to keep, another of its nodes, or the fullest.
+        """Return the node for the job's next worker: one with a worker to keep, another of its nodes, or the fullest.
 
         None if no node is available.
         """

@@ -1,4 +1,4 @@
-"""SHELL: node requests to Ray, either from the decisions of ``Autoscaler`` or for waiting jobs alone."""
+"""SHELL: node requests to Ray, based either on decisions by ``Autoscaler`` or only on waiting jobs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def refusals(since_s: float) -> tuple[Refusal, ...]:
 
 
 def refusal(launch: Any) -> Refusal:
-    """Return the refusal that Ray's ``LaunchRequest`` reports; its details may be missing, blank or of many lines."""
+    """Return the refusal that Ray's ``LaunchRequest`` reports; its details may be missing, blank or span many lines."""
     lines = (launch.details or "").strip().splitlines()
     return Refusal(
         node_type=launch.ray_node_type_name,
@@ -142,14 +142,14 @@ class ClusterScaler:
         self.decision: ScalingDecision | None = None
 
     def marked(self, cluster: Cluster) -> Cluster:
-        """Return a copy of the cluster in which nodes that will be released are draining, so that jobs leave them."""
+        """Return a copy of the cluster with nodes to be released marked as draining, so that jobs leave them."""
         if self.decision is None or not self.decision.release:
             return cluster
         return cluster.draining(set(self.decision.release))
 
     @property
     def spot_types(self) -> frozenset[str]:
-        """Names of the node types whose nodes the cloud may reclaim."""
+        """Names of node types with nodes that the cloud may reclaim."""
         return frozenset(each.name for each in self._config.node_types if each.spot)
 
     def is_due(self) -> bool:
@@ -198,7 +198,7 @@ class ClusterScaler:
 
 
 def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterable[Tenant] = ()) -> Bundles:
-    """Return (resources, labels) of each worker that the cluster should have room for; empty if no job waits (pure).
+    """Return (resources, labels) for each worker that should find room; empty if no job is waiting (pure).
 
     Each job counts with its minimum, or with the size at which it is held, so that no job waits if all bundles fit. A
     waiting job that does not fit into its tenant's quota is not counted.
@@ -225,7 +225,7 @@ def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterabl
 
 
 class WaitingDemand:
-    """Requests of one allocator to Ray's autoscaler for waiting jobs; the calls to Ray run in a thread."""
+    """One allocator's requests to Ray's autoscaler for waiting jobs; the calls to Ray run in a thread."""
 
     def __init__(self) -> None:
         self._requests = NodeRequests()
@@ -251,7 +251,7 @@ class WaitingDemand:
             logger.exception("Ray's autoscaler was not asked for nodes; the next look follows in %g s", _EVERY_S)
 
     def _ask(self, bundles: Bundles) -> None:
-        """Request nodes if an autoscaler runs. Without bundles, only withdraws an earlier allocator request."""
+        """Request nodes if an autoscaler is running; without bundles, only withdraw an earlier request."""
         if self._asked is None:
             self._asked = notes.asks_for_nodes()
         if not bundles and not self._asked:  # a list that a user has asked Ray for is not to be overwritten

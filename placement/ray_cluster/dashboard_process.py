@@ -1,6 +1,6 @@
 """SHELL: the dashboard page in its own process beside the allocator, so that it never delays the allocator.
 
-The page belongs to a higher-level package, so it is started as a command, by name.
+The page belongs to a higher-level package, so it is started by name, as a command.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DashboardProcess:
 
 
 def _options(cluster: str) -> dict[str, Any]:
-    """Return how a command's output is read, and its environment."""
+    """Return subprocess options for a command: how its output is read, and its environment."""
     env = {**os.environ, "RAY_ADDRESS": cluster}
     return {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace", "env": env}
 

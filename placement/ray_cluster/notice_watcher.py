@@ -1,4 +1,4 @@
-"""SHELL: watch for the cloud's notice that a spot node will be reclaimed, upon which Ray drains the node.
+"""SHELL: watch for the cloud's notice that a spot node will be reclaimed; Ray then drains the node.
 
 All components handle draining nodes: the allocator moves jobs off them, and Ray schedules nothing new on them. Since an
 actor keeps a node from being idle, only nodes that elastic jobs use are watched.
@@ -34,7 +34,7 @@ _QUIET_POLLS = 30  # unanswered looks after which it is asked again what cloud t
 
 
 class Watchers:
-    """Watcher actors of the allocator, one on each watched node; they end with the allocator."""
+    """Allocator's watcher actors, one on each watched node; they end with the allocator."""
 
     def __init__(self, config: NoticeConfig) -> None:
         self._config = config
@@ -60,7 +60,7 @@ class Watchers:
 
 
 class NoticeWatcher:
-    """Actor class that watches on one node for the cloud's notice that it will reclaim the node."""
+    """Actor class that watches, on one node, for the cloud's notice that it will reclaim that node."""
 
     def __init__(self, config: NoticeConfig, node_id: str) -> None:
         log_plainly(logging.INFO)
@@ -134,7 +134,7 @@ class Metadata:
         return question(cloud, self._token)
 
     def _ask(self, request: Request) -> str | None:
-        """Return the body of the answer; None for 404 (not found)."""
+        """Return the body of the response; None for 404 (not found)."""
         asked = urllib.request.Request(
             self._config.address.rstrip("/") + request.path, headers=dict(request.headers), method=request.method
         )

@@ -1,4 +1,4 @@
-"""Cloud notices that a spot node will be reclaimed, in the format of each metadata server (pure).
+"""Cloud notices that a spot node will be reclaimed, in each metadata server's format (pure).
 
 Sources: AWS "Spot Instance interruption notices" (``spot/instance-action``, two minutes ahead), Google Cloud "Spot
 VMs" (``instance/preempted``, 30 s ahead), Azure "Scheduled Events" (``Preempt``, 30 s ahead or more).
@@ -21,7 +21,7 @@ CLOUDS = ("auto", "aws", "gcp", "azure")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoticeConfig(NamesArguments):
-    """Configuration of the watch for notices that the cloud will reclaim a spot node.
+    """Configuration for watching for notices that the cloud will reclaim a spot node.
 
     Attributes:
         cloud: "aws", "gcp" or "azure"; "auto" detects the cloud from the metadata server.

@@ -1,9 +1,9 @@
 """SHELL: release of placement groups and notes left behind by jobs whose controller is gone.
 
-Groups are detached, so they outlive a controller that Ray restarts. A controller that ends releases its own groups,
-and a worker that has lost its controller first saves the job and then releases its group. What remains are
-reservations whose process is dead, or that were never assigned to a process. The same holds for notes in Ray's
-control store.
+Groups are detached, so they outlive a controller that Ray restarts. A controller that ends releases its own groups, and
+a worker that has lost its controller first saves the job and then releases its group. This leaves reservations whose
+process is dead, and those that were never assigned to a process. Notes in Ray's control store can be left behind in the
+same way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOTES_EVERY_S = 300.0  # Ray is asked for each controller that has any
 def orphaned(
     holders: Mapping[str, bool | None], since_s: dict[str, float], now_s: float, timeout_s: float
 ) -> tuple[str, ...]:
-    """Return the placement groups to release, among those whose job the allocator does not know.
+    """Return the placement groups to release, out of those whose job the allocator does not know.
 
     A group is released at once if its process is dead, and after ``_ORPHANED_S`` if no process holds it. Pure, except
     that ``since_s`` is updated.
@@ -43,7 +43,7 @@ def orphaned(
 
 
 def _holders(left: Collection[str]) -> dict[str, bool | None]:
-    """Return for each group whether its process lives. Blocks for some milliseconds per group."""
+    """Return, for each group, whether its process is alive. Blocks for some milliseconds per group."""
     return {group: groups.holder_lives(group) for group in left}
 
 

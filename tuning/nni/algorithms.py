@@ -15,7 +15,7 @@ _HYPEROPT = "hyperopt 0.3 rounds to arrays, which NNI 3.0 cannot read"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSupport:
-    """Support for one NNI algorithm on elastic jobs: whether it runs, in which settings, and a substitute if not."""
+    """Support for one NNI algorithm on elastic jobs: whether and in what settings it runs, and a substitute."""
 
     kind: str = "tuner"  # "tuner", "advisor" (a tuner that stops trials itself) or "assessor"
     optimizes: bool = True  # whether it takes ``optimize_mode``
@@ -59,7 +59,7 @@ KNOWN: Mapping[str, AlgorithmSupport] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """NNI tuner, advisor or assessor that a user chose, with its arguments in NNI's format."""
+    """NNI tuner, advisor or assessor chosen by a user, with its arguments in NNI's format."""
 
     name: str = ""
     class_name: str = ""
@@ -119,7 +119,7 @@ def works(kind: str) -> list[str]:
 
 
 def _read(what: str, kinds: tuple[str, ...], given: Any, *, in_tune: bool = False) -> Algorithm:
-    """Return the named algorithm or the user's own class. Raise TypeError if both or neither are given."""
+    """Return the named algorithm or the user's own class; raise TypeError if both or neither are given."""
     if isinstance(given, str):
         given = {"name": given}
     elif not isinstance(given, Mapping):
@@ -163,7 +163,7 @@ def _known_name(what: str, kinds: tuple[str, ...], name: Any, in_tune: bool) -> 
 
 
 def _with_mode(what: str, algorithm: Algorithm, mode: str) -> Algorithm:
-    """Return the algorithm with ``optimize_mode`` if it accepts one. Raise ValueError if it contradicts ``mode``."""
+    """Return the algorithm with ``optimize_mode`` if it accepts one; raise ValueError if it contradicts ``mode``."""
     if mode not in ("max", "min"):
         raise ValueError(f"mode must be 'max' or 'min', but got {mode!r}")
     word = {"max": "maximize", "min": "minimize"}[mode]

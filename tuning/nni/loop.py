@@ -1,4 +1,4 @@
-"""Train loops as trials of an NNI experiment, in whose workers NNI's functions for trial code work."""
+"""Train loops as trials of an NNI experiment; NNI's functions for trial code work in their workers."""
 
 from __future__ import annotations
 

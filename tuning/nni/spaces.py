@@ -95,7 +95,7 @@ def _has_domain(value: Any) -> bool:
 
 
 def _from_domain(name: str, domain: Any) -> dict[str, Any]:
-    """Return a numeric Tune domain in NNI's format. Raise ValueError if NNI has no equivalent."""
+    """Return a numeric Tune domain in NNI's format; raise ValueError if NNI has no equivalent."""
     from ray.tune.search.sample import Integer, LogUniform, Normal, Quantized
 
     sampler: Any = domain.get_sampler()

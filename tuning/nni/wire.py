@@ -66,7 +66,7 @@ def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[st
 
 
 def finite(value: Any) -> float | None:
-    """Return a reported number (Python, NumPy or a tensor) as a float; None if it is text or not finite."""
+    """Return a reported number (Python, NumPy or a tensor) as a float; None if it is a string or not finite."""
     if value is None or isinstance(value, str | bytes):
         return None
     try:

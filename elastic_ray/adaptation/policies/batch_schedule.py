@@ -33,6 +33,8 @@ class BatchSchedule(ReadyPolicy):
         'step'
     """
 
+    starts_at_initial = True
+
     def __init__(
         self,
         schedule: Mapping[int, int] | Mapping[float, int] | str,

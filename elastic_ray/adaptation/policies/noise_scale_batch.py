@@ -35,6 +35,8 @@ class NoiseScaleBatch(ReadyPolicy):
         20
     """
 
+    starts_at_initial = True
+
     def __init__(
         self,
         *,

@@ -38,6 +38,8 @@ class Seesaw(ReadyPolicy):
     Raises TypeError, ValueError: an argument has the wrong type or is out of range.
     """
 
+    starts_at_initial = True
+
     def __init__(self, *, growth: float = GROWTH) -> None:
         self.strict = True
         self.growth = self._number("growth", growth, least=1.0)

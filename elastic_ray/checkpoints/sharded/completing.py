@@ -22,7 +22,6 @@ from elastic_ray.checkpoints.sharded.manifest import (
     ManifestError,
     Part,
     Path,
-    StoredTensor,
     account_name,
     complete,
     part_name,
@@ -150,7 +149,14 @@ def torch_metadata(manifest: Manifest, values: Values) -> bytes:
     paths: dict[str, tuple[str | int, ...]] = {}
     for tensor in manifest.tensors:
         name = _new_name(tensor.path, entries)
-        entries[name] = _described(tensor)
+        entries[name] = dcp.TensorStorageMetadata(
+            properties=dcp.TensorProperties(dtype=dtype_of(tensor.dtype)),
+            size=torch.Size(tensor.shape),
+            chunks=[
+                dcp.ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
+                for _, piece in tensor.pieces
+            ],
+        )
         paths[name] = _torch_path(tensor.path)
         for rank, piece in tensor.pieces:
             index = dcp.MetadataIndex(name, torch.Size(piece.offsets))
@@ -163,18 +169,6 @@ def torch_metadata(manifest: Manifest, values: Values) -> bytes:
         dcp.Metadata(
             state_dict_metadata=entries, planner_data=paths, storage_data=places, storage_meta=dcp.StorageMeta()
         )
-    )
-
-
-def _described(tensor: StoredTensor) -> dcp.TensorStorageMetadata:
-    """Describe a tensor in torch's terms."""
-    return dcp.TensorStorageMetadata(
-        properties=dcp.TensorProperties(dtype=dtype_of(tensor.dtype)),
-        size=torch.Size(tensor.shape),
-        chunks=[
-            dcp.ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
-            for _, piece in tensor.pieces
-        ],
     )
 
 

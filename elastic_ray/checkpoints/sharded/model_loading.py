@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from ray.train import Checkpoint, Result
 
     Source: TypeAlias = Checkpoint | Result | str | os.PathLike[str]
+
+logger = logging.getLogger(__name__)
 
 
 def load_model_state(
@@ -108,14 +111,19 @@ def find_state(checkpoint: Source) -> tuple[RunStorage, StateFile]:
         storage = RunStorage(os.fspath(checkpoint))  # type: ignore[arg-type]
     else:
         storage = RunStorage(str(checkpoint.path), filesystem)  # type: ignore[union-attr]
+    problems: list[str] = []
     for directory in (posixpath.join(storage.path, DIRECTORY), storage.path):
-        if found := state_files(storage, directory=directory):
+        if found := state_files(storage, problems.append, directory=directory):
+            for problem in problems:
+                logger.warning("%s: %s is loaded", problem, found[0].path)
             return storage, found[0]
     reported = storage.filesystem.get_file_info(storage.path).type == pyarrow.fs.FileType.Directory
     raise FileNotFoundError(
         f"there is no automatic checkpoint in {storage.where}"
         + (
-            ": what report() has stored there is the train function's own format. Give the Result, or the run's "
+            f": {'; '.join(problems)}"
+            if problems
+            else ": what report() has stored there is the train function's own format. Give the Result, or the run's "
             "directory, for the last automatic one"
             if reported
             else ". Jobs leave one unless ElasticConfig says automatic_checkpoints=False or keep_last_state=False; "

@@ -88,14 +88,39 @@ def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
     return manifest
 
 
+def check_whole(storage: RunStorage, state: StateFile) -> None:
+    """Read all files of an automatic checkpoint, in little memory. Raises CorruptStateError like `open_checkpoint`."""
+
+    def read() -> None:
+        manifest = read_manifest(storage, state)
+        for rank, file in enumerate(_parts(storage, state, manifest)):
+            _scatter(file, manifest.files[rank][0])
+
+    try:
+        _patiently(state.path, read)
+    except ManifestError as error:
+        raise CorruptStateError(f"{state.path} is no state of ours: {error}") from error
+
+
+def _parts(storage: RunStorage, state: StateFile, manifest: Manifest) -> list[PartFile]:
+    """Return the parts of a checkpoint, in rank order. Raises CorruptStateError: one has another size than written."""
+    files = [PartFile(storage, posixpath.join(state.path, part_name(rank))) for rank in range(len(manifest.files))]
+    for file, (_, size) in zip(files, manifest.files, strict=True):
+        if (there := _size(storage, file.path)) != size:
+            raise CorruptStateError(f"{file.path} has {there} bytes, but {size} were written")
+    return files
+
+
+def _scatter(file: PartFile, sha256: str, pieces: Sequence[tuple[int, memoryview]] = ()) -> None:
+    """Read a part into ``pieces`` (see `PartFile.scatter`). Raises CorruptStateError: its checksum differs."""
+    if file.scatter(pieces) != sha256:
+        raise CorruptStateError(f"{file.path} does not have the checksum of what was written")
+
+
 def _read_parts(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) -> dict[str, Any]:
     """Read a sharded checkpoint like :func:`open_checkpoint`; also raises ManifestError and OSError."""
     manifest = read_manifest(storage, state)
-    files = [PartFile(storage, posixpath.join(state.path, part_name(rank))) for rank in range(len(manifest.files))]
-    for rank, (_, size) in enumerate(manifest.files):  # before memory is taken for them
-        path = posixpath.join(state.path, part_name(rank))
-        if (there := _size(storage, path)) != size:
-            raise CorruptStateError(f"{path} has {there} bytes, but {size} were written")
+    files = _parts(storage, state, manifest)  # before memory is taken for them
     found: list[Tensor | UnreadTensor] = []
     pieces: dict[int, list[tuple[int, memoryview]]] = {}
     for each in manifest.tensors:
@@ -110,9 +135,7 @@ def _read_parts(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) ->
             begin = piece.start * _itemsize(each)
             pieces.setdefault(rank, []).append((piece.offset, view[begin : begin + piece.nbytes]))
     for rank, (sha256, _) in enumerate(manifest.files):
-        if files[rank].scatter(pieces.get(rank, [])) != sha256:
-            path = posixpath.join(state.path, part_name(rank))
-            raise CorruptStateError(f"{path} does not have the checksum of what was written")
+        _scatter(files[rank], sha256, pieces.get(rank, []))
     try:
         states: dict[str, Any] = unpack(manifest.tree, found)
     except (RuntimeError, TypeError, IndexError) as error:
@@ -153,7 +176,7 @@ class PartFile:
     """Reader of one rank's part of a checkpoint, which detects changes of the file after the first complete read."""
 
     def __init__(self, storage: RunStorage, path: str) -> None:
-        self._storage, self._path = storage, path
+        self._storage, self.path = storage, path
         self._size = 0
         self._sums = array.array("I")
 
@@ -162,7 +185,7 @@ class PartFile:
         digest, at = hashlib.sha256(), 0
         waiting = sorted(pieces, key=lambda piece: piece[0])
         blocks = _Blocks()
-        with self._storage.filesystem.open_input_stream(self._path) as raw:
+        with self._storage.filesystem.open_input_stream(self.path) as raw:
             while data := raw.read(CHUNK_BYTES):
                 chunk = memoryview(data)
                 digest.update(chunk)
@@ -183,7 +206,7 @@ class PartFile:
         """Read bytes of the file into `target` in few blocks of memory; call :meth:`scatter` first."""
         end = offset + len(target)
         at, stop = offset // BLOCK_BYTES * BLOCK_BYTES, min(self._size, -(-end // BLOCK_BYTES) * BLOCK_BYTES)
-        with self._storage.filesystem.open_input_file(self._path) as raw:
+        with self._storage.filesystem.open_input_file(self.path) as raw:
             while at < stop:
                 count = min(_READ_BYTES, stop - at)
                 chunk = memoryview(raw.read_at(count, at))
@@ -192,7 +215,7 @@ class PartFile:
                 first, found = at // BLOCK_BYTES, blocks.sums()
                 if len(chunk) != count or found != self._sums[first : first + len(found)]:
                     raise CorruptStateError(
-                        f"{self._path} has changed since it was compared with its checksum: start the job again; it "
+                        f"{self.path} has changed since it was compared with its checksum: start the job again; it "
                         "then continues from the last complete checkpoint"
                     )
                 _put(target, offset, chunk, at)

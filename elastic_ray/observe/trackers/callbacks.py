@@ -43,12 +43,8 @@ class TrialView:
 
     Attributes:
         trial_id: Id of the run. It stays the same when the controller is replaced.
-        trial_name: The job's name.
-        config: The user's ``train_loop_config``.
         local_path: Directory on the controller's node in which loggers may write.
-        path: The run's directory in storage.
         node_ip: Address of the controller's node; empty if Ray is not initialised.
-        checkpoint: The latest reported ``ray.train.Checkpoint``; None before the first one.
         status: The run's status in Ray Tune's terms: "RUNNING", "TERMINATED" or "ERROR".
     """
 

@@ -34,8 +34,8 @@ class StablePlacer:
         """Return each job's workers, keyed by node index; None if some job gets fewer than its minimum ``least``.
 
         Jobs are placed in order of decreasing size. A job that keeps its size stays unless a larger job took its nodes.
-        A job that moves goes to the node with the fewest workers of staying jobs, preferring the tightest fit. A job
-        that needs several nodes uses as few as possible, preferably without other multi-node jobs; it gets fewer
+        A job that moves goes to the node with the fewest workers from jobs that stay, preferring the tightest fit. A
+        job that needs several nodes uses as few as possible, preferably without other multi-node jobs; it gets fewer
         workers than its size if room is short.
         """
         wanted = [0] * len(sizes) if kinds is None else list(kinds)
@@ -153,7 +153,7 @@ def shape_of(place: Mapping[int, int]) -> tuple[int, int]:
 
 
 def growth_limit(view: JobView) -> int:
-    """Return the most workers that the job may have now: the smaller of its ``useful_workers`` and ``growth_limit``."""
+    """Return the maximum number of workers for the job: the smaller of its ``useful_workers`` and ``growth_limit``."""
     limit = view.useful_workers
     return limit if view.growth_limit is None else min(limit, view.growth_limit)
 
@@ -161,7 +161,7 @@ def growth_limit(view: JobView) -> int:
 def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int, int]:
     """Return the job's current workers keyed by node index; empty if one of its nodes is gone or draining.
 
-    ``index`` maps a node id to the node's index, or to None for such a node.
+    ``index`` maps a node id to the node's index, or to None if the node is gone or draining.
     """
     place: dict[int, int] = {}
     for node_id, workers in view.allocation.items():
@@ -188,7 +188,7 @@ def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
     """Return the goodput of each shape (nodes, workers) relative to the job's minimum size on one node.
 
     Each shape runs at its best batch. If the minimum size cannot run, speeds are relative to the lowest goodput among
-    the shapes. A shape for which no batch fits has speed 0. Without a goodput model, speed is the number of workers.
+    the shapes. A shape that no batch fits has speed 0. Without a goodput model, speed is the number of workers.
     """
     if view.goodput is None:
         return np.array([workers for _, workers in wanted], dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Simulated cloud: a node costs money from its request on and starts after a delay; spot nodes are reclaimed."""
+"""Simulated cloud: a node costs money as soon as it is requested and starts after a delay; spot nodes are reclaimed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AutoscaledCluster:
         check_number("expected_h", self.expected_h, above=0, unit="hours", error=InputError)
 
     def __str__(self) -> str:
-        """Return the text under the class's former name, to keep reports of simulations comparable."""
+        """Return text with the class's former name, to keep simulation reports comparable."""
         fields = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self))
         return f"Autoscaling({fields})"
 
@@ -47,7 +47,7 @@ class AutoscaledCluster:
             raise InputError("autoscale goes with spot traces, interference and noise, but got failing or slow nodes")
 
     def types(self, cluster: Cluster, prices: PriceTable, spot: Mapping[str, SpotTrace]) -> tuple[NodeType, ...]:
-        """Return an on-demand node type for each GPU type of the cluster, and a spot type for each with a trace."""
+        """Return an on-demand node type for each GPU type in the cluster, and a spot type for each with a trace."""
         found = []
         for gpu in sorted({node.gpu_type for node in cluster.nodes}):
             nodes = [node for node in cluster.nodes if node.gpu_type == gpu]
@@ -108,7 +108,7 @@ class Provider:
         return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
 
     def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
-        """Rent machines up to the numbers in ``nodes`` and return the new ones; give surplus starting ones back."""
+        """Rent machines up to the numbers in ``nodes``, returning new ones; give back surplus ones not yet started."""
         fresh: list[Machine] = []
         for each in self.types:
             mine = [m for m in self.machines.values() if m.kind.name == each.name]
@@ -128,12 +128,12 @@ class Provider:
         self.rented_h[machine.kind.name] += (now_s - machine.since_s) / 3600.0
 
     def close(self, now_s: float) -> None:
-        """Give all machines back to the cloud at the end of the simulation."""
+        """Give all machines back to the cloud when the simulation ends."""
         for node_id in list(self.machines):
             self.give_back(node_id, now_s)
 
     def _rent(self, kind: NodeType, now_s: float) -> Machine | None:
-        """Return a new machine, paid for from now on; None if the spot market has no free place for it."""
+        """Return a new machine, which costs money from now on; None if the spot market has no free place for it."""
         place, gone_s = None, math.inf
         if kind.spot:
             busy = {m.place for m in self.machines.values() if m.kind.name == kind.name}

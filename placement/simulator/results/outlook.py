@@ -33,7 +33,7 @@ _CONFIG = AllocatorConfig(rounds=True, silence_s=math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Predicted number of workers and end time of one job; see :func:`outlook`."""
+    """Predicted number of workers and end time for one job; see :func:`outlook`."""
 
     job: str
     workers: int  # that it would have at first
@@ -71,9 +71,9 @@ def outlook(
     """Predict each job's workers on these nodes, and when it ends; the policy decides again whenever a job ends.
 
     The prediction stops when every job with a known length has ended. Between decisions, a job progresses at goodput /
-    M0 iterations per second, according to its current model. For a GPU type on which it has not run, the model of a
-    type on which it has run is used. Resizes are free. Jobs without a declared length or a model keep their workers to
-    the end.
+    M0 iterations per second, according to its current model. On a GPU type that it has never run on, its model for a
+    type that it has run on is used. Resizes are free. Jobs without a declared length or a model keep their workers
+    until the end.
 
     Args:
         stay: True if the jobs already run on these nodes, so that the result describes their current workers; False if
@@ -120,7 +120,7 @@ def outlook(
 def _share_out(
     core: AllocatorCore, running: Mapping[str, JobView], at_s: float
 ) -> dict[str, tuple[Mapping[str, int], str]]:
-    """Return the target nodes of every job, with the reason. Raise InputError if the decision was refused."""
+    """Return every job's target nodes, with the reason; raise InputError if the decision was refused."""
     for view in running.values():
         core.handle(JobHeartbeat(view=view), at_s)
     core.handle(TimePassed(), at_s)
@@ -137,7 +137,7 @@ def _row(view: JobView, nodes: Mapping[str, int], reason: str, rate: float | Non
 
 
 def _present_row(view: JobView, cluster: Cluster, decided: Outlook) -> Outlook:
-    """Return the outlook of a job's current workers; its reason mentions a different decision of the allocator."""
+    """Return the outlook for a job's current workers; its reason mentions any different decision by the allocator."""
     if dict(view.allocation) == dict(decided.nodes):
         return decided
     reason = f"{decided.workers} workers are decided: {decided.reason}"

@@ -1,4 +1,4 @@
-"""Traces: arrival times of jobs, the resources that their users requested, and actual and declared lengths."""
+"""Traces: jobs' arrival times, the resources that their users requested, and actual and declared lengths."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Actual and declared job lengths of a trace; by default all jobs of an application have the same length."""
+    """Actual and declared job lengths for a trace; by default, all jobs of an application have the same length."""
 
     # whether jobs declare how many epochs they run. (The oracle of jobs that run as requested, which Optimus was
     # published with, is not touched.)

@@ -144,7 +144,7 @@ class SimulatedJob:
         return self.trace.batch_size if self.requested else self.app.fixed_batch or _SINGLE.get(self.app.name)
 
     def arrive(self, now_s: float) -> None:
-        """Set the job's clock to ``now_s``: the time of its arrival, or the start of the round in which it arrived."""
+        """Set the job's clock to ``now_s``: its arrival time, or the start of the round when it arrived."""
         self.now_s = now_s
 
     def share(self, models: Mapping[str, GoodputModel]) -> None:
@@ -189,7 +189,7 @@ class SimulatedJob:
             self.now_s = end_s
 
     def next_s(self) -> float:
-        """Return the time of the job's next event (epoch end, batch change, workers join) [s]; infinity if none."""
+        """Return the time of the job's next event (epoch end, batch change, workers joining) [s]; infinity if none."""
         if self.training is None or self.finished_s is not None:
             return math.inf
         missing = self._next_change() - self.progress
@@ -197,7 +197,7 @@ class SimulatedJob:
         return max(own_s, self.now_s + _SOON_S)
 
     def leave(self) -> None:
-        """Release the GPUs of the finished job."""
+        """Release the finished job's GPUs."""
         self.location = None
 
     def lose_workers(self) -> None:
@@ -258,19 +258,19 @@ class SimulatedJob:
 
     @functools.cached_property
     def _ramp(self) -> tuple[tuple[float, int], ...]:
-        """Batches of the ramp, each with the progress from which it applies."""
+        """Batches of the ramp, each with the progress where it starts to apply."""
         whole = self.app.progress_at(self.app.epochs)
         return tuple((begin * whole, batch) for begin, batch in self.trace.ramp)
 
     def _next_change(self) -> float:
-        """Return the progress at which the epoch ends, or at which the ramp changes the batch if that is earlier."""
+        """Return the progress when the epoch ends or, if that is earlier, when the ramp changes the batch."""
         end = self.app.progress_at(self.epoch + 1)
         if not self.trace.ramp or self.requested:
             return end
         return min((begin for begin, _ in self._ramp if self.progress < begin < end), default=end)
 
     def _forecast(self) -> BatchForecast | None:
-        """Return the ramp's later batches, each with the samples until it applies at the current noise scale."""
+        """Return the ramp's later batches, each with the samples left until it applies at the current noise scale."""
         if not self._foresight or not self.trace.ramp or self.requested or self._noise is None:
             return None
         steps, samples, done, batch = list[tuple[float, int]](), 0.0, self.progress, self.fixed_batch or 1
@@ -297,7 +297,7 @@ class SimulatedJob:
             self._choose_batch()
 
     def _rate(self) -> float:
-        """Return scale-invariant iterations per second, and record the measurements of running at this rate."""
+        """Return scale-invariant iterations per second, and record the measurements from running at this rate."""
         assert self.training is not None, f"{self.name} has no workers to train with"
         counts, gpu = self.training.counts, self.training.gpu
         replicas = self.training.workers
@@ -328,8 +328,8 @@ class SimulatedJob:
     def _learn(self, gpu: str, key: tuple[int, int, int], step_s: float, sync_s: float) -> None:
         """Measure a configuration once, with the configured noise.
 
-        A local batch within a few per cent of one already measured for this shape is skipped: it would not change the
-        model, and would cost a fit.
+        A local batch within a few per cent of one already measured for this shape is skipped, since it would cost a fit
+        but not change the model.
         """
         nodes, replicas, local = key
         known = self._measured.setdefault(gpu, {})
@@ -356,7 +356,7 @@ class SimulatedJob:
         self._noise = self.app.noise(self.app.init_batch_size, 0)
 
     def _choose_batch(self) -> None:
-        """Set atomic batch and accumulation: for the fixed batch, else the model's best, else the initial batch."""
+        """Set the atomic batch and accumulation: for the fixed batch, else the model's best, else the initial batch."""
         assert self.training is not None, f"{self.name} has no workers to choose a batch for"
         self._mixed = None
         replicas, types = self.training.workers, self.training.workers_by_type
@@ -381,7 +381,7 @@ class SimulatedJob:
         self.atomic_bsz, self.accum_steps = rigid_batch(batch, replicas, self.app, most)
 
     def _model(self, gpu: str) -> GoodputModel | None:
-        """Return the model that the job has fitted on this GPU type; None if it has none or does not need one."""
+        """Return the job's fitted model for this GPU type; None if it has none or does not need one."""
         known = self._measured.get(gpu)
         if not known or self._noise is None or self.requested:
             return None  # nothing known, or nothing to decide: a rigid job's batch is given
@@ -473,7 +473,7 @@ class MixedSteps:
 def shared_out(
     app: Application, models: Mapping[str, GoodputModel], location: Location, batch_size: int | None
 ) -> MixedSteps:
-    """Return the division of a step's batch among workers on several GPU types with the highest modelled goodput.
+    """Return the division of a step's batch among workers on several GPU types that maximises modelled goodput.
 
     If a type has no model, or a worker would get no samples, all shares are equal. ``models`` are keyed by GPU type.
     ``batch_size`` is the global batch [samples]; None uses the best one, or the initial one if shares are equal.
