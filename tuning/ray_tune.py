@@ -33,7 +33,7 @@ from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.overrides import login_name, read_overrides
 from elastic_ray.driver.trainer import kept_submission
 from elastic_ray.events import JobPhase
-from elastic_ray.worker.lazy_patch import patched
+from elastic_ray.late_patch import patched
 from elastic_ray.worker.train_loop import PickledTrainLoop, pack, with_config
 from placement.ray_cluster.snapshot import on_head
 from placement.text import printable

@@ -91,7 +91,7 @@ def test_a_small_model_has_smaller_buckets(sync: Reduce | Owner) -> None:
 
 
 @pytest.mark.parametrize("sync", [Reduce, Owner])
-def test_a_bucket_size_of_the_user_s_counts_as_it_is(sync: type[Reduce | Owner]) -> None:
+def test_bucket_size_of_a_user_counts_as_it_is(sync: type[Reduce | Owner]) -> None:
     model = profile(*(param(f"p{i}", MB // 2) for i in range(64)))
     for size, buckets in ((4 * MB, 32), (4 << 20, 8), (25 << 20, 2), (1 << 30, 1)):
         plan = lower(Strategy(default=sync(bucket_bytes=size)), model, ranks(2))

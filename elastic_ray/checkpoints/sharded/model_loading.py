@@ -14,7 +14,7 @@ import torch
 from elastic_ray.checkpoints.automatic import DIRECTORY, CorruptStateError, StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
-from elastic_ray.state.shared_state import ModuleExtras
+from elastic_ray.state.registered_state import ModuleExtras
 from elastic_ray.state.unread import read_all
 from elastic_ray.sync.sharded.embedding import ShardedEmbedding
 

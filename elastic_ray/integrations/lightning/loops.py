@@ -51,6 +51,10 @@ check_overridden(
 
 logger = logging.getLogger(__name__)
 
+_NOT_SENT = (
+    "what the module's on_save_checkpoint() saves does not reach workers that join: keep it in buffers, return it from "
+    "get_extra_state(), or register it: elastic_ray.register_state(name, object)"
+)
 _PLACE = "elastic_ray_place"  # in a checkpoint: Lightning's loaders, which have no state, refuse one under their name
 
 
@@ -130,6 +134,9 @@ class ElasticFitLoop(_FitLoop):
         self._start_where_restored()
         try:
             epochs.join()
+            self._count_epochs_done(session.progress.epoch)
+            if session.elastic and is_overridden("on_save_checkpoint", self.trainer.lightning_module):
+                session.run.notify("warning", _NOT_SENT)
             self._epochs = epochs
             self._came_later = bool(session.progress.passes)
             set_rank()
@@ -228,10 +235,13 @@ class ElasticFitLoop(_FitLoop):
         assert self._epochs is not None
         epoch = self._epochs.start_epoch()
         self._came_later = False
+        self._count_epochs_done(epoch)
+        super().on_advance_start()
+
+    def _count_epochs_done(self, epoch: int) -> None:
         progress: Any = self.epoch_progress
         for theirs in (progress.total, progress.current):
             theirs.ready = theirs.started = theirs.processed = theirs.completed = epoch
-        super().on_advance_start()
 
     def on_advance_end(self) -> None:
         """End the epoch, together with all other workers."""

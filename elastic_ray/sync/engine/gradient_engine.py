@@ -383,6 +383,7 @@ class GradientEngine(Participant):
 
     @property
     def merge_layout(self) -> int:
+        """Digest of the tensors that replicas merge: parameters and optimizer state."""
         return self.drift.layout
 
     def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
