@@ -226,9 +226,6 @@ class ElasticTrainable(Trainable):
         """Set up the trial for Tune, with the parameters ``config``.
 
         The job starts only at the first step, when the checkpoint to start from is known.
-
-        Args:
-            **constants: Arguments of ``tune.with_parameters``, which are added to the train loop's config.
         """
         _check_space({**constants, **config})
         self._parameters = dict(config)

@@ -126,9 +126,6 @@ def size_rungs(
 
     Args:
         rates: Element w - 1 is a trial's reports per second on w workers, 0 if w is invalid; at least one is above 0.
-        slots: Number of workers that fit on the cluster.
-        at_once: Maximum number of trials that run at the same time.
-        seconds, worker_s: Time [s] and worker-seconds that the sweep may still use.
     """
     points: list[_Point] = [(0.0, 0.0, ())]
     able = [w for w, rate in enumerate(rates.tolist(), start=1) if rate > 0]

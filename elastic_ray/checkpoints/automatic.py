@@ -74,10 +74,6 @@ def state_files(
 ) -> tuple[StateFile, ...]:
     """Return a run's complete automatic checkpoints, newest first, without checking the contents of their files.
 
-    Args:
-        pass_over: called for each invalid checkpoint, with a sentence that says why it is not used.
-        heard: called for every checkpoint found, so that a waiting caller sees progress; the returned value is ignored.
-
     Raises OSError: storage cannot be read; checkpoints may exist all the same.
     """
     directory = directory or posixpath.join(storage.path, DIRECTORY)
@@ -218,8 +214,6 @@ def find_stored(
     Args:
         is_trial: True for a trial, whose own directory is ignored: it starts at ``start_from`` (None: from scratch).
         with_states: also search for automatic checkpoints.
-        verify: read reported checkpoints completely and compare their checksums.
-        heard: called for every checkpoint, so that a waiting caller sees progress.
 
     Raises OSError: storage cannot be read; checkpoints may exist all the same.
     """

@@ -61,9 +61,6 @@ def copy_directory(
 ) -> dict[str, Checksum]:
     """Copy everything below ``source`` on ``origin`` to ``target`` in the run's storage, and flush it to disk.
 
-    Args:
-        go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
-
     Returns the checksum of each file, keyed by its path below ``target``.
     """
 

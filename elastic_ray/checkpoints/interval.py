@@ -26,7 +26,6 @@ def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
     Args:
         losses: number of such failures so far. The loss of some workers counts as their fraction of the job, because
             the cause (a node failure, a spot market) often affects other workers too.
-        observed_s: duration of the observation [s].
     """
     if not (losses >= 0 and observed_s >= 0):
         raise ValueError(f"losses and observed_s must be 0 or more, but got {losses} and {observed_s}")
@@ -55,13 +54,7 @@ class CheckpointRetention:
     def __init__(
         self, *, num_to_keep: int | None = None, score_attribute: str | None = None, score_order: str = "max"
     ) -> None:
-        """Check the rules and start without checkpoints.
-
-        Args:
-            num_to_keep: number of checkpoints to keep, at least 1; None keeps all.
-            score_attribute: metric that ranks checkpoints; None ranks by age.
-            score_order: "max" if a larger score is better, "min" otherwise.
-        """
+        """Check the rules and start without checkpoints."""
         if num_to_keep is not None and num_to_keep < 1:
             raise ValueError(f"num_to_keep must be None (keep all) or 1 or more, but got {num_to_keep}")
         if score_order not in ("max", "min"):

@@ -33,7 +33,6 @@ class LineFile:
     to files of about a thousand lines in a directory next to this file, so that no rewrite grows without limit.
 
     Args:
-        private: make the file readable by its owner only.
         in_parts: use several files where the file system cannot append, because there will be many lines.
     """
 

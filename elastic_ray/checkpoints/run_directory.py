@@ -211,10 +211,7 @@ class RunStorage:
         returns.
 
         Args:
-            index: number of the checkpoint; an earlier checkpoint of the same number is replaced.
-            resume_point: resume point to store for :meth:`load_resume_point`.
             metrics: metrics reported with the checkpoint; values that JSON cannot hold are stored as their ``repr``.
-            go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
         Returns the checkpoint in the run's directory.
         """
@@ -251,9 +248,6 @@ class RunStorage:
         self, source: str | os.PathLike[str] | Checkpoint, index: int, *, go_on: Callable[[], bool] = lambda: True
     ) -> list[str] | None:
         """Add this rank's files to checkpoint number ``index``, which rank 0 reported, without changing rank 0's files.
-
-        Args:
-            go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
         Returns the names of the added files; None if rank 0 has not stored the checkpoint yet.
         """
@@ -303,8 +297,6 @@ class RunStorage:
         """Return the run's complete checkpoints, oldest first, including those of an earlier run of the same name.
 
         Args:
-            pass_over: called for each invalid checkpoint, with a sentence that says why it is not used.
-            heard: called for every checkpoint found, so that a waiting caller sees progress.
             verify: compare checksums in addition to sizes, which reads all files.
 
         Raises OSError: storage cannot be read; checkpoints may exist all the same.

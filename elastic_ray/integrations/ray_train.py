@@ -184,11 +184,7 @@ class RayTrainModel(LateWrapped):
 
 
 class RayTrainLoader(LoaderOnDevice):
-    """Loader on the worker's device whose global batch is the user's batch size x the job's largest worker count.
-
-    Args:
-        data_loader: The user's loader, whose batch size is that of one worker.
-    """
+    """Loader on the worker's device whose global batch is the user's batch size x the job's largest worker count."""
 
     def __init__(self, data_loader: DataLoader[Any], device: torch.device) -> None:
         if data_loader.batch_size is None:

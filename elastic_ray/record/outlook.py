@@ -62,7 +62,6 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
 
     Args:
         events: The job's events, in order; an event with an earlier time than its predecessor counts as simultaneous.
-        submitted_s: Time of submission [s since the epoch].
         now_s: Current time [s since the epoch]; ignored if the job has ended.
         started_for_s: Time for which processes have been starting, if no group is training [s].
     """

@@ -193,12 +193,7 @@ class JobRecord:
         return report
 
     def catch_up(self, lines: Iterable[str], first_report: int, reports: Iterable[Report]) -> None:
-        """Continue the files of the previous controller, whose events are already in this record.
-
-        Args:
-            lines: Event lines that are missing from ``events.jsonl``.
-            first_report: Number of the run's first report; 0 if unknown.
-        """
+        """Continue the files of the previous controller, whose events are already in this record."""
         for line in lines:
             self.unwritten_events.add(line)
         for report in reports:

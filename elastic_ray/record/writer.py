@@ -70,11 +70,7 @@ class _BacklogWriter:
 
 
 class RecordWriter:
-    """Writer of a record's backlogs, which also reads stored state and deletes checkpoints.
-
-    Args:
-        tell: Function that is called once with each sentence about storage that the job's user should read.
-    """
+    """Writer of a record's backlogs, which also reads stored state and deletes checkpoints."""
 
     def __init__(self, spec: JobSpec, record: JobRecord, background: Background, tell: Callable[[str], None]) -> None:
         self._spec, self._record, self._background, self._tell = spec, record, background, tell
@@ -195,9 +191,6 @@ class RecordWriter:
 
     async def catch_up(self, first_report: int) -> tuple[Report, ...]:
         """Continue the files of a controller that died, and append the recorded events that these files lack.
-
-        Args:
-            first_report: Number of the run's first report, as known to that controller; 0 if there was none.
 
         Returns the latest reports, which are also added to the record.
         """

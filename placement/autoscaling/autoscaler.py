@@ -149,13 +149,7 @@ class Autoscaler:
         self._launches.refuse(name, why, now_s)
 
     def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:
-        """Decide which nodes the cluster should have.
-
-        Args:
-            views: Every running and waiting job, with its target allocation (``AllocatorCore.views``).
-            cluster: The existing nodes; nodes that will go away soon are marked as draining.
-            now_s: Current time [s since the epoch], never decreasing.
-        """
+        """Decide which nodes the cluster should have."""
         there = self._there(cluster)
         present = {name: len(nodes) for name, nodes in there.items()}
         self._lifetimes.watch(cluster, self._released, now_s)

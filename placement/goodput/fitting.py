@@ -241,11 +241,6 @@ def least_squares(
 
     A step that lowers the cost is accepted and mu falls; any other step is rejected and mu rises.
 
-    Args:
-        ftol: Stop if a step lowers the cost by less than this fraction of it.
-        xtol: Stop if a step moves the unknowns by less than this fraction of their norm.
-        gtol: Stop if no free unknown has a larger absolute gradient.
-
     Returns the cost, half of the sum of squared errors, and the unknowns.
     """
     x, e, damping = start, errors(start), _DAMPING

@@ -130,8 +130,6 @@ class MixedGroup:
 
         Args:
             max_batch_size: Largest batch [samples]; None keeps the batch at M0.
-            held_batch: Batch to use if it fits [samples]; None always chooses the best batch.
-            accumulation: True if a step may have several micro-steps.
         """
         check_number("init_batch_size", init_batch_size, least=1, unit="sample")
         low, high = init_batch_size, max(init_batch_size, max_batch_size or init_batch_size)

@@ -140,9 +140,6 @@ def torch_metadata(manifest: Manifest, values: Values) -> bytes:
     """Return the content of the metadata file that ``torch.distributed.checkpoint`` needs to read the checkpoint.
 
     A tensor's name is its path joined by dots, as torch names the leaves of nested dicts: ``model/0.layer.weight``.
-
-    Args:
-        values: path of each plain value, and offset and size [bytes] of its torch archive in rank 0's part.
     """
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}

@@ -39,9 +39,6 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 
     Large tensors of which each rank needs only its rows or tiles are returned as `UnreadTensor`, to be read later. All
     parts are read once and compared with their checksums; they must stay in storage until these tensors are read.
-
-    Args:
-        least_bytes: tensors smaller than this [bytes] are read at once, which is cheaper than reading them later.
     """
 
     def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:

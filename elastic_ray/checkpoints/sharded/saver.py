@@ -309,12 +309,7 @@ def write_state(
     *,
     go_on: Callable[[], bool] = lambda: True,
 ) -> StateFile:
-    """Write captured states (``SharedState.capture``) as a checkpoint of one part, completely or not at all.
-
-    Args:
-        trees: states keyed by name; their tensors must not change meanwhile.
-        go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
-    """
+    """Write captured states (``SharedState.capture``) as a checkpoint of one part, completely or not at all."""
     skeleton, tensors = split_tree(trees)
     return _write_alone(storage, skeleton, [_on_cpu(each) for each in tensors], resume_point, go_on)
 
@@ -349,10 +344,6 @@ def write_part(
     go_on: Callable[[], bool] = lambda: True,
 ) -> Part:
     """Write a rank's part and then, for ranks other than 0, the file that describes the part.
-
-    Args:
-        tensors: tensors to which indices in ``skeleton`` refer, in CPU memory; they must not change meanwhile.
-        go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
 
     Raises UnsafeStateError: ``skeleton`` holds more than indices of tensors and plain values.
     """

@@ -233,12 +233,7 @@ class RowsFound:
 def start_coordinator(
     name: str, packed: PackedDatasets, controller: Any, runtime_env: Mapping[str, Any] | None
 ) -> None:
-    """Start a job's dataset coordinator: the actor that executes the job's datasets and locates their rows.
-
-    Args:
-        runtime_env: Runtime environment of the job's workers, which may provide modules that the datasets' functions
-            import.
-    """
+    """Start a job's dataset coordinator: the actor that executes the job's datasets and locates their rows."""
     options = {"runtime_env": dict(runtime_env)} if runtime_env else {}
     create_on_head(DatasetCoordinator, name, packed, controller, max_restarts=-1, **options)
 

@@ -48,11 +48,7 @@ class Reader:
 
 
 class RowWindow:
-    """Spans (runs of rows) of a stream from the slowest reader's position to the newest block, in order.
-
-    Args:
-        floor: Rows before this position are discarded on arrival.
-    """
+    """Spans (runs of rows) of a stream from the slowest reader's position to the newest block, in order."""
 
     def __init__(self, floor: int = 0) -> None:
         self._spans: deque[RowSpan] = deque()

@@ -42,8 +42,6 @@ class Tracker(Protocol):
         """Start the run; called before all other methods.
 
         Args:
-            step: Number of optimizer steps committed before this point.
-            reports: Number of reports made before this point.
             again: True if an earlier controller started the run; training may have continued in the meantime.
             events: Earlier events of the job, if the previous controller recorded them.
         """
