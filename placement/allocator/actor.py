@@ -203,7 +203,6 @@ class Allocator:
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
     def _open_nodes(self) -> None:
-        """Apply the current settings that control the cluster's size."""
         scaling, constraints = self._ruling.scaling, self._ruling.constraints
         self._scaler = ClusterScaler(scaling, self._packed.open(), constraints) if scaling is not None else None
         self._demand = WaitingDemand() if self._ruling.autoscaling == "auto" else None
@@ -244,7 +243,6 @@ class Allocator:
             return in_force(ruling).to_plain()
 
     async def _withdraw_nodes(self) -> None:
-        """Withdraw all requests for nodes from Ray."""
         for asks in (self._scaler, self._demand):
             if asks is not None:
                 await asks.withdraw()
@@ -472,7 +470,6 @@ class Allocator:
             self._alarm = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def _ring(self) -> None:
-        """Make one decision for all events since the first urgent one."""
         self._alarm = None
         self._handle(events.TimePassed())
 

@@ -282,7 +282,6 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _some(arguments: tuple[Any, ...]) -> Any:
-    """Return the type in ``type | None``."""
     (kind,) = (each for each in arguments if each is not types.NoneType)
     return kind
 

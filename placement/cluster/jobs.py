@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.checks import check_number
-from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources
-from placement.cluster.labels import check_selector
+from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources, check_selector
 from placement.cluster.node_record import NodeFailure
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.cluster.utility import Utility
@@ -135,7 +134,7 @@ class JobView:
         resize_cost_s: Training time lost by one resize [s], measured or estimated.
         stop_cost_s: Training time lost by stopping the job and restarting it later [s]. None if a stop would lose
             work; the job is then stopped only by limits, lack of room or the user.
-        label_selector: Conditions on the labels of a worker's node (``placement.cluster.labels``); for instance,
+        label_selector: Conditions on the labels of a worker's node (``placement.cluster.cluster``); for instance,
             ``{"ray.io/accelerator-type": "in(T4,A100)"}`` selects GPU types.
         growth_limit: Largest number of workers that exploration currently allows, for policies that use only the
             job's own measurements; None for no limit.

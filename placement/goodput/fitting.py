@@ -182,7 +182,6 @@ class _Regression:
         return ThroughputModel(alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma, alpha_s)
 
     def _times(self, p: Floats) -> tuple[Floats, Floats]:
-        """Return T_grad and T_sync of each observation."""
         grad = p[_ALPHA_C] + p[_BETA_C] * self.bsz
         alpha = np.where(self.remote, p[_ALPHA_N], p[_ALPHA_R])
         beta = np.where(self.remote, p[_BETA_N], p[_BETA_R])

@@ -82,7 +82,6 @@ def _on_nodes(
 
 
 def _running(plan: Plan) -> int:
-    """Return the number of jobs that a plan runs."""
     return sum(1 for nodes in plan.allocation.values() if nodes)
 
 

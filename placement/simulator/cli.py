@@ -235,7 +235,6 @@ def _add_facts(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_disturbances(group: argparse._ArgumentGroup) -> None:
-    """Add the options for failures, slow nodes, noise, and spot nodes."""
     _add_fields(group, Disturbances(), _DISTURBANCES)
     spot = "spot trace (.json counts or .csv events) of all nodes, or of those of one GPU type; may be repeated"
     group.add_argument("--spot", action="append", default=[], metavar="[TYPE=]FILE", help=spot)
@@ -259,7 +258,6 @@ def _add_number(group: argparse._ArgumentGroup, option: str, unit: str, value: f
 
 
 def _add_fields(group: argparse._ArgumentGroup, defaults: object, fields: Mapping[str, tuple[str, str, str]]) -> None:
-    """Add an option for each of these fields, with its name, unit and meaning."""
     for field, (option, unit, meaning) in fields.items():
         value = getattr(defaults, field)
         said = f"{meaning}; {value:g} by default"

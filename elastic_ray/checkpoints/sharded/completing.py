@@ -111,7 +111,6 @@ def finish(
 
 
 def _sizes(storage: RunStorage, directory: str) -> dict[str, int]:
-    """Return the size [bytes] of each file in a directory, keyed by name."""
     entries = storage.filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))
     return {posixpath.basename(each.path): int(each.size or 0) for each in entries if each.is_file}
 

@@ -292,7 +292,6 @@ class PartSaver:
 
 
 def _tensors(named: Sequence[NamedPieces]) -> list[Any]:
-    """Return the tensors to be copied, in order."""
     return [tensor for each in named for _, tensor in each.pieces.held]
 
 

@@ -327,7 +327,6 @@ class DatasetCoordinator:
             self._close(stream)
 
     def _wake(self) -> None:
-        """Wake all calls that wait for progress."""
         waiting, self._waiting = self._waiting, set()
         for news in waiting:
             if not news.done():

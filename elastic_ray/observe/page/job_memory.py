@@ -67,17 +67,14 @@ class JobMemory:
 
     def _add(self, status: JobStatus, now_s: float) -> None:
         """Add one point to the series."""
-        factor = status.learning_rate_factor
-        noise = noise_scale(self.state)
-        rate = status.throughput or None
         values = (
             now_s,
             self._samples,
             status.batch_size or None,
-            rate,
+            status.throughput or None,
             status.workers,
-            noise,
-            factor,
+            noise_scale(self.state),
+            status.learning_rate_factor,
             numbers_in(status.metrics),
         )
         self._series.append(values)

@@ -193,7 +193,6 @@ class CallbackTracker:
                 self._keep()
 
     def _keep(self) -> None:
-        """Update ``note``, from which the next controller's tracker restores its state."""
         self._note["told"] = self._seen.last
         if self._target is not None and (state := self._target.state()) is not None:
             self._note["state"] = state

@@ -318,7 +318,6 @@ class RunTrackers:
         self._notify_callbacks(lambda tracker: tracker.failed(errors))
 
     def _notify_callbacks(self, tell: Callable[[CallbackTracker], None]) -> None:
-        """Queue the call ``tell`` for the tracker of every callback."""
         for thread, tracker in zip(self._threads[-len(self._callbacks) :], self._callbacks, strict=False):
             thread.call("after_exception", functools.partial(tell, tracker))
 
