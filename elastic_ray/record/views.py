@@ -206,7 +206,7 @@ def job_status(
         memory_bound=report.memory_bound if report is not None else None,
         backend=report.backend if report is not None else "",
         mfu=report.mfu if report is not None else None,
-        reports=record.last_report,
+        reports=record.reports.last,
         checkpoint=record.newest_checkpoint,
         trial=spec.trial_facts,
         metric=spec.metric,
@@ -233,16 +233,16 @@ def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, recor
     first = planner.loader.limits.init_batch_size if planner.loader is not None else None
     progress = with_length(_run_progress(planner, record.resume_point), size, first)
     most = spec.trial.most_reports if spec.trial is not None else None
-    ratios = [progress_ratio(progress), reports_to_end(record.last_report, most)]
+    ratios = [progress_ratio(progress), reports_to_end(record.reports.last, most)]
     ratio = max((each for each in ratios if each is not None), default=None)
     if record.phase is JobPhase.FINISHED:
         return dataclasses.replace(status, progress=1.0)
     if record.phase is not JobPhase.RUNNING:
         return dataclasses.replace(status, progress=ratio)
-    made = record.last_report - record.first_report + 1 if record.first_report else 0
+    made = record.reports.last - record.reports.first + 1 if record.reports.first else 0
     ends = [
         seconds_to_end(progress, first, status.goodput),
-        seconds_of_reports(status.training_s, made, most - record.last_report) if most else None,
+        seconds_of_reports(status.training_s, made, most - record.reports.last) if most else None,
     ]
     eta_s = min((each for each in ends if each is not None), default=None)
     low_s, high_s = eta_range(eta_s, planner.rates, planner.efficiency)
