@@ -11,7 +11,7 @@ from typing import Any
 from elastic_ray.events import WorkerInfo
 from elastic_ray.observe.page.history import History
 from elastic_ray.observe.page.job_memory import MARKS, JobMemory, noise_scale, pauses, shares_of_time
-from elastic_ray.observe.page.model import JobDetail, PageDecision, PageJob, PageNode, PageSnapshot, PageSource, Strip
+from elastic_ray.observe.page.model import JobDetail, PageDecision, PageNode, PageSnapshot, PageSource, Strip
 from elastic_ray.observe.page.overview import strip, tenant_shares, wanted_nodes
 from elastic_ray.observe.page.rows import finite, job_row, node_row, slots_at, slots_of, slots_per_worker
 from elastic_ray.observe.page.source import ClusterLook, JobAnswer, JobLook
@@ -188,7 +188,7 @@ class ClusterPage:
 
     def snapshot(self, now_s: float, problem: str = "") -> PageSnapshot:
         """Return the page at ``now_s``, without job details; ``problem`` is a message on what could not be polled."""
-        jobs = tuple(self._row(memory) for memory in self._jobs.values())
+        jobs = tuple(map(job_row, self._jobs.values()))
         nodes = tuple(sorted(self._nodes.values(), key=lambda row: (row.gone_s is not None, row.label, row.node)))
         look = self.allocator
         there = [row for row in nodes if row.gone_s is None]
@@ -204,17 +204,6 @@ class ClusterPage:
             bars=self._history.bars,
             marks=self._history.marks,
             use=self._history.use,
-        )
-
-    def _row(self, memory: JobMemory) -> PageJob:
-        """Return a job's row."""
-        return job_row(
-            memory.job,
-            status=memory.status,
-            facts=memory.facts,
-            state=memory.state,
-            ended_s=memory.ended_s,
-            colour=memory.colour,
         )
 
     def detail(self, job: str, answer: JobAnswer, now_s: float) -> JobDetail | None:
