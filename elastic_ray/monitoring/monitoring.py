@@ -109,11 +109,7 @@ class StepMeter:
         self._sizes: Mapping[str, float] = {}  # of the step before
 
     def join_units(self, gather: Callable[[Sequence[float]], Sequence[Sequence[float]]]) -> None:
-        """Report, for each unit (workers that act as one rank), only the measures of its busiest worker from now on.
-
-        Args:
-            gather: Function that returns the values of every worker of this unit, by position.
-        """
+        """Report, for each unit (workers that act as one rank), only the measures of its busiest worker from now on."""
         self._gather = gather
 
     def ask(self) -> None:

@@ -46,9 +46,6 @@ def env_store(rank: int, timeout_s: float) -> Any:
 
     ``torchrun``'s agent hosts a store and sets ``TORCHELASTIC_USE_AGENT_STORE`` to indicate this. Under ``srun``,
     ``mpirun`` and similar launchers there is no agent, so rank 0 hosts the store, on that address only.
-
-    Args:
-        timeout_s: Longest wait for the store, and for each request to it [s].
     """
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

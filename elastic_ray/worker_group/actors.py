@@ -43,9 +43,6 @@ class WorkerActors:
     Each worker's resources are reserved by its own placement group. Its process is an actor outside that group, which
     requests no resources. Both are detached: they outlive a controller that Ray restarts, and the restarted
     controller adopts them.
-
-    Args:
-        on_refusal: Called with a worker, the reason why it got no process, and whether a retry is certain to fail.
     """
 
     def __init__(
