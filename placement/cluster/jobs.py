@@ -277,6 +277,11 @@ class JobView:
                 f"atomic_bsz_range {where} must be (least, most) with 1 <= least <= most, but got {bounds}"
             )
 
+    def at_most(self, workers: int) -> JobView:
+        """Return a copy of the view in which the job needs, uses, is held at and wishes for at most ``workers``."""
+        limited = {name: getattr(self, name) for name in ("min_workers", "max_workers", "held_at", "wished")}
+        return dataclasses.replace(self, **{k: None if v is None else min(v, workers) for k, v in limited.items()})
+
     def placed(self, allocation: Mapping[str, int]) -> JobView:
         """Return a copy of the view with this ``allocation`` (workers keyed by node id)."""
         return self if self.allocation == allocation else dataclasses.replace(self, allocation=allocation)

@@ -149,15 +149,8 @@ def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
         if not limits:
             return plan
         for job, most in limits.items():
-            view = views[job]
             if most:
-                views[job] = dataclasses.replace(
-                    view,
-                    min_workers=min(view.min_workers, most),
-                    max_workers=min(view.max_workers, most),
-                    held_at=None if view.held_at is None else min(view.held_at, most),
-                    wished=None if view.wished is None else min(view.wished, most),
-                )
+                views[job] = views[job].at_most(most)
     return _cut(problem, plan, _limits(problem, plan))
 
 

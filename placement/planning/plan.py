@@ -137,8 +137,7 @@ def _ask_policy(policy: Policy, problem: Problem, now_s: float) -> Plan:
             reasons[job] = Reason(Cause.SCATTERED, (fits, targets[job].workers), alone)
             view = asked.pop(job)
             if fits >= view.min_workers:
-                held = None if view.held_at is None else min(view.held_at, fits)
-                asked[job] = dataclasses.replace(view, max_workers=fits, held_at=held)
+                asked[job] = view.at_most(fits)
     check(packing.allocation, {view.job: view.bundle for view in problem.views}, cluster)
     return Plan(allocation=packing.allocation, reasons=reasons)
 
