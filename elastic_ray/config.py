@@ -15,15 +15,8 @@ from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.cluster.utility import Utility
 
 _SWITCHES = (
-    "fixed_batch",
-    "restart",
-    "automatic_checkpoints",
-    "keep_last_state",
-    "branch_when_idle",
-    "private_files",
-    "verify_checkpoints",
-    "tensorboard",
-    "metrics",
+    *("fixed_batch", "restart", "automatic_checkpoints", "keep_last_state", "branch_when_idle"),
+    *("private_files", "verify_checkpoints", "tensorboard", "metrics"),
 )
 
 

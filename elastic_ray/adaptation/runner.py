@@ -50,11 +50,7 @@ class SharedValues:
     events: int = 0  # how many events there were
 
     def advance(self, passed_s: float, workers: int, samples: int) -> None:
-        """Add a committed step's time, worker-seconds and ``samples`` to the totals of the run.
-
-        Args:
-            passed_s: Time since the previous step's end [s]; counted once for each of the ``workers``.
-        """
+        """Add a committed step's time, worker-seconds and ``samples`` to the totals of the run."""
         self.elapsed_s += passed_s
         self.worker_s += passed_s * workers
         self.samples += samples
@@ -130,12 +126,7 @@ _SIZE = 1 + 2 * _DIGITS
 
 
 class PolicyRunner:
-    """Caller of one run's policies on one rank, with their state for joiners, checkpoints and lost steps.
-
-    Args:
-        tell: sends a message to the job's user from rank 0 only.
-        tell_here: sends a message to the job's user from whichever rank calls it.
-    """
+    """Caller of one run's policies on one rank, with their state for joiners, checkpoints and lost steps."""
 
     def __init__(
         self,
@@ -399,10 +390,7 @@ class PolicyRunner:
 
 
 def _is_same(policy: Policy, other: Policy) -> bool:
-    """True if two policies have the same class and equal attributes.
-
-    A policy given to the trainer and in the loop arrives as two objects.
-    """
+    """True if two policies, such as the trainer's and the loop's copies of one, have the same class and attributes."""
     try:
         return type(policy) is type(other) and bool(vars(policy) == vars(other))
     except Exception:  # attributes that do not compare, such as arrays
@@ -488,9 +476,6 @@ class PolicyBallot:
     The values are part of the control sums, which all ranks add up in every step. Each digit d of a digest is sent with
     its square: all W ranks have the same digit exactly when W sum(d^2) = sum(d)^2 (Cauchy-Schwarz). All ranks that
     commit a step therefore know the result, and no extra collective is needed.
-
-    Args:
-        said: returns each policy's requests and failures on this rank, as plain values; None if it has none.
     """
 
     resting: None = None

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.tokens import TokenBatch
 from elastic_ray.stragglers.detection import SlowWorker
-from placement.cluster.jobs import FoundStrategy
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import FoundStrategy, Progress
 from placement.goodput.mixed import MeasuredPart
 from placement.goodput.model import NoiseScale
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import pyarrow.fs
 
 from elastic_ray.checkpoints.checked_files import write_checked
-from elastic_ray.checkpoints.run_directory import RunStorage, read_json
+from elastic_ray.checkpoints.run_directory import RunStorage, StoredCheckpoint, read_json
 from elastic_ray.state.resume_point import ResumePoint, UnreadableStateError
 from placement.storage.private_files import make_directory, open_whole, replace_file
 from placement.versions import check_format
@@ -73,10 +73,6 @@ def state_files(
     directory: str = "",
 ) -> tuple[StateFile, ...]:
     """Return a run's complete automatic checkpoints, newest first, without checking the contents of their files.
-
-    Args:
-        pass_over: called for each invalid checkpoint, with a sentence that says why it is not used.
-        heard: called for every checkpoint found, so that a waiting caller sees progress; the returned value is ignored.
 
     Raises OSError: storage cannot be read; checkpoints may exist all the same.
     """
@@ -176,10 +172,7 @@ def delete_states(storage: RunStorage) -> None:
 
 
 def delete_unfinished(storage: RunStorage) -> None:
-    """Delete directories of automatic checkpoints that were never completed, which have no note.
-
-    The caller must ensure that no checkpoint is currently being written.
-    """
+    """Delete directories of automatic checkpoints without a note; the caller ensures that none is being written."""
     directory = posixpath.join(storage.path, DIRECTORY)
     entries = storage.filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))
     names = {posixpath.basename(entry.path) for entry in entries}
@@ -192,3 +185,47 @@ def delete_unfinished(storage: RunStorage) -> None:
 
 def _note_of(path: str) -> str:
     return path + ".json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredProgress:
+    """Checkpoints of a run that were found in storage."""
+
+    checkpoints: tuple[StoredCheckpoint, ...] = ()  # reported ones, oldest first
+    # automatic ones, newest first, but for what an earlier job of the name has finished with
+    states: tuple[StateFile, ...] = ()
+    result: tuple[StateFile, ...] = ()  # that, newest first; empty where none has finished
+    # where the checkpoint stands that a trial starts from; None if it does not say, or starts from none
+    start: ResumePoint | None = None
+    passed_over: tuple[str, ...] = ()  # why what looks like a checkpoint is not used, a sentence each
+
+
+def find_stored(
+    storage: RunStorage,
+    *,
+    start_from: str | None,
+    is_trial: bool,
+    with_states: bool,
+    verify: bool = False,
+    heard: Callable[[], bool] = lambda: True,
+) -> StoredProgress:
+    """Find a run's checkpoints in storage and return them.
+
+    Args:
+        is_trial: True for a trial, whose own directory is ignored: it starts at ``start_from`` (None: from scratch).
+        with_states: also search for automatic checkpoints.
+
+    Raises OSError: storage cannot be read; checkpoints may exist all the same.
+    """
+    if is_trial:
+        return StoredProgress(start=storage.load_resume_point(start_from) if start_from is not None else None)
+    problems: list[str] = []
+    checkpoints = storage.stored_checkpoints(problems.append, heard, verify=verify)
+    found = state_files(storage, problems.append, heard) if with_states else ()
+    states = of_unfinished(storage, found)
+    return StoredProgress(
+        checkpoints=checkpoints,
+        states=states,
+        result=tuple(each for each in found if each not in states),
+        passed_over=tuple(problems),
+    )

@@ -26,7 +26,6 @@ def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
     Args:
         losses: number of such failures so far. The loss of some workers counts as their fraction of the job, because
             the cause (a node failure, a spot market) often affects other workers too.
-        observed_s: duration of the observation [s].
     """
     if not (losses >= 0 and observed_s >= 0):
         raise ValueError(f"losses and observed_s must be 0 or more, but got {losses} and {observed_s}")
@@ -34,10 +33,7 @@ def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
 
 
 def checkpoint_interval_s(cost_s: float, mean_time_s: float) -> float:
-    """Return the time from one automatic checkpoint to the next [s], between 10 s and an hour.
-
-    The interval is long enough that checkpoints use at most half a percent of the time (up to the limit of an hour).
-    """
+    """Return the time between automatic checkpoints [s], which take at most half a percent of the time up to 1 h."""
     if not (cost_s >= 0 and mean_time_s > 0):
         raise ValueError(f"cost_s must be 0 or more and mean_time_s above 0, but got {cost_s} and {mean_time_s}")
     best_s = math.sqrt(2.0 * cost_s * mean_time_s) - cost_s if cost_s < mean_time_s / 2.0 else mean_time_s
@@ -58,13 +54,7 @@ class CheckpointRetention:
     def __init__(
         self, *, num_to_keep: int | None = None, score_attribute: str | None = None, score_order: str = "max"
     ) -> None:
-        """Check the rules and start without checkpoints.
-
-        Args:
-            num_to_keep: number of checkpoints to keep, at least 1; None keeps all.
-            score_attribute: metric that ranks checkpoints; None ranks by age.
-            score_order: "max" if a larger score is better, "min" otherwise.
-        """
+        """Check the rules and start without checkpoints."""
         if num_to_keep is not None and num_to_keep < 1:
             raise ValueError(f"num_to_keep must be None (keep all) or 1 or more, but got {num_to_keep}")
         if score_order not in ("max", "min"):
@@ -74,10 +64,7 @@ class CheckpointRetention:
         self._kept: list[Kept] = []
 
     def add(self, path: str, metrics: Mapping[str, Any]) -> tuple[str, ...]:
-        """Add the checkpoint at ``path``; return the paths of the checkpoints that are no longer kept, oldest first.
-
-        The caller deletes these checkpoints. ``metrics`` were reported with the added one and may hold its score.
-        """
+        """Add the checkpoint at ``path``; return the paths of the checkpoints that are no longer kept, oldest first."""
         self._kept = [entry for entry in self._kept if entry[0] != path]
         self._kept.append((path, metrics))
         if self._num_to_keep is None or len(self._kept) <= self._num_to_keep:

@@ -33,7 +33,6 @@ class LineFile:
     to files of about a thousand lines in a directory next to this file, so that no rewrite grows without limit.
 
     Args:
-        private: make the file readable by its owner only.
         in_parts: use several files where the file system cannot append, because there will be many lines.
     """
 
@@ -99,10 +98,7 @@ class LineFile:
         return [posixpath.join(self._folder, name) for name in sorted(names) if name.endswith(".jsonl")]
 
     def _read(self, path: str) -> Iterator[str]:
-        """Yield the lines of one file, including a last line cut short; nothing if there is no file.
-
-        Lines longer than ``LONGEST_LINE`` are skipped, so that a foreign file cannot fill the memory.
-        """
+        """Yield the lines of one file, also one cut short, without those longer than ``LONGEST_LINE``."""
         with contextlib.suppress(FileNotFoundError), open_whole(self._filesystem, path) as stream:
             rest, too_long = b"", False
             while piece := stream.read(PIECE):

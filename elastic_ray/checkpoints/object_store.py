@@ -25,9 +25,6 @@ _FETCH_S = 30.0
 def put_checkpoint(checkpoint: Any) -> Any | None:
     """Put a checkpoint's files into Ray's object store, where they last while this process and a reference exist.
 
-    Args:
-        checkpoint: a ``ray.train.Checkpoint``, or the path of a local directory.
-
     Returns a reference to the files; None if they are larger than 256 MiB or cannot be read.
     """
     from ray.train import Checkpoint

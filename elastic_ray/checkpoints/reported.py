@@ -45,10 +45,7 @@ class ReportedCheckpoints:
         self._fails = self._alone = False
 
     def add(self, checkpoint: Any, index: int, is_stopping: Callable[[], bool]) -> str:
-        """Add the files of a rank other than 0 to the checkpoint that rank 0 stores for report ``index``.
-
-        Returns the reason why the files are not kept; empty if they are.
-        """
+        """Add another rank's files to rank 0's checkpoint of report ``index``; return why they are not kept, or ""."""
         begun_s = time.monotonic()
         while True:
             call = self._calls.start_long(

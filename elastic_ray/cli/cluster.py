@@ -153,10 +153,7 @@ class JobClient:
         return tuple(self.ask("workers"))
 
     def wait_for(self, reached: Callable[[JobStatus], bool], timeout_s: float) -> JobStatus | None:
-        """Wait until ``reached`` returns True for the job's status, and return that status.
-
-        Returns None after ``timeout_s`` [s], or the last known status if the job ends first.
-        """
+        """Wait until ``reached`` holds for the job's status; return it, the last one if the job ends, None if late."""
         deadline, last = time.monotonic() + timeout_s, self.answers.status
         with contextlib.suppress(JobGoneError):
             while not reached(last := self.status()):
@@ -224,10 +221,7 @@ def find_job(name: str) -> JobClient:
 
 
 def ended_jobs() -> tuple[EndedJobNote, ...]:
-    """Return the jobs that ended within the last hour: failed ones first, then the newest.
-
-    Jobs whose notes cannot be read are left out.
-    """
+    """Return the jobs that ended within the last hour and whose notes are readable: failed ones, then the newest."""
     found: list[EndedJobNote] = []
     for text in notes.ended(time.time()):
         with contextlib.suppress(ValueError):
@@ -303,16 +297,10 @@ def operator_settings(file: str) -> OperatorSettings:
         raise click.UsageError(str(error)) from None
 
 
-def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-    """Return the operator's settings in force or, with ``wanted``, those in force after applying ``wanted``."""
+def settings_in_force(wanted: OperatorSettings | None = None, *, apply: bool = False) -> Mapping[str, Any]:
+    """Return the operator's settings in force or, with ``wanted``, those after applying it, which ``apply`` does."""
     connect()
-    return _ask_or_start("settings", *([] if wanted is None else [wanted]))
-
-
-def apply_settings(wanted: OperatorSettings) -> Mapping[str, Any]:
-    """Apply the operator's settings and return all settings in force."""
-    connect()
-    return _ask_or_start("apply", wanted)
+    return _ask_or_start("apply" if apply else "settings", *([] if wanted is None else [wanted]))
 
 
 def _ask_or_start(method: str, *arguments: Any) -> Mapping[str, Any]:

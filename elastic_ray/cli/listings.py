@@ -25,18 +25,7 @@ SHORT_ID = 8
 """Characters of a node's id that are shown."""
 
 JOB_COLUMNS = (
-    "JOB",
-    "PHASE",
-    "WORKERS",
-    "OF",
-    "BATCH",
-    "SAMPLES/S",
-    "EPOCH",
-    "STEP",
-    "DONE",
-    "ETA",
-    "METRIC",
-    "AGE",
+    *("JOB", "PHASE", "WORKERS", "OF", "BATCH", "SAMPLES/S", "EPOCH", "STEP", "DONE", "ETA", "METRIC", "AGE"),
     "WHY",
 )
 NODE_COLUMNS = ("NODE", "ADDRESS", "STATE", "TYPE", "MARKET", "GPU", "CPU", "FAILED", "JOBS")
@@ -97,12 +86,8 @@ class JobRow(JobStatus):
     Attributes:
         phase: A value of ``JobPhase``; ``silent`` if the controller does not answer. For a script, ``submitted``,
             ``script`` (running), or how it ended. For a row that summarises a sweep, ``sweep``.
-        min_workers, max_workers, tenant, priority, submitted_s: As in ``JobView``.
         held_at: Size set by ``elastic-ray resize``; None leaves the size to the allocator.
-        reason: Reason for the allocator's last decision about the job.
         nodes: Workers planned by the allocator, keyed by node id.
-        user: Owner of the job; empty for a script.
-        ended_s: Time at which the job ended [s since the epoch]; None if it has not ended.
         submission: Id of the Ray submission that started the job; empty if it was started otherwise.
     """
 
@@ -153,10 +138,7 @@ def job_rows(
     submissions: Sequence[Submission] = (),
     ended: Sequence[EndedJobNote] = (),
 ) -> tuple[JobRow, ...]:
-    """Return a row for each job known to a controller or the allocator and each script without a job, oldest first.
-
-    Ended jobs are appended in the given order, except those whose name belongs to a job that is still listed.
-    """
+    """Return a row for each job known to a controller or the allocator and each script without a job, oldest first."""
     states = dict(snapshot.jobs) if snapshot is not None else {}
     rows = [_job_row(each, states.pop(each.job, None)) for each in answers]
     # A controller that does not answer has been heard of a moment ago, or is a trial's, whose name is not the job's.

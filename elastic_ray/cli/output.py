@@ -14,7 +14,7 @@ import click
 
 from elastic_ray.driver.overrides import parse_workers
 from placement.reasons import Reason
-from placement.text import printable, printable_json, printable_lines
+from placement.text import plain_table, printable, printable_json, printable_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,18 +34,6 @@ _STYLES = {**PHASE_STYLES, "ok": "green", "warn": "yellow", "fail": "red", "drai
 def say(text: str, *, err: bool = False) -> None:
     """Print text with control characters escaped, so that text from others cannot control the terminal."""
     click.echo(printable_lines(text), err=err)
-
-
-def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text, with columns padded to their longest cell and two spaces apart.
-
-    No line is cut, so that other programs can read the table.
-    """
-    lines = [tuple(columns), *(tuple(printable(cell) for cell in row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
 
 
 def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -74,7 +74,7 @@ def allocator_apply(file: str) -> None:
     from elastic_ray.cli import cluster
 
     wanted = cluster.operator_settings(file)
-    changes = _difference(cluster.settings_in_force(), cluster.apply_settings(wanted))
+    changes = _difference(cluster.settings_in_force(), cluster.settings_in_force(wanted, apply=True))
     say("\n".join(changes) if changes else "nothing changes")
 
 

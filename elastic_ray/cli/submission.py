@@ -19,6 +19,7 @@ from elastic_ray.access import HOW_TO_SEND
 from elastic_ray.cli.cluster import RefusedError, connect
 from elastic_ray.cli.listings import Submission
 from elastic_ray.cli.output import say
+from placement.text import one_line
 
 _NAME = "elastic_ray"
 """Metadata of the submissions that are ours: the name."""
@@ -30,10 +31,7 @@ _TAKEN = "already exists"
 
 
 def client() -> Any:
-    """Return a client of the cluster's dashboard, to which jobs are submitted.
-
-    The cluster is that at RAY_API_SERVER_ADDRESS, else RAY_ADDRESS, else the one on this machine.
-    """
+    """Return a client of the dashboard at RAY_API_SERVER_ADDRESS, else RAY_ADDRESS, else on this machine."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
         connect()  # says it better if there is no cluster at all
@@ -181,7 +179,4 @@ def _read(details: Any) -> Submission:
 
 def _line(error: BaseException) -> str:
     """Return Ray's reason in one line, without the server's traceback."""
-    if isinstance(error, requests.RequestException):
-        return type(error).__name__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+    return type(error).__name__ if isinstance(error, requests.RequestException) else one_line(error)

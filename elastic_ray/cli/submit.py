@@ -100,10 +100,7 @@ def _check_scheduling(path: Path, given: Mapping[str, Any]) -> None:
 
 
 def _field(mapping: Any, field: str) -> Any:
-    """Return the YAML node of a field of the outermost mapping.
-
-    The node has the text as written, whatever type YAML infers from it.
-    """
+    """Return the YAML node of a field of the outermost mapping, which has the text as written."""
     return next(value for key, value in mapping.value if key.value == field)
 
 
@@ -286,10 +283,7 @@ def send_again(
 
 
 def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: str = "python") -> str:
-    """Return the shell command with which Ray starts the script, preceded by environment variables for ``told``.
-
-    The variables affect the script's own process only, not processes that it starts through Ray.
-    """
+    """Return the shell command that starts the script, with ``told`` as environment variables of its own process."""
     words = [f"{variable}={shlex.quote(value)}" for variable, value in told.environment().items()]
     return " ".join([*words, shlex.join([python, script.as_posix(), *arguments])])
 

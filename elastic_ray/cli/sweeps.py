@@ -35,10 +35,7 @@ class SweepStatus:
 
 
 def sweeps_of(rows: Iterable[JobRow]) -> dict[str, list[JobRow]]:
-    """Return the trials among the rows, keyed by the name of their sweep; other jobs are left out.
-
-    If several sweeps have the same name, only the trials of the latest one are returned.
-    """
+    """Return the trials keyed by the name of their sweep, of the latest of one name; other jobs are left out."""
     found: dict[str, dict[str, list[JobRow]]] = {}
     for row in rows:
         if row.trial is not None:

@@ -36,7 +36,7 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
     different number of workers of the current cluster, and the two models are compared. This requires a job started by
     `elastic-ray submit`; for other jobs, call `elastic_ray.replay` in Python with the train function.
     """
-    from elastic_ray.checkpoints.resumable import find_stored
+    from elastic_ray.checkpoints.automatic import find_stored
     from elastic_ray.checkpoints.run_directory import EVENTS_FILE, RunStorage, resolve
     from elastic_ray.record.verification import verify_events
 
@@ -47,7 +47,7 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
             raise ValueError(f"it has no {EVENTS_FILE}; RUN is the directory of one run, storage_path/name")
         stored = find_stored(storage, start_from=None, is_trial=False, with_states=True, verify=True)
         epochs = max((each.resume_point.epoch for each in stored.result), default=0)
-        findings = list(verify_events(storage.event_lines(), epochs=epochs))
+        findings = list(verify_events(storage.events.read(), epochs=epochs))
         looked = [(False, why) for why in stored.passed_over]
         looked += [(True, f"{checkpoint.path} is whole") for checkpoint in stored.checkpoints]
         looked += _automatic(storage, (*stored.states, *stored.result))
@@ -88,10 +88,7 @@ _END_S = 60.0
 
 
 def replay_submitted(path: str, step: int) -> Finding:
-    """Retrain the steps around ``step`` with the run's own script, and return the result of the comparison.
-
-    Raises ClickException: no checkpoint exists at or after ``step``, the code is unknown, or the replay ends too early.
-    """
+    """Retrain the steps around ``step`` with the run's own script, and return the result of the comparison."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
     from elastic_ray.cli.submit import send_again

@@ -109,10 +109,7 @@ def _number(value: float) -> str:
 
 
 class JobDisplay:
-    """Display of statuses and events: on a terminal a live line with events above it, elsewhere plain lines.
-
-    A context manager. The display must never stop a job, so a broken stream only ends the display.
-    """
+    """Context manager that shows a live line and events on a terminal, else plain lines; its errors stop no job."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, 
 
 from elastic_ray.job_spec import RunSettings
 from placement.arguments import check_argument_names
-from placement.cluster.labels import check_selector
+from placement.cluster.cluster import check_selector
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
 _RAYS_DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
@@ -297,10 +297,7 @@ _ELSEWHERE = {
 
 
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise TypeError if an elastic job does not support an argument in ``given``; the message names an alternative.
-
-    Arguments of ``TorchTrainer`` that are None are ignored. ``known`` are the names to suggest for a misspelt one.
-    """
+    """Raise TypeError if an elastic job does not support an argument in ``given``; the message names an alternative."""
     for name, value in given.items():
         if name in _ELSEWHERE:
             if value is not None:

@@ -77,11 +77,7 @@ def impossible(
     sizes: AllowedSizes = ANY_SIZE,
     unit: int = 1,
 ) -> str | None:
-    """Return why a job could never run on these nodes, not even at its smallest size on otherwise empty nodes.
-
-    Returns:
-        A sentence that names the resource (or label) and what to change; None if the job could run.
-    """
+    """Return a sentence on why a job could not run on these nodes if empty, with the way out; None if it could."""
     fitting = [node for node in nodes if node.matches(label_selector)]
     if not fitting:
         return _no_such_label(label_selector, nodes)
@@ -381,10 +377,7 @@ def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling
 
 
 def check_resources(spec: JobSpec) -> None:
-    """Raise ImpossibleResourcesError if the cluster could never run the job.
-
-    If an autoscaler could add the missing resources, only log a warning.
-    """
+    """Raise ImpossibleResourcesError if the cluster could never run the job; only warn if an autoscaler could help."""
     reason = impossible(
         spec.bundle,
         spec.min_workers,

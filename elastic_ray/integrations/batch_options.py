@@ -36,11 +36,7 @@ class BatchOptions:
             raise ValueError("local_bsz_bounds and gradient_accumulation need max_batch_size, which is None")
 
     def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader, *, seed: int = 0) -> er.AdaptiveDataLoader:
-        """Return the user's loader as an ``AdaptiveDataLoader``, whose batches are divided among all workers.
-
-        ``seed`` determines the order of samples. An ``AdaptiveDataLoader`` is returned unchanged, but raises ValueError
-        if ``accumulated`` (micro-batches per step) is above 1.
-        """
+        """Return the user's loader as an ``AdaptiveDataLoader``, whose batches are divided among all workers."""
         if isinstance(given, er.AdaptiveDataLoader):
             if self.accumulated > 1:
                 raise ValueError(

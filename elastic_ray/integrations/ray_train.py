@@ -184,11 +184,7 @@ class RayTrainModel(LateWrapped):
 
 
 class RayTrainLoader(LoaderOnDevice):
-    """Loader on the worker's device whose global batch is the user's batch size x the job's largest worker count.
-
-    Args:
-        data_loader: The user's loader, whose batch size is that of one worker.
-    """
+    """Loader on the worker's device whose global batch is the user's batch size x the job's largest worker count."""
 
     def __init__(self, data_loader: DataLoader[Any], device: torch.device) -> None:
         if data_loader.batch_size is None:
@@ -286,11 +282,7 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _scaler() -> Any:
-    """Return the process's enabled AMP gradient scaler, or None if there is none.
-
-    Raises RuntimeError if there are several, because it is unknown which one belongs to the model. Disabled scalers are
-    ignored, since they scale nothing.
-    """
+    """Return the process's enabled AMP gradient scaler, or None if there is none."""
     found = [each for each in _objects(torch.amp.GradScaler) if each.is_enabled()]
     if len(found) > 1:
         raise RuntimeError(

@@ -194,10 +194,6 @@ class SizeSearch:
         first ``passes_to_stay`` pairs all pass, return a smaller size. If no such size is available, find the first
         pair that does not pass. Return its larger size until that size was measured for ``steps_to_stay`` steps; then
         its smaller size.
-
-        Args:
-            measured: number of measured steps, keyed by size; at least one size.
-            passes: returns True if growing from one measured size to the next is worthwhile.
         """
         sizes = sorted(measured)
         smallest, largest = sizes[0], sizes[-1]

@@ -124,11 +124,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Parse the output of :meth:`to_bytes`.
-
-        Raises ManifestError: the bytes are not a valid manifest: tensors have gaps, exceed their files, or are larger
-        in total than the files, or a file does not have the name of a part.
-        """
+        """Parse the output of :meth:`to_bytes`."""
         told = _read(content)
         try:
             files = tuple(_file(rank, *each) for rank, each in enumerate(told["files"]))

@@ -39,9 +39,6 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 
     Large tensors of which each rank needs only its rows or tiles are returned as `UnreadTensor`, to be read later. All
     parts are read once and compared with their checksums; they must stay in storage until these tensors are read.
-
-    Args:
-        least_bytes: tensors smaller than this [bytes] are read at once, which is cheaper than reading them later.
     """
 
     def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:
@@ -165,7 +162,6 @@ def _itemsize(tensor: StoredTensor) -> int:
 
 
 def _size(storage: RunStorage, path: str) -> int:
-    """Return the size of a file [bytes]; raises FileNotFoundError if it does not exist."""
     found = storage.filesystem.get_file_info(path)
     if not found.is_file:
         raise FileNotFoundError(f"there is no file {path}")
@@ -203,10 +199,7 @@ class PartFile:
         return digest.hexdigest()
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Read bytes of the file into `target`, using only a few blocks of memory; call :meth:`scatter` first.
-
-        Raises CorruptStateError: the bytes have changed since :meth:`scatter`. OSError: they cannot be read.
-        """
+        """Read bytes of the file into `target` in few blocks of memory; call :meth:`scatter` first."""
         end = offset + len(target)
         at, stop = offset // BLOCK_BYTES * BLOCK_BYTES, min(self._size, -(-end // BLOCK_BYTES) * BLOCK_BYTES)
         with self._storage.filesystem.open_input_file(self.path) as raw:

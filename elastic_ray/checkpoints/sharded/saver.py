@@ -43,20 +43,14 @@ Kind = tuple[torch.Size, torch.dtype, bool]
 
 
 class CopyBuffers:
-    """Preallocated buffers for copies of tensors.
-
-    Writing to fresh memory is several times slower, so the buffers are allocated and touched in advance.
-    """
+    """Preallocated buffers for copies of tensors, since writing to fresh memory is several times slower."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
         self.made = 0
 
     def fit(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return a buffer of equal shape and dtype for each tensor, in order; None if any tensor has no buffer.
-
-        Some buffers may remain unused, because gradients exist at some steps only.
-        """
+        """Return a buffer for each tensor, in order; None if one has none. Some stay unused: gradients come and go."""
         free = collections.defaultdict(list)
         for buffer in reversed(self._buffers):
             free[buffer.shape, buffer.dtype].append(buffer)
@@ -269,10 +263,7 @@ class PartSaver:
         ]
 
     def write(self, part: CapturedPart, go_on: Callable[[], bool]) -> StateFile | None:
-        """Write a captured part. Rank 0 then waits for the other ranks' parts and completes the checkpoint.
-
-        Returns the checkpoint on rank 0, None on other ranks.
-        """
+        """Write a captured part; rank 0 awaits the others' parts and returns the completed checkpoint, others None."""
         order, steps = part.order, part.resume_point.steps
         tensors = [_on_cpu(each) for each in part.tensors]
         if order is None:
@@ -301,7 +292,6 @@ class PartSaver:
 
 
 def _tensors(named: Sequence[NamedPieces]) -> list[Any]:
-    """Return the tensors to be copied, in order."""
     return [tensor for each in named for _, tensor in each.pieces.held]
 
 
@@ -318,12 +308,7 @@ def write_state(
     *,
     go_on: Callable[[], bool] = lambda: True,
 ) -> StateFile:
-    """Write captured states (``SharedState.capture``) as a checkpoint of one part, completely or not at all.
-
-    Args:
-        trees: states keyed by name; their tensors must not change meanwhile.
-        go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
-    """
+    """Write captured states (``SharedState.capture``) as a checkpoint of one part, completely or not at all."""
     skeleton, tensors = split_tree(trees)
     return _write_alone(storage, skeleton, [_on_cpu(each) for each in tensors], resume_point, go_on)
 
@@ -358,10 +343,6 @@ def write_part(
     go_on: Callable[[], bool] = lambda: True,
 ) -> Part:
     """Write a rank's part and then, for ranks other than 0, the file that describes the part.
-
-    Args:
-        tensors: tensors to which indices in ``skeleton`` refer, in CPU memory; they must not change meanwhile.
-        go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
 
     Raises UnsafeStateError: ``skeleton`` holds more than indices of tensors and plain values.
     """

@@ -25,9 +25,10 @@ from elastic_ray.cli.listings import (
     with_metric,
 )
 from elastic_ray.cli.observe.top_lines import SORTS, TOP_COLUMNS, sorted_rows, top_cells, top_lines
-from elastic_ray.cli.output import PHASE_STYLES, metric_option, on_terminal, plain_table, say
+from elastic_ray.cli.output import PHASE_STYLES, metric_option, on_terminal, say
 from elastic_ray.cli.overview import NO_ALLOCATOR, headline
 from elastic_ray.cli.sweeps import grouped
+from placement.text import plain_table
 
 
 @click.command(short_help="Watch jobs and nodes.")

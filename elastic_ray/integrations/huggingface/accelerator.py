@@ -13,6 +13,7 @@ from typing import Any
 
 import accelerate
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
@@ -28,11 +29,7 @@ from elastic_ray.run.registry import HookPoint
 
 
 class OnMainProcess(accelerate.Accelerator):
-    """Mixin with the methods of ``Accelerator`` that run only on certain ranks of the job.
-
-    Accelerate itself sees each worker as a single process. The first worker with rank 0 starts the trackers. If rank 0
-    moves to another worker, that worker starts the trackers when it first logs.
-    """
+    """Mixin with the methods of ``Accelerator`` that run only on certain ranks of the job."""
 
     _trackers_wanted: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -206,7 +203,7 @@ class Accelerator(OnMainProcess, Collectives):
             return self.prepare_data_loader(each)
         if isinstance(each, torch.optim.Optimizer):
             theirs = self.prepare_optimizer(each, device_placement)
-        elif _is_scheduler(each):
+        elif isinstance(each, (LRScheduler, ReduceLROnPlateau)):
             theirs = self.prepare_scheduler(each)
         else:
             return each
@@ -388,11 +385,6 @@ class Accelerator(OnMainProcess, Collectives):
             "split_between_processes() is not supported under elastic-ray, because the number of processes changes: "
             "prepare a DataLoader with shuffle=False, whose samples all workers share"
         )
-
-
-def _is_scheduler(each: Any) -> bool:
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    return isinstance(each, (torch.optim.lr_scheduler.LRScheduler, plateau))
 
 
 def _steps(optimizer: Any, module: torch.nn.Module) -> bool:

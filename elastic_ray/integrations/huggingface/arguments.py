@@ -12,10 +12,7 @@ from elastic_ray.loop.api import current_session, get_context
 
 
 class _ElasticArguments:
-    """Training arguments whose ranks are the worker's current ranks in the job.
-
-    They are pickled as the original class, for example when saved with a checkpoint.
-    """
+    """Training arguments with the worker's current ranks in the job; they are pickled as the original class."""
 
     @property
     def process_index(self) -> int:

@@ -31,9 +31,6 @@ class AccelerateModel(LateWrapped):
 
     Scripts prepare models, optimizers and schedulers in one call or in several, in any order. Only at the first epoch
     is it certain which of them belong together.
-
-    Args:
-        make_wrapper: Function that returns the wrapped model, or None while the model's optimizer is not prepared.
     """
 
     def __init__(

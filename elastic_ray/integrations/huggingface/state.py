@@ -102,7 +102,6 @@ def _makes_its_own(callback: Any) -> bool:
 
 
 def _callbacks(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the callbacks that export state, each with a key of its index and class name."""
     for number, each in enumerate(trainer.callback_handler.callbacks):
         if isinstance(each, ExportableState):
             yield f"{number}:{type(each).__name__}", each

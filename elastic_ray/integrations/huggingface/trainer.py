@@ -123,10 +123,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         theirs.unwrap_model = unwrap_model
 
     def _gather_in_steps(self) -> None:
-        """Make accelerate's collectives span all workers in a training step; TRL, for example, uses them there.
-
-        Outside training steps they stay within this worker, because every worker evaluates all of the data.
-        """
+        """Let accelerate's collectives span all workers in a training step (as TRL's do), and this worker elsewhere."""
         theirs: Any = self.accelerator
 
         def routed(alone: Callable[..., Any], together: Callable[..., Any]) -> Callable[..., Any]:

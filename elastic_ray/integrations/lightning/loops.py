@@ -306,10 +306,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             self._train_batch(data_fetcher)
 
     def _train_batch(self, data_fetcher: Any) -> None:
-        """Run Lightning's ``advance`` until a micro-batch counts; end-of-batch hooks are skipped for a lost one.
-
-        Raises StopIteration if ``on_train_batch_start()`` ends the epoch.
-        """
+        """Run Lightning's ``advance`` until a micro-batch counts; end-of-batch hooks are skipped for a lost one."""
         while True:
             try:
                 return super().advance(data_fetcher)

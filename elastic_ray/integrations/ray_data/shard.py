@@ -123,10 +123,7 @@ def _no_datasets(name: str) -> str:
 
 
 class RayDataBatches:
-    """Source of one rank's batches from one dataset (see ``elastic_ray.data.batches.BatchSource``).
-
-    Keeps track of where the rows of the next steps are stored, and fetches and slices the blocks with this rank's rows.
-    """
+    """Source of one rank's batches from one dataset (see ``elastic_ray.data.batches.BatchSource``)."""
 
     def __init__(
         self, dataset: str, coordinator: Any, *, known_rows: int | None, collate: Callable[[Any], Any] | None, run: str
@@ -237,10 +234,7 @@ class RayDataBatches:
         )
 
     def _answer(self, call: Any, end: int, ahead: int) -> RowsFound:
-        """Return the answer to a request, repeating the request if Ray has restarted the coordinator.
-
-        Reading may take any time, so there is no timeout while the coordinator lives; the job's user gets warnings.
-        """
+        """Return the answer to a request, without a timeout; repeat the request if Ray restarted the coordinator."""
         asked_s = time.monotonic()
         while not ray.wait([call], timeout=_SLOW_S)[0]:
             current_session().notify(
@@ -337,10 +331,7 @@ def _matrix(chunk: Any) -> Any:
 
 
 def tensor(values: np.ndarray[Any, Any]) -> Any:
-    """Return a column as a tensor [rows, ...].
-
-    Values without a torch dtype (text, bytes, times, nulls) become a list instead.
-    """
+    """Return a column as a tensor [rows, ...]; values without a torch dtype (text, bytes, times, nulls) as a list."""
     if values.dtype == object and len(values) and all(isinstance(each, np.ndarray) for each in values):
         shapes = {each.shape for each in values}
         if len(shapes) > 1:
