@@ -64,7 +64,7 @@ def copy_directory(
     Args:
         go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
-    Returns the checksum of each file, keyed by its path below ``target``.
+    Returns the checksum of each file, keyed by path below ``target``.
     """
 
     files, directories = [], [target]
@@ -174,7 +174,7 @@ def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[
 def check_tree(folder: str, above: tuple[str, ...] = ()) -> None:
     """Check that a local directory contains only files, directories, and links to these.
 
-    Raises UnfitSourceError: the directory contains a pipe, a socket or a device (a reader would wait forever), a
+    Raises UnfitSourceError if the directory contains a pipe, a socket or a device (a reader would wait forever), a
     dangling link, or a link to a directory above it; the message names it.
     """
     above = (*above, os.path.realpath(folder))

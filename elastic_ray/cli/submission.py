@@ -30,9 +30,9 @@ _TAKEN = "already exists"
 
 
 def client() -> Any:
-    """Return a client of the cluster's dashboard, to which jobs are submitted.
+    """Return a client for the cluster's dashboard, which accepts submitted jobs.
 
-    The cluster is that at RAY_API_SERVER_ADDRESS, else RAY_ADDRESS, else the one on this machine.
+    The cluster is the one at RAY_API_SERVER_ADDRESS, else at RAY_ADDRESS, else on this machine.
     """
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
@@ -61,7 +61,7 @@ def free_id(name: str, refused: Sequence[str] = ()) -> str:
 
 
 def next_id(name: str, taken: Sequence[str]) -> str:
-    """Return ``name`` if it is unused, else ``name`` with a number above all in ``taken``; gaps are not filled.
+    """Return ``name`` if it is unused, else ``name`` with a number higher than any in ``taken``; gaps are not filled.
 
     >>> next_id("bert", ["bert", "bert.4", "bert.x", "albert.9"])
     'bert.5'
@@ -111,7 +111,7 @@ def _listed() -> Sequence[Any]:
 
 
 def find(name: str) -> Submission | None:
-    """Return the latest submission with this name or id; None if there is none, or no dashboard answers."""
+    """Return the latest submission with this name or id; None if none exists, or no dashboard answers."""
     same = [each for each in submissions() if name in (each.submission, each.name)]
     return max(same, key=lambda each: each.started_s or 0.0, default=None)
 
@@ -134,7 +134,7 @@ def output(submission: str) -> str:
 
 
 def follow(submission: str, show: Callable[[str], None]) -> None:
-    """Pass a script's output to ``show`` as it is printed, from the script's start to its end."""
+    """Pass a script's output to ``show`` as it is printed, from start to end."""
     there = client()
     while str(there.get_job_status(submission).value) == "PENDING":
         time.sleep(_POLL_S)
@@ -150,7 +150,7 @@ def follow(submission: str, show: Callable[[str], None]) -> None:
 
 
 def stream_script(submission: str) -> None:
-    """Print a script's output until it ends. Raises Exit: with code 1 if the script fails."""
+    """Print a script's output until it ends. Raises Exit with code 1 if the script fails."""
     follow(submission, lambda chunk: click.echo(chunk, nl=False))
     ended = wait(submission)
     if ended.status != "SUCCEEDED":

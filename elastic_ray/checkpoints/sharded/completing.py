@@ -56,7 +56,7 @@ def await_parts(
     """Wait until all ranks have written their parts of a checkpoint, and return the parts in rank order.
 
     Args:
-        timeout_s: longest time without any change in the checkpoint's ``directory`` [s].
+        timeout_s: maximum time without any change in the checkpoint's ``directory`` [s].
         go_on: polled while waiting; if it returns False, waiting stops with ``InterruptedError``.
         all_live: returns True if all workers that should write a part are still in the group.
     """
@@ -142,7 +142,7 @@ def torch_metadata(manifest: Manifest, values: Values) -> bytes:
     A tensor's name is its path joined by dots, as torch names the leaves of nested dicts: ``model/0.layer.weight``.
 
     Args:
-        values: path of each plain value, and offset and size [bytes] of its torch archive in rank 0's part.
+        values: path of each plain value, and the offset and size [bytes] of its torch archive in rank 0's part.
     """
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}

@@ -90,10 +90,10 @@ def top_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return the header and rows as lines of at most ``width`` characters, with as many leading columns as fit.
+    """Return the header and rows as lines of at most ``width`` characters, with all leading columns that fit.
 
-    The last column is always cut to fit, and the first if there is little room; other columns are shown in full or not
-    at all.
+    The last column is always cut to fit, and so is the first if there is little room; other columns are shown in full
+    or not at all.
     """
     lines = [tuple(columns), *(tuple(printable(cell) for cell in row) for row in rows)]
     widths = [max(cell_len(line[i]) for line in lines) for i in range(len(columns))]
