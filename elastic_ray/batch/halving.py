@@ -50,7 +50,7 @@ class Halving:
         return [(begin, end, min(spacing, most)) for (begin, spacing), end in zip(SPACINGS, ends, strict=True)]
 
     def due(self, step: int, samples: int) -> bool:
-        """True if the step after ``step`` committed steps must be split in halves of ``least`` or more samples each."""
+        """True if the step after ``step`` committed steps must be split into two halves of at least ``least``."""
         return self.count(step, step + 1, samples) > 0
 
     def count(self, first: int, last: int, samples: int) -> int:

@@ -161,7 +161,7 @@ def refuse_connections(told: Iterable[bytes]) -> int:
 
 
 def _close(descriptor: int, told: list[bytes]) -> bool:
-    """Block new connections to a listening socket at a published address; False if the descriptor is not one."""
+    """Block new connections to a listening socket at a published address; False if this is no such socket."""
     with socket.socket(fileno=os.dup(descriptor)) as listener:
         if listener.family not in (socket.AF_INET, socket.AF_INET6):
             return False

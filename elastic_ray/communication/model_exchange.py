@@ -160,7 +160,7 @@ class ModelExchange:
         self._into: Sequence[torch.Tensor] = ()  # tensors of the pull in progress
 
     def enter(self, communicator: Communicator, *, called_off: Callable[[], bool]) -> None:
-        """Join a group's exchange of models; called on every rank. Raises CommunicationFailedError: the group broke."""
+        """Join a group's model exchange; called on every rank. Raises CommunicationFailedError if the group broke."""
         self.close()
         rank, ranks = communicator.rank, communicator.world_size
         if ranks == 1:

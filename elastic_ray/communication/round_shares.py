@@ -45,7 +45,7 @@ class _Counts(RankServer):
                 caller.sendall(struct.pack(f"!{len(counts)}I", *counts))
 
     def _count(self, number: int, first: int, ranks: int, *, adds: bool) -> Sequence[int]:
-        """Return the number of steps begun of each rank from ``first`` on; ``adds`` then adds one to the first.
+        """Return the steps started for each rank from ``first`` on; with ``adds``, then add one for ``first``.
 
         A round that has ended has no steps left.
         """
@@ -132,7 +132,7 @@ class _SharedRound:
         self.leaves = False  # what is left of the round to ranks that have it done sooner
 
     def ask(self, first: int, ranks: int, *, adds: bool) -> tuple[int, ...]:
-        """Request counts of the round from rank 0. Raises CommunicationFailedError: it is gone, or the round over."""
+        """Request the round's counts from rank 0; CommunicationFailedError if rank 0 is gone or the round has ended."""
         if self.over:
             raise CommunicationFailedError("the round is over")
         return self._member.ask(self._number, first, ranks, adds=adds)
@@ -239,9 +239,9 @@ class RoundShares:
         return step == self._own
 
     def of_another(self) -> tuple[int, int] | None:
-        """Return a step of a late rank for this rank to make next, as (late rank, step number); None if none remains.
+        """Return a late rank's step for this rank to make next, as (late rank, step number); None if none remains.
 
-        Raises CommunicationFailedError: rank 0 is gone.
+        Raises CommunicationFailedError if rank 0 is gone.
         """
         present, ranks = self._present, self._known.ranks
         looked, self._looked = self._looked, None

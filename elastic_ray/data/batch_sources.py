@@ -20,9 +20,9 @@ from elastic_ray.data.order import EpochOrder, order_for
 
 
 def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchSource:
-    """Return the source of one rank's batches that suits the dataset and arguments of a loader.
+    """Return the source of one rank's batches that suits a loader's dataset and arguments.
 
-    Raises ValueError: dropping the last batch would leave no batch in an epoch.
+    Raises ValueError if dropping the last batch would leave no batch in an epoch.
     """
     if isinstance(given.dataset, BringsBatches):
         return given.dataset.batch_source(given.options.get("collate_fn"))

@@ -1,4 +1,4 @@
-"""SHELL: the actor that executes a job's Ray Data datasets and reports to workers where their rows are stored.
+"""SHELL: the actor that executes a job's Ray Data datasets and tells workers which nodes store their rows.
 
 Each job has one coordinator, on the head node. It only holds references: workers fetch the blocks themselves. Its
 state is soft: if its process dies, Ray starts a new one, which executes the epoch again and skips the rows that the
@@ -48,7 +48,7 @@ class RowsWanted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowsFound:
-    """Locations of rows as ordered spans, and the epoch's total number of rows (None until its end was read)."""
+    """Locations of rows as ordered spans, and the epoch's total number of rows (None until fully read)."""
 
     spans: tuple[RowSpan, ...]
     total: int | None
@@ -112,8 +112,8 @@ class DatasetCoordinator:
     async def rows(self, wanted: RowsWanted) -> RowsFound:
         """Wait until the wanted rows have been read, and return their locations.
 
-        No locations are returned if the reader has left or sent a newer request meanwhile. Raises Exception if the
-        dataset is unreadable.
+        No locations are returned if the reader has left or sent a newer request in the meantime. Raises Exception if
+        the dataset is unreadable.
         """
         stream = self._stream_for(wanted)
         while not await self._has(stream, wanted):
@@ -144,7 +144,7 @@ class DatasetCoordinator:
         return stream.floor <= wanted.first
 
     async def _news(self) -> bool:
-        """Wait for progress of any stream; return False if there was none within ``_SLOW_S`` seconds."""
+        """Wait for progress in any stream; return False if none is made within ``_SLOW_S`` seconds."""
         news = self._loop.create_future()
         self._waiting.add(news)
         try:
@@ -160,7 +160,7 @@ class DatasetCoordinator:
             self._close(stream)
 
     def _wake(self) -> None:
-        """Wake all calls that wait for progress."""
+        """Wake all calls that are waiting for progress."""
         waiting, self._waiting = self._waiting, set()
         for news in waiting:
             if not news.done():
