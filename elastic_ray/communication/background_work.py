@@ -1,4 +1,4 @@
-"""Threads that wait for gloo's sends and receives, and their works (no torch)."""
+"""Threads that wait for gloo's sends and receives, and their work objects (no torch)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class BackgroundWork(concurrent.futures.Future[None]):
-    """Work of transfers that a thread makes, because gloo can neither poll nor cancel sends and receives."""
+    """Work object for transfers in a separate thread, because gloo can neither poll nor cancel sends and receives."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait until all transfers have ended.
@@ -53,7 +53,7 @@ class TransferThreads:
         self._failure: BaseException | None = None
 
     def start(self, transfer: Callable[[], None]) -> BackgroundWork:
-        """Start ``transfer``, which raises RuntimeError if a peer is gone; return its work."""
+        """Start ``transfer``, which raises RuntimeError if a peer is gone; return its work object."""
         work = BackgroundWork()
         with self._lock:
             self._waiting.append((work, transfer))
@@ -86,6 +86,6 @@ class TransferThreads:
 
 
 def join_transfers(timeout_s: float) -> None:
-    """Wait up to ``timeout_s`` [s] for each thread whose transfers have ended, and which returns from gloo."""
+    """Wait up to ``timeout_s`` [s] for each thread whose transfers have ended and which is returning from gloo."""
     for each in list(_THREADS):
         each.join(timeout_s)
