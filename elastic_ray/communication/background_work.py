@@ -66,6 +66,7 @@ class TransferThreads:
         return work
 
     def _run(self) -> None:
+        """Make transfers until none are left."""
         while True:
             with self._lock:
                 if not self._waiting:
