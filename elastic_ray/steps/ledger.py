@@ -393,14 +393,14 @@ class StepLedger:
         """
         lost = self.lost_within(waits=waits)
         self.state.roll_back(self.depth)
-        self._undo_sums(step)
+        self.undo_sums(step)
         if lost.nested:
             self._updates_asked = step.updates_before
         else:
             self._discard_nested(step)
         return lost
 
-    def _undo_sums(self, step: LoaderStep) -> None:
+    def undo_sums(self, step: LoaderStep) -> None:
         """Restore the accumulators' sums to those before the steps nested in a lost step, which are made again."""
         if step.sums_before is not None:
             self.state.progress.sums = step.sums_before
@@ -482,7 +482,7 @@ class StepLedger:
             self.lose_round()
         elif self._left is None or self._left.depth > depth:
             self.state.roll_back(depth)
-        self._undo_sums(step)
+        self.undo_sums(step)
         self._discard_nested(step)
         self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
 
