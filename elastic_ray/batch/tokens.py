@@ -18,8 +18,8 @@ WEIGH = "weigh"
 
 NOT_COUNTED = (
     f"tokens_per_sample={WEIGH!r} means that the loop counts tokens, but a step has trained without loader.weigh(n): "
-    "call it with the tokens of each micro-batch before backward(), or give tokens_per_sample as a number (strategies "
-    "that average models exchange no counts)"
+    "call it with the tokens of each micro-batch of every step before backward(), or give tokens_per_sample as a "
+    "number (strategies that average models exchange no counts)"
 )
 
 MOVED = 0.05
@@ -36,7 +36,7 @@ def token_count(name: str, value: Any, *, least: int = 1) -> int:
     250000000
 
     Raises:
-        TypeError: The value is neither a whole number nor such text.
+        TypeError: The value is neither an integer nor such a text.
         ValueError: The value is below ``least``.
     """
     found = value
@@ -71,18 +71,35 @@ class TokenBatch:
     @property
     def max_batch_size(self) -> int | None:
         """Largest global batch [samples]; None if the batch is constant."""
-        largest = self.most if self.most is not None else max(size for _, size in self.ramp)
-        return None if self.most is None and len(self.ramp) == 1 else self.samples(largest)
+        return None if self.most is None and len(self.ramp) == 1 else self.samples(self.most or self._largest)
+
+    def most_within(self, epoch: int | None) -> int:
+        """Return the largest global batch [samples]; ``epoch`` is the number of samples in an epoch, None if unknown.
+
+        Raises ValueError if samples of a known length do not fill the largest batch.
+        """
+        largest = self.max_batch_size or self.batch_size
+        if epoch is None or largest <= epoch:
+            return largest
+        if self.counted:  # the length is a guess so far
+            return max(epoch, self.batch_size)
+        name, tokens = ("max_batch_tokens", self.most) if self.most else ("batch_tokens's batch", self._largest)
+        raise ValueError(
+            f"{name} must be at most an epoch's {epoch} samples of {self.per_sample:g} tokens, but got {tokens}"
+        )
+
+    @property
+    def _largest(self) -> int:
+        return max(size for _, size in self.ramp)
 
     def limits(self, limits: BatchLimits, per_sample: float, most: int | None) -> tuple[TokenBatch, BatchLimits]:
         """Return this batch and its limits [samples], both recomputed for ``per_sample`` tokens per sample.
 
         Args:
-            limits: Current limits, whose initial and largest batch are replaced.
-            most: Samples per epoch, which the largest batch may not exceed; None if unknown.
+            most: Samples per epoch, which no batch exceeds; None if unknown.
         """
         batch = dataclasses.replace(self, per_sample=per_sample)
-        first = max(batch.batch_size, limits.lower)
+        first = max(batch.batch_size if most is None else min(batch.batch_size, most), limits.lower)
         if limits.upper is not None and not limits.gradient_accumulation:
             first = min(first, limits.upper)
         largest = limits.max_batch_size
@@ -97,13 +114,7 @@ def read_token_batch(
 ) -> TokenBatch | None:
     """Return the batch that a loader's user declared in tokens; None if it was declared in samples.
 
-    Args:
-        batch_tokens: Tokens per step, or a schedule such as ``[(0, 65_536), ("0.25B", 262_144)]``.
-        max_batch_tokens: Largest batch [tokens]; None keeps the batch constant.
-        tokens_per_sample: A number, or ``"weigh"`` to count tokens by the loop's weights.
-        counted_first: Assumed tokens per sample until the loop has counted them; None if unknown.
-
-    Raises TypeError, ValueError: An argument is invalid. The message names it and says how to fix it.
+    Raises TypeError or ValueError if an argument is invalid. The message names it and says how to fix it.
     """
     if batch_tokens is None:
         for name, value in (("max_batch_tokens", max_batch_tokens), ("tokens_per_sample", tokens_per_sample)):

@@ -1,8 +1,8 @@
-"""Documents packed into rows of equal length; the packing depends on lengths, seed and epoch only (torch)."""
+"""Documents packed into rows of equal length; the packing depends only on lengths, seed and epoch (torch)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -18,12 +18,8 @@ Piece = tuple[int, int, int]
 def plan_rows(lengths: Sequence[int], row: int, *, seed: int, epoch: int) -> list[list[Piece]]:
     """Return, for each packed row, the pieces of documents (document, start, end) that it holds.
 
-    Every token of every document is used once. Documents are processed in random order. Each is cut into pieces of
-    ``row`` tokens and a remainder, and each piece goes into the first of the most recent rows that has room for it.
-
-    Args:
-        lengths: tokens of each document; ``row`` is the number of tokens per row.
-        epoch: epoch number; each epoch has a different packing.
+    Every token is used once. Documents are processed in random order. Each is cut into pieces of ``row`` tokens and a
+    remainder, and each piece is put into the first of the most recent rows that has room for it.
 
     >>> plan_rows([3, 5, 2], 4, seed=0, epoch=0)
     [[(1, 0, 4)], [(1, 4, 5), (2, 0, 2)], [(0, 0, 3)]]
@@ -48,6 +44,20 @@ def plan_rows(lengths: Sequence[int], row: int, *, seed: int, epoch: int) -> lis
 _OPEN = 64  # latest rows that may still be filled
 
 
+def _unfit(document: int, found: str) -> TypeError:
+    return TypeError(
+        "PackedDataset(documents) must hold tensors, arrays or lists of integers, one number a token, but document "
+        f"{document} is {found}"
+    )
+
+
+def _length(number: int, document: Any) -> int:
+    one_row = isinstance(document, Sized) and getattr(document, "ndim", 1) == 1
+    if not one_row or isinstance(document, str | bytes | Mapping):
+        raise _unfit(number, repr(document)[:60])
+    return len(document)
+
+
 class PackedDataset(Dataset[tuple[Tensor, Tensor]]):
     """Rows of ``length`` tokens that hold several documents each; an epoch's rows hold every token once.
 
@@ -58,7 +68,7 @@ class PackedDataset(Dataset[tuple[Tensor, Tensor]]):
     Args:
         documents: tokens of each document, as tensors, arrays or lists of integers.
         length: tokens per row.
-        seed: seed of the packing.
+        seed: seed for the packing.
         padding: token that fills the rest of a row.
 
     Raises:
@@ -77,7 +87,9 @@ class PackedDataset(Dataset[tuple[Tensor, Tensor]]):
         if length < 1:
             raise ValueError(f"PackedDataset(length) must be 1 token or more, but got {length}")
         self._documents, self._length, self._padding, self._seed = documents, length, padding, seed
-        self._lengths = [len(each) for each in documents]
+        if not isinstance(documents, Sized) or not hasattr(documents, "__getitem__") or isinstance(documents, Mapping):
+            raise TypeError(f"PackedDataset(documents) must be a list or another sequence, but got {documents!r}")
+        self._lengths = [_length(document, documents[document]) for document in range(len(documents))]
         if not any(self._lengths):
             raise ValueError(f"PackedDataset(documents) must hold a token, but got {len(documents)} empty documents")
         self.set_epoch(0)
@@ -95,7 +107,10 @@ class PackedDataset(Dataset[tuple[Tensor, Tensor]]):
         at = 0
         for place, (document, start, stop) in enumerate(self.rows[row], 1):
             until = at + stop - start
-            tokens[at:until] = torch.as_tensor(self._documents[document][start:stop])
+            piece = torch.as_tensor(self._documents[document][start:stop])
+            if piece.is_floating_point() or piece.shape != (stop - start,):
+                raise _unfit(document, f"{piece.dtype} of shape {tuple(piece.shape)}")
+            tokens[at:until] = piece
             documents[at:until] = place
             at = until
         return tokens, documents

@@ -46,9 +46,7 @@ class Run:
     """Components of a run. Higher layers receive the whole run; lower layers receive only the components they need.
 
     Args:
-        worker: Id of this worker, unique in the job.
         membership: This worker's side of the membership protocol.
-        controller: Receives this worker's reports.
         elastic: Whether the group may change.
         fixed_batch: Whether the batch size stays constant even if the loader allows it to adapt.
         faults: Injects scripted faults; None outside tests.
@@ -178,12 +176,7 @@ class Run:
             self.faults.at(name, worker=self.worker, rank=self.group.rank, step=self.states.progress.steps)
 
     def refuse_in_round(self, what: str, way_out: str) -> None:
-        """Raise RuntimeError if the loop is within a round, whose steps each rank makes independently.
-
-        Args:
-            what: Action to refuse, as the start of the message.
-            way_out: Advice at the end of the message.
-        """
+        """Raise RuntimeError if the loop is within a round, whose steps each rank makes independently."""
         step = self.ledger.outermost
         if step is not None and step.leads and self.registry.drifting and self.registry.round_period > 1:
             raise RuntimeError(
@@ -279,10 +272,6 @@ class Run:
 
 class Group:
     """Current group of a worker. Its attributes are read many times per step, and only :meth:`adapt` changes them.
-
-    Args:
-        expected: This worker's expected rank and world size in its first group, if known.
-        most_workers: Largest number of workers that the job may ever have; None in a group of fixed size.
 
     Attributes:
         generation_spec: The current generation as announced; None before the first.

@@ -13,7 +13,7 @@ from elastic_ray.events import EventKind
 from elastic_ray.run.run import Run
 from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.group_changes import GroupChanges
-from elastic_ray.state.layout import DataPlan
+from elastic_ray.state.layout import DataPlan, MergeLayout, digest
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.out_of_memory import free_caches
 from elastic_ray.steps.round import StepRound
@@ -30,11 +30,7 @@ _LOST_SUMS = (
 
 
 class LoaderPasses:
-    """Passes of a run's loaders, and their steps.
-
-    Args:
-        adaptation: The user's policies, which are called between steps.
-    """
+    """Passes of a run's loaders, and their steps."""
 
     def __init__(self, run: Run, changes: GroupChanges, adaptation: Adaptation) -> None:
         self._run, self._changes, self._adaptation = run, changes, adaptation
@@ -45,6 +41,8 @@ class LoaderPasses:
         # By depth: a pass, the group in which it was described, and its description.
         self._plans: dict[int, tuple[PassProgress, int, DataPlan]] = {}
         self._due: tuple[int, DataPlan | None] = 0, None  # what the present step's end compares, in which generation
+        # The last pass that all ranks know to end with a round, in which group, and whether they merge the same.
+        self._ends: tuple[PassProgress, int, bool] | None = None
         self._told: int | None = 0  # link of the last pass that the job has heard of
         self._stepped_in = 0  # latest generation in which a step that is within no other was committed
 
@@ -66,16 +64,13 @@ class LoaderPasses:
             loader_pass.end()
             self._run.states.progress.advance_passes(self._changes.furthest_passes)
 
-    def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> bool:
+    def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]], *, leads: bool) -> bool:
         """Compare the facts that determine a pass's data across ranks, before its first step in each group.
 
         In a group that replaces a broken one, some ranks may still be within the step that this rank starts again, so
         that their announcements would not match. The facts are then compared at the end of the step. The facts of a
-        pass nested in a step are compared at the end of that pass, with its announcement.
-
-        Args:
-            loader_pass: The pass, whose next step all ranks are about to start.
-            facts: Returns the facts that must be equal on all ranks.
+        pass nested in a step are compared at the end of that pass, with its announcement. Before a round of steps in
+        which no rank waits for another, ranks do not wait for the comparison, but before the round's end.
 
         Returns False if the group broke meanwhile and another one was entered; the step must then be divided again.
 
@@ -100,7 +95,10 @@ class LoaderPasses:
             self._due = generation, plan
             return True
         try:
-            run.consensus.agree_on(Announced(Intent.PLAN), plan=plan)
+            if self._starts_round(leads) and run.registry.round_period > 1:
+                run.consensus.announce_ahead(Announced(Intent.PLAN), plan)
+            else:
+                run.consensus.agree_on(Announced(Intent.PLAN), plan=plan)
         except CommunicationFailedError as error:
             self._changes.regroup(str(error))
             return False
@@ -110,7 +108,7 @@ class LoaderPasses:
         """Start a step, before its first micro-batch is yielded, and call the policies' ``before_step``."""
         run = self._run
         within = run.ledger.round is not None
-        if run.registry.drifting and not within and run.ledger.depth == 0 and (step.leads or run.registry.may_train):
+        if run.registry.drifting and self._starts_round(step.leads):
             self._start_round(step)
         run.ledger.start(step)
         if run.ledger.depth == 1:
@@ -119,16 +117,23 @@ class LoaderPasses:
             if self._adaptation.active and not within:
                 self._adaptation.before_step(step)
 
-    def _start_round(self, step: LoaderStep) -> None:
-        """Start a round with this step, if the replicas of several ranks differ by design."""
+    def _starts_round(self, leads: bool) -> bool:
+        """True if a round starts with the next step, because the replicas of several ranks differ by design."""
         run = self._run
-        if run.group.world_size > 1 and run.registry.drifts:
-            steps = run.registry.round_steps if step.leads else 1
-            counts = step.to_come(steps) if step.to_come is not None else ()
-            run.ledger.start_round(step.loader_pass, counts, len(counts) or steps, copies=run.elastic)
-            shared = run.shares.stands and run.registry.gives_back and run.registry.may_train  # now, on all ranks
-            if shared and run.ledger.trains_in_rounds and len(counts) > 1:
-                run.shares.start_round(run.states.progress.loader_steps, len(counts))
+        if not run.registry.drifting or run.ledger.round is not None or run.ledger.depth:
+            return False
+        return (leads or run.registry.may_train) and run.group.world_size > 1 and run.registry.drifts
+
+    def _start_round(self, step: LoaderStep) -> None:
+        """Start a round of the steps until the models are averaged, or of those left in the pass."""
+        run = self._run
+        steps = run.registry.round_steps if step.leads else 1
+        counts = step.to_come(steps + 1) if step.to_come is not None else ()
+        ends, counts = 0 < len(counts) <= steps, counts[:steps]
+        run.ledger.start_round(step.loader_pass, counts, len(counts) or steps, ends_pass=ends, copies=run.elastic)
+        shared = run.shares.stands and run.registry.gives_back and run.registry.may_train  # now, on all ranks
+        if shared and run.ledger.trains_in_rounds and len(counts) > 1:
+            run.shares.start_round(run.states.progress.loader_steps, len(counts))
 
     def makes_step(self, step: LoaderStep) -> bool:
         """True if this rank executes the started step itself; False if another rank does, or the round is lost."""
@@ -298,9 +303,6 @@ class LoaderPasses:
     def end_round(self, *, ends_pass: bool = True, abandoned: bool = False) -> bool:
         """End the current round (steps between two averagings of models), if any: the ranks vote, then average models.
 
-        Args:
-            ends_pass, abandoned: Same as in :meth:`edge`.
-
         Returns True if the round's steps are committed; otherwise they must be drawn again.
         """
         run, ledger = self._run, self._run.ledger
@@ -313,17 +315,23 @@ class LoaderPasses:
             if ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress):
                 run.tally.ended = ended
                 averaged = run.registry.drift_layout(trained=run.states.progress.steps if ended.trained else 0)
+                layout = None
+                if ended.ends_pass:
+                    averaged = digest((averaged, run.registry.buffer_layout))
+                    layout = run.registry.merge_layout if plan is None else None
                 if ended.trained and run.registry.round_period > 1:
                     run.registry.prepare_averages()
-                self._vote(Announced(Intent.EDGE, 1, averaged), ended.last, plan)
+                self._vote(Announced(Intent.EDGE, 1, averaged), ended.last, plan or layout)
                 self._due = 0, None
+                if ended.ends_pass:
+                    self._ends = ended.loader_pass, run.group.generation, layout is not None and layout.alike
         except CommunicationFailedError as error:
             return self._lose_round(str(error), abandoned=abandoned)
         ledger.end_round(run.tally.take(ended))
         if ended.trained and ended.last.leads:
             run.states.progress.fits = max(run.states.progress.fits, *map(max, ended.last.sizes))
         self._stepped_in = run.group.generation
-        if self._conclude(ended.last, trained=ended.trained, ended=ended) and not ends_pass:
+        if self._conclude(ended.last, trained=ended.trained, ended=ended) and not (ends_pass or ended.ends_pass):
             self._changes.between_steps(ended.last.can_switch)
         return True
 
@@ -387,10 +395,8 @@ class LoaderPasses:
         """End a loader pass on all ranks together, so that no rank is ever more than one step ahead.
 
         Args:
-            total: Number of samples in the pass.
             put_off: True if user code after the loop has already run. Actions between two steps are postponed until the
                 progress includes that code, so that a joiner, or the job when resumed, does not run it again.
-            abandoned: True if the loop was left before its end.
             rest: Returns the hashes of the samples that the pass leaves out; None if the pass is not meant to use each
                 of its samples once.
 
@@ -405,17 +411,14 @@ class LoaderPasses:
         while self._run.states.progress.ended_passes == ended and not run.ledger.has_left:
             lost = run.ledger.lost_within(waits=self._waits)
             try:
-                depth = run.ledger.depth
-                described = self._plans.get(depth) if depth else None
-                plan = described[2] if described is not None and described[0] is loader_pass else None
-                self._vote(Announced(Intent.END_OF_PASS, depth, run.registry.buffer_layout), plan=plan)
+                alike = self._agree_on_end(loader_pass)
                 self._run.states.progress.end_pass()
                 loader_pass.end()  # now, for a joiner that is sent this state: it would wait at the end that is over
                 self._prove(loader_pass, total, rest)
                 run.moment("end_of_pass")
                 run.registry.sync_buffers(run.group.communicator)
                 if self._run.ledger.depth == 0:
-                    run.registry.collapse()
+                    run.registry.collapse(alike=alike)
             except CommunicationFailedError as error:
                 if early and run.ledger.depth == 0:
                     self._end_alone(loader_pass)
@@ -427,6 +430,18 @@ class LoaderPasses:
                 self._regroup(str(error))
                 run.ledger.resume(lost, str(error))
         self._leave_pass(loader_pass, total, put_off=put_off)
+
+    def _agree_on_end(self, loader_pass: PassProgress) -> bool:
+        """Agree that a pass ends, unless its last round's vote has; True if all ranks are known to merge the same."""
+        run, depth = self._run, self._run.ledger.depth
+        known, self._ends = self._ends, None
+        if known is not None and known[0] is loader_pass and known[1] == run.group.generation:
+            return known[2]
+        described = self._plans.get(depth) if depth else None
+        plan = described[2] if described is not None and described[0] is loader_pass else None
+        layout = run.registry.merge_layout if not depth and run.group.world_size > 1 else None
+        self._vote(Announced(Intent.END_OF_PASS, depth, run.registry.buffer_layout), plan=plan or layout)
+        return layout is not None and layout.alike
 
     def _prove(self, loader_pass: PassProgress, total: int, rest: Callable[[], int | None]) -> None:
         """Add a proof of a training pass whose end all ranks have agreed on, if the hashes of its samples are known."""
@@ -471,7 +486,9 @@ class LoaderPasses:
         if can_switch is not None:
             self._changes.between_steps(can_switch)
 
-    def _vote(self, what: Announced, step: LoaderStep | None = None, plan: DataPlan | None = None) -> None:
+    def _vote(
+        self, what: Announced, step: LoaderStep | None = None, plan: DataPlan | MergeLayout | None = None
+    ) -> None:
         """Agree in a separate collective, and add up the contributions to accumulators."""
         run = self._run
         added = run.sums.of(run.ledger.depth + 1)

@@ -13,7 +13,7 @@ import numpy as np
 from elastic_ray.batch.tokens import MOVED
 from elastic_ray.json_numbers import dump
 from elastic_ray.state.resume_point import ResumePoint
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import Progress
 
 _LINK_BYTES = 6  # exact in a float64, as JavaScript reads it
 _CHUNK = 1 << 20

@@ -324,7 +324,6 @@ class SharedState:
             ledger: Ledger of this rank, which leaves a step if other ranks will draw it again or have completed it.
             replicas: Merges replicas that differ among ranks at the same progress. Before anything is sent, the ranks
                 that hold a state replace it by the mean over the ranks among them that completed the last average.
-            samples: Samples per epoch of this rank's training data; None if unknown.
 
         Raises:
             CommunicationFailedError: A peer was lost meanwhile. This rank's state is complete, or it has none.

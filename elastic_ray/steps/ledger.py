@@ -250,16 +250,21 @@ class StepLedger:
         self._update(left=0)
         return self._inner
 
-    def start_round(self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool) -> None:
+    def start_round(
+        self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool, ends_pass: bool = False
+    ) -> None:
         """Start a round of ``steps`` local steps, which the ranks commit together after averaging their models.
 
         Args:
             counts: Samples of each step; empty if unknown.
             copies: Whether to copy the state so that the round can be undone; a group that cannot change needs no copy.
+            ends_pass: Whether the pass has no step after the round.
         """
         if copies:
             self.state.start_round()
-        self.round = StepRound(loader_pass, loader_pass.position, self.state.progress.loader_steps, counts, steps)
+        self.round = StepRound(
+            loader_pass, loader_pass.position, self.state.progress.loader_steps, counts, steps, ends_pass
+        )
 
     def leave_rest(self, step: LoaderStep, generation: int, gain: Callable[[float], float]) -> None:
         """Count the remaining steps of the round as committed after the loop was left, even if no rank executes them.

@@ -63,6 +63,26 @@ def test_limits_follow_what_was_counted(first: int, more: int, before: int, afte
     assert moved.limits(found, float(before), None) == (batch, limits)
 
 
+def test_no_batch_exceeds_an_epoch() -> None:
+    counted, fixed = read(640, "weigh", 6400, first=8), read([(0, 64), ("1B", 6400)], 8)
+    assert [counted.most_within(epoch) for epoch in (None, 900, 96, 10)] == [800, 800, 96, 80]
+    with pytest.raises(ValueError, match=r"batch_tokens's batch must be at most an epoch's 96 samples of 8 tokens"):
+        fixed.most_within(96)
+    with pytest.raises(ValueError, match=r"max_batch_tokens must be at most an epoch's 96 samples.*but got 6400"):
+        read(64, 8, 6400).most_within(96)
+    limits = counted.limits(BatchLimits(init_batch_size=80), 1e-6, 96)[1]
+    assert (limits.init_batch_size, limits.max_batch_size) == (96, None)
+
+
+def test_schedule_goes_by_the_counted_tokens() -> None:
+    policy = BatchSchedule({0: 64, 1000: 256}, by="tokens")
+
+    def asked(counted: float) -> Any:
+        return policy.after_step(PolicyView(samples=100, tokens_per_sample=8.0, counted_tokens=counted))
+
+    assert [asked(999.0), asked(1000.0)] == [SetBatch(8), SetBatch(32)]
+
+
 def test_schedule_in_tokens_asks_for_samples() -> None:
     policy = BatchSchedule({0: 64, 1000: 256}, by="tokens")
 

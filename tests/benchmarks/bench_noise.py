@@ -4,14 +4,19 @@ A model is trained for a while and then stays as it is. Batches are drawn, with 
 gradients are known, so that signal and noise are known exactly, in the optimizer's units. Beside each other:
 
 - layers: single samples' gradients in layers, in every step (``sync/statistics/example_norms.py``),
+- samples: the gradient of each sample by itself, in every step: all that one batch can tell,
 - halves: each 16th step in two halves, as models do whose layers do not show it,
 - pairs: two successive gradients, each 16th step. The model rests here; while it trains, its moves count as noise.
 
 The bias by layers is that of the noise scale S / G2 from what they find on average, over all samples in batches and all
-columns in turn. The spread is the standard deviation of an average of G2, the squared norm of the true gradient and the
-noise scale's weak part, over 64 steps: of layers by averages over 32 steps, in which each column comes once. Steps to
-an estimate of G2 with a standard error of a quarter are proportional to its square. "norms alone" is the noise scale of
-normalisation layers by themselves.
+columns in turn. The spread of the noise scale is to first order: the standard deviation of s / S - g / G2 over
+estimates (s, g). Beside it stands that of G2 alone, the squared norm of the true gradient. What layers add to the
+spread by samples is taken over 32 steps, in which each column comes once. Steps to a noise scale with a standard error
+of a quarter are proportional to the spread's square. "norms alone" is the noise scale of normalisation layers only.
+
+No estimate from one batch of 8 samples alone can have a spread of G2 below 0.354 (no noise) to 0.378 (noise alone) of
+the pairs' at equal steps: the mean of <g_i, g_j> over all pairs of B samples has the variance 4 a / B + 2 b / (B (B -
+1)), that of two batches 2 a / B + b / B^2, of which one in 16 steps has one.
 
 ``--cost`` measures what a step costs instead: loops of an adaptive batch that does not grow and of a fixed batch take
 turns, two processes of one thread, CPU time of the average step of 50.
@@ -129,6 +134,18 @@ class Meter:
         mean_sq = (sum(self.squared(first)) + sum(self.squared(second))) / 2
         return _estimate(mean_sq, sum(self.squared(both)), 2, batch)
 
+    def by_samples(self, rows: Sequence[Any]) -> Estimate:
+        """The estimate by the gradient of each sample."""
+        import torch
+
+        mean_sq, grads = 0.0, []
+        for i in range(self.batch):
+            self.gradient([each[i : i + 1] for each in rows])
+            mean_sq += sum(self.squared()) / self.batch
+            grads.append([p.grad.clone() for p in self.params])
+        mean = [torch.stack(each).mean(0) for each in zip(*grads, strict=True)]
+        return _estimate(mean_sq, sum(self.squared(mean)), self.batch, self.batch)
+
     def by_halves(self, rows: Sequence[Any]) -> Estimate:
         """The estimate of a step that is halved."""
         found = []
@@ -138,9 +155,9 @@ class Meter:
         return self.by_two(found[0], found[1], self.batch)
 
 
-def _parts(estimates: Sequence[Estimate], size: int) -> Iterator[Sequence[Estimate]]:
+def _parts(found: Sequence[float], size: int) -> Iterator[Sequence[float]]:
     """Whole parts of so many."""
-    return (estimates[at : at + size] for at in range(0, len(estimates) - size + 1, size))
+    return (found[at : at + size] for at in range(0, len(found) - size + 1, size))
 
 
 def _estimate(mean_sq: float, sq_of_mean: float, samples: int, batch: int) -> Estimate:
@@ -161,7 +178,7 @@ def compare(names: Sequence[str], steps: int) -> None:
         trace, signal = meter.exact()
         normal = [id(p) for m in meter.model.modules() if "Norm" in type(m).__name__ for p in m.parameters()]
         alone = meter.exact([id(p) in normal for p in meter.params]) if normal else (math.nan, math.nan)
-        found: dict[str, list[Estimate]] = {"layers": [], "halves": [], "pairs": []}
+        found: dict[str, list[Estimate]] = {"layers": [], "samples": [], "halves": [], "pairs": []}
         before: list[Any] | None = None
         for step in range(steps):
             drawn = meter.drawn()
@@ -169,32 +186,33 @@ def compare(names: Sequence[str], steps: int) -> None:
             found["layers"].append(estimate)
             if before is not None:
                 found["pairs"].append(meter.by_two(before, gradient, 2 * meter.batch))
+            found["samples"].append(meter.by_samples(drawn))
             found["halves"].append(meter.by_halves(drawn))
             before = gradient
         for way, estimates in found.items():
-            spacing, size = (1, TURN) if way == "layers" else (SPACING, 1)
+            spacing = 1 if way in ("layers", "samples") else SPACING
             mean = statistics.fmean(s for s, _ in estimates), statistics.fmean(g for _, g in estimates)
             trace_found, signal_found = meter.expected((trace, signal)) if way == "layers" else mean
             noise = trace_found / signal_found
-            parts = [statistics.fmean(g for _, g in part) for part in _parts(estimates, size)]
-            spread = math.sqrt(size) * statistics.pstdev(parts) / signal
             row = {"model": name, "way": way, "exact noise": trace / signal, "noise / exact": noise * signal / trace}
-            row |= {"sd of a step's G2": spread, f"sd of {BLOCK} steps": spread * math.sqrt(spacing / BLOCK)}
-            row["steps to a quarter"] = spacing * (4 * spread) ** 2
-            rows.append(row | {"norms alone / exact": alone[0] / alone[1] * signal / trace})
-        layers, halves, pairs = rows[-3:]
-        bars += [
-            bar(f"{name}: bias by layers", value=abs(layers["noise / exact"] - 1), limit=0.05, at_least=False),
-            *(
-                bar(
-                    f"{name}: spread by layers / by {way}",
-                    value=layers["sd of a step's G2"] / each["sd of a step's G2"] / math.sqrt(SPACING),
-                    limit=1 / 3,
-                    at_least=False,
+            for what, weight in (("G2", 0.0), ("noise", 1.0)):
+                each, all_known = (
+                    [weight * s / trace - g / signal for s, g in of] for of in (estimates, found["samples"])
                 )
-                for way, each in (("halves", halves), ("pairs", pairs))
-            ),
-        ]
+                variance = statistics.pvariance(all_known if way == "layers" else each)
+                if way == "layers":
+                    added = [one - other for one, other in zip(each, all_known, strict=True)]
+                    variance += TURN * statistics.pvariance(map(statistics.fmean, _parts(added, TURN)))
+                row[f"sd of a step's {what}"] = math.sqrt(variance)
+            row[f"sd of {BLOCK} steps"] = row["sd of a step's noise"] * math.sqrt(spacing / BLOCK)
+            row["steps to a quarter"] = spacing * (4 * row["sd of a step's noise"]) ** 2
+            rows.append(row | {"norms alone / exact": alone[0] / alone[1] * signal / trace})
+        layers, _, halves, pairs = rows[-4:]
+        bars.append(bar(f"{name}: bias by layers", value=abs(layers["noise / exact"] - 1), limit=0.05, at_least=False))
+        for what, (way, each) in itertools.product(("noise", "G2"), (("halves", halves), ("pairs", pairs))):
+            sd = f"sd of a step's {what}"
+            ratio = layers[sd] / each[sd] / math.sqrt(SPACING)
+            bars.append(bar(f"{name}: spread of {what} by layers / by {way}", value=ratio, limit=1 / 3, at_least=False))
     finish("noise", rows=rows, bars=bars)
 
 

@@ -71,8 +71,19 @@ def test_each_document_is_used_once_an_epoch(script: list[Any]) -> None:
         ([[1]], 0, ValueError, r"PackedDataset\(length\) must be 1 token or more, but got 0"),
         ([[1]], 2.0, TypeError, r"PackedDataset\(length\) must be a whole number, but got 2.0"),
         ([[], []], 4, ValueError, "must hold a token, but got 2 empty documents"),
+        ({"a": [1]}, 4, TypeError, r"PackedDataset\(documents\) must be a list or another sequence"),
+        (iter([[1]]), 4, TypeError, r"PackedDataset\(documents\) must be a list or another sequence"),
+        ([[1], {"ids": [1]}], 4, TypeError, "one number a token, but document 1 is {'ids'"),
+        (["text"], 4, TypeError, "one number a token, but document 0 is 'text'"),
+        ([torch.ones(2, 3)], 4, TypeError, "one number a token, but document 0 is tensor"),
     ],
 )
 def test_what_cannot_be_packed_is_named(documents: Any, length: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         er.PackedDataset(documents, length)
+
+
+def test_tokens_that_are_no_integers_are_named() -> None:
+    packed = er.PackedDataset([[1, 2], [0.5, 1.5]], 4)
+    with pytest.raises(TypeError, match=r"but document 1 is torch.float32 of shape \(2,\)"):
+        packed[0]

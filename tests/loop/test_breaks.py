@@ -222,7 +222,7 @@ def leaves_both() -> tuple[float, float]:
         samples = er.Accumulator()
         for (x,) in third:
             samples["all"] += len(x)
-    return model.module.bias.item(), samples["all"]
+    return float(model.module.bias), int(samples["all"])
 
 
 @pytest.mark.parametrize("moment", ["backward", "edge"])

@@ -271,7 +271,7 @@ def test_leaving_the_outermost_step_later_rolls_back(ledger: StepLedger, state: 
 def test_left_code_sees_its_sums_of_lost_rounds(ledger: StepLedger, state: State) -> None:
     """It may divide by them."""
     first = PassProgress()
-    ledger.start_round(first, (), 1, copies=False)
+    ledger.start_round(first, (), 1, ends_pass=False, copies=False)
     begun(ledger, state)
     state.progress.sums = {(0, 0): {"samples": 8.0}}
     ledger.leave_steps(0)

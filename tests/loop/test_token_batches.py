@@ -29,7 +29,12 @@ def texts() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(x, counts)
 
 
-def train(weigh: bool = True, seen: Callable[[Any], None] = lambda loader: None, **batch: Any) -> list[list[int]]:
+def train(
+    weigh: Callable[[int], bool] = lambda step: True,
+    seen: Callable[[Any], None] = lambda loader: None,
+    empty: int = 0,
+    **batch: Any,
+) -> list[list[int]]:
     """Samples of each step, by epoch."""
     model = torch.nn.Linear(LENGTH, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -40,8 +45,8 @@ def train(weigh: bool = True, seen: Callable[[Any], None] = lambda loader: None,
         steps = dict[int, int]()
         totals = er.Accumulator()
         for x, counts in loader:
-            if weigh:
-                loader.weigh(counts.sum().item())
+            if weigh(at()):
+                loader.weigh(counts.sum().item() * (at() >= empty))
             optimizer.zero_grad()
             wrapped(x).square().mean().backward()
             optimizer.step()
@@ -73,14 +78,31 @@ def test_so_it_is_through_changes_of_the_group(script: list[Any]) -> None:
 
 def test_ramp_counts_tokens() -> None:
     ramp = [(0, 8 * LENGTH), (48 * LENGTH, 16 * LENGTH), ("1.1K", 32 * LENGTH)]
-    first, second = train(weigh=False, batch_tokens=ramp, tokens_per_sample=LENGTH)
+    first, second = train(weigh=lambda step: False, batch_tokens=ramp, tokens_per_sample=LENGTH)
     # 48 samples after six steps; 1100 tokens are 138 samples; a batch counts one step after it was asked for.
     assert first == [8] * 7 + [16] * 3 and second == [16] * 4 + [32]
 
 
-def test_tokens_that_are_not_counted_are_refused() -> None:
+@pytest.mark.parametrize("weigh", [lambda step: False, lambda step: step < 3, lambda step: step % 2 == 0])
+def test_tokens_that_are_not_counted_are_refused(weigh: Callable[[int], bool]) -> None:
     with pytest.raises(RuntimeError, match=r"a step has trained without loader.weigh\(n\)"):
-        train(weigh=False, batch_tokens=64, tokens_per_sample="weigh")
+        train(weigh=weigh, batch_tokens=64, tokens_per_sample="weigh")
+
+
+def test_steps_without_a_token_change_no_batch() -> None:
+    first, _ = train(empty=3, batch_tokens=64, tokens_per_sample="weigh")
+    assert first[:4] == [8] * 4 and first[4] > 16  # the mean is over the empty samples as well
+    assert train(empty=99, batch_tokens=64, tokens_per_sample="weigh") == [[8] * 12] * 2
+
+
+def test_changed_group_keeps_a_ramp_in_tokens() -> None:
+    ramp = [(0, 64), (300, 128), (600, 256)]
+    script = [Change(3, (1, 2, 3)), Change(9, (2, 3))]
+    outcome = run_job(
+        lambda: train(lambda step: False, batch_tokens=ramp, tokens_per_sample=LENGTH), script, first=(1, 2)
+    )
+    # The batch on three workers is the nearest that they divide. 300 tokens are 38 samples, 600 are 75.
+    assert outcome.results[2] == [[8, 8, 8, 8, 9, 9, 18, 18, 18], [30, 32, 32, 32]]
 
 
 @pytest.mark.parametrize(
@@ -96,5 +118,7 @@ def test_batch_is_declared_once(given: dict[str, Any], said: str) -> None:
 
 
 def test_cap_beyond_the_epoch_is_refused() -> None:
-    with pytest.raises(ValueError, match="at most an epoch's 96 samples of 8 tokens, but got 125"):
+    with pytest.raises(
+        ValueError, match="max_batch_tokens must be at most an epoch's 96 samples of 8 tokens, but got 1000"
+    ):
         er.AdaptiveDataLoader(texts(), batch_tokens=64, tokens_per_sample=LENGTH, max_batch_tokens="1K")
