@@ -237,10 +237,11 @@ class StepLedger:
             self._samples_left = 0
 
     def abandon(self, left: PassProgress) -> None:
-        """Record that user code left the pass ``left`` in the middle of a step, by ``break`` or an exception."""
-        if any(step.loader_pass is left for step in (*self._outer, self._inner) if step is not None):
-            self.abandoned += 1
-            self._update()
+        """Record that user code left the pass ``left``, and all within it, in a step, by ``break`` or an exception."""
+        for around, step in enumerate((*self._outer, self._inner)):
+            if step is not None and step.loader_pass is left:
+                self.abandoned = max(self.abandoned, self.depth - around)
+                self._update()
 
     def pop_abandoned(self) -> LoaderStep | None:
         """Return the innermost abandoned step, which must now be committed; None if no abandoned step is left."""
