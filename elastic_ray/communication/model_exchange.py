@@ -44,7 +44,7 @@ class _Published(RankServer):
             into[:] = [torch.empty_like(part, device="cpu") for part in parts]
         for mine, part in zip(into, parts, strict=True):
             mine.copy_(part)
-        finite = all(bool(mine.isfinite().all()) for mine in into)
+        finite = all(mine.mul(0.0).sum().item() == 0.0 for mine in into)  # in fewer passes than isfinite makes
         with self._lock:
             self._layouts[spare] = layout
             if finite:

@@ -71,7 +71,7 @@ class LocalSGDAverager(Stateless):
 
     def run(self, model: Replica, steps: int) -> None:
         """Replace this rank's parameters with their mean over all ranks."""
-        _move_towards(model, model.mean(), 1.0)
+        move_towards(model, model.mean(), 1.0)
 
 
 class SMAAverager(Stateless):
@@ -89,7 +89,7 @@ class SMAAverager(Stateless):
 
     def run(self, model: Replica, steps: int) -> None:
         """Move this rank's parameters by the fraction ``alpha`` of the distance to their mean over all ranks."""
-        _move_towards(model, model.mean(), self._alpha)
+        move_towards(model, model.mean(), self._alpha)
 
 
 class PairAverager(Stateless):
@@ -160,7 +160,7 @@ class DiLoCoAverager:
         torch._foreach_add_(momentum, way)
         torch._foreach_add_(way, momentum, alpha=self._mu)
         torch._foreach_add_(anchor, way, alpha=-self._lr)
-        _move_towards(model, anchor, 1.0)
+        move_towards(model, anchor, 1.0)
 
     def capture(self) -> Any:
         """Return the anchor (the model after the last outer step) and the outer momentum."""
@@ -185,7 +185,7 @@ def make_averager(average: Average) -> Averager:
 
 
 @torch.no_grad()
-def _move_towards(model: Replica, values: Sequence[torch.Tensor], share: float) -> None:
+def move_towards(model: Replica, values: Sequence[torch.Tensor], share: float) -> None:
     """Move this rank's parameters towards ``values`` by the fraction ``share``."""
     for p, given in zip(model.named.values(), values, strict=True):
         value = given.to(p.device)

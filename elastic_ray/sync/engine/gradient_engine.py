@@ -414,10 +414,10 @@ class GradientEngine(Participant):
         """AMP's ``GradScaler``; None without AMP."""
         return self._drift.scaler
 
-    def prepare_average(self) -> None:
+    def prepare_average(self, *, ends_pass: bool) -> None:
         """Start to average the models after the last step of a period, while the ranks still vote on its steps."""
         if not self._in_force.pending:
-            self._drift.prepare()
+            self._drift.prepare(ends_pass=ends_pass)
 
     def after_step(self, *, agree_on_scale: bool) -> None:
         """Average the replicas, if due, after a committed step; with ``agree_on_scale``, equalise AMP's loss scales."""
