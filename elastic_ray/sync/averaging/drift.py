@@ -121,7 +121,7 @@ class Drift:
             return
         self._changed, self._equal_at = True, -1
         if isinstance(self._averager, PairAverager):
-            self._averager.mix(self._replica)
+            self._averager.mix(self._replica, self._context.states.progress.steps)
         several = self._context.group.world_size > 1
         if several and self._context.ledger.step is None and not self._warned:
             self._warned = True
@@ -335,6 +335,7 @@ class Replica:
         self._incoming: list[_Flat] = []  # of a rank that is asked for its model
         self._into: list[torch.Tensor] = []
         self._asked: list[torch.Tensor] = []  # this rank's model when it asked; empty if it was replaced since
+        self._asked_at = 0  # its steps then
         self._layout = 0
         self._works: list[Any] | None = None  # of a mean that was begun
         self.exchange = ModelExchange()
@@ -398,23 +399,27 @@ class Replica:
         self._incoming = []  # a pull of the former group may still write there
         self.exchange.enter(communicator, called_off=lambda: membership.voided)
 
-    def publish(self) -> None:
-        """Publish the current parameters, and start to pull a random rank's parameters."""
+    def publish(self, steps: int) -> None:
+        """Publish the parameters after so many ``steps``, and start to pull a random rank's parameters."""
         if self.exchange.stands:
             self._fill()
             if not self._incoming:
                 shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.named.items()]
                 self._incoming, self._layout = _lay_out(list(self.named.values()), "cpu"), digest(shapes)
                 self._into = [each.flat for each in self._incoming]
-            self.exchange.publish(self._layout, [each.flat for each in self._flats])
+            self.exchange.publish(self._layout, [each.flat for each in self._flats], steps)
             if self.exchange.ask(self._layout, self._into):
-                self._asked = [each.flat.to("cpu", copy=True) for each in self._flats]
+                self._asked, self._asked_at = [each.flat.to("cpu", copy=True) for each in self._flats], steps
 
     def pulled(self) -> list[torch.Tensor] | None:
-        """Return the pulled model minus this rank's model at the time of the request; None if none has arrived."""
-        if not self.exchange.arrived(self._into) or not self._asked or self._outdated(list(self.named.values())):
+        """Return the pulled model minus this rank's model after as many steps; None if none has arrived.
+
+        This rank's model is at most the one at the time of the request, and at least the one published before.
+        """
+        steps = self.exchange.arrived(self._into)
+        if steps is None or not self._asked or self._outdated(list(self.named.values())):
             return None
-        torch._foreach_sub_(self._into, self._asked)
+        torch._foreach_sub_(self._into, self.exchange.held(self._layout, steps, self._asked_at) or self._asked)
         return _in_order(self._incoming)
 
     def drop_pull(self) -> None:
