@@ -85,7 +85,7 @@ class Interference(ReadyPolicy):
         times = [statistics.median(step[rank][0] for step in self.steps) for rank in range(view.workers)]
         busy_s = max(statistics.median(step[rank][1] for step in self.steps) for rank in range(view.workers))
         present = self.using or view.strategies[self.model]
-        sent = {name: _sent(name, view.workers, view.nodes) for name in (*self.strategies, present)}
+        sent = {name: _sent(name, view.workers, view.nodes) for name in (*self.strategies, *self.tried, present)}
         return self._judge(present, times, busy_s, sent)
 
     def _loses(self) -> bool:
