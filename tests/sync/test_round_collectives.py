@@ -114,7 +114,7 @@ def differing(give_back: bool, samples: int) -> tuple[str, int]:
     def inside(epoch: int, step: int, data: Numbered) -> None:
         made[0] = 1 + step
         if epoch and step < 0 and rank():
-            data.order = list(range(samples))  # type: ignore[misc]
+            data.order = list(range(samples))
 
     try:
         train(LocalSGD(period=PERIOD, give_back=give_back), plain, inside, seed=0 if samples else rank())
