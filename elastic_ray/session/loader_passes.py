@@ -134,6 +134,7 @@ class LoaderPasses:
         return (leads or run.registry.may_train) and run.group.world_size > 1 and run.registry.drifts
 
     def _start_round(self, step: LoaderStep) -> None:
+        """Start a round with this step, after :meth:`_starts_round`."""
         run = self._run
         steps = run.registry.round_steps if step.leads else 1
         counts = step.to_come(steps + 1) if step.to_come is not None else ()
