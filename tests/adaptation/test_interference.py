@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_ray.adaptation import Interference, PolicyView, SetStrategy
-from elastic_ray.adaptation.policies.interference import _sent
+from elastic_ray.adaptation.policies.interference import sent_between_nodes
 from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.sync.operations.topologies import SCHEDULES
 from tests.adaptation.scripted import ScriptedRun, listed
@@ -114,7 +114,7 @@ def test_sent_times_are_those_of_the_schedules(workers: int, nodes: int) -> None
         return total
 
     for name, schedule in SCHEDULES.items():
-        assert _sent(name, workers, nodes) == pytest.approx(busy(schedule(places, size)), rel=0.01), name
+        assert sent_between_nodes(name, workers, nodes) == pytest.approx(busy(schedule(places, size)), rel=0.01), name
 
 
 def test_present_one_stays_if_fastest_and_is_not_doubted() -> None:

@@ -80,7 +80,7 @@ def counts(strategy: Any, make: Any) -> dict[str, int]:
         (PairAveraging(period=PERIOD), plain, 1),
     ],
 )
-def test_a_round_has_one_vote_and_an_epoch_no_more(ranks: Ranks, strategy: Any, make: Any, gradient_group: int) -> None:
+def test_an_epoch_has_one_vote_a_round(ranks: Ranks, strategy: Any, make: Any, gradient_group: int) -> None:
     for found in ranks.run(counts, strategy, make, world=2):
         # One more beside the votes compares the data; nobody waits for it.
         assert found == {"Communicator": ROUNDS + 1, "GradientGroup": gradient_group}
