@@ -51,14 +51,13 @@ class _Published(RankServer):
             if finite:
                 self._versions[spare], self._newest = max(self._versions) + 1, spare
 
-    def held(self, layout: int, steps: int, before: int) -> list[torch.Tensor]:
-        """Return the held model after the fewest steps, at least ``steps`` and below ``before``; empty if none is."""
-        found = [
-            (self._steps[each], each)
+    def held(self, layout: int) -> list[tuple[int, list[torch.Tensor]]]:
+        """Return the models that are held (at most two), each with the number of steps that made it."""
+        return [
+            (self._steps[each], self._buffers[each])
             for each in (0, 1)
-            if self._versions[each] and self._layouts[each] == layout and steps <= self._steps[each] < before
+            if self._versions[each] and self._layouts[each] == layout
         ]
-        return self._buffers[min(found)[1]] if found else []
 
     def answer(self, caller: socket.socket) -> None:
         """Send the newest model whenever it is newer than the caller's."""
@@ -215,9 +214,9 @@ class ModelExchange:
         if self._server is not None:
             self._server.publish(layout, parts, steps)
 
-    def held(self, layout: int, steps: int, before: int) -> list[torch.Tensor]:
-        """Return this rank's published model after ``steps`` steps or more, below ``before``; empty if none is held."""
-        return self._server.held(layout, steps, before) if self._server is not None else []
+    def held(self, layout: int) -> list[tuple[int, list[torch.Tensor]]]:
+        """Return this rank's last two published models, each with the number of steps that made it."""
+        return self._server.held(layout) if self._server is not None else []
 
     def arrived(self, into: Sequence[torch.Tensor]) -> int | None:
         """Return the steps of the model that was pulled into ``into`` since the last call; None if none has arrived."""

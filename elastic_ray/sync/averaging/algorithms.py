@@ -96,8 +96,8 @@ class PairAverager(Stateless):
     """Averager that moves a model half of the way to a random other rank's model, before each update.
 
     w_r <- w_r + (w_s - v_r) / 2, where w_s is the newest model that the other rank s has published, and v_r is this
-    rank's model after as many steps: a mean with w_r itself would undo half of the steps made since. If s was a step
-    ahead, v_r is the model when this rank requested w_s. Source: KungFu's ``PairAveragingOptimizer`` (OSDI 2020), after
+    rank's model after as many steps: a mean with w_r itself would undo half of the steps made since. If s is
+    ahead, v_r is w_r. Source: KungFu's ``PairAveragingOptimizer`` (OSDI 2020), after
     AD-PSGD (Lian et al., ICML 2018), in which both ranks adopt the mean.
     Models are pulled during steps, and no rank waits for one. If no model has arrived, the rank keeps its own.
     """

@@ -414,12 +414,19 @@ class Replica:
     def pulled(self) -> list[torch.Tensor] | None:
         """Return the pulled model minus this rank's model after as many steps; None if none has arrived.
 
-        This rank's model is at most the one at the time of the request, and at least the one published before.
+        If that is held no more, it is the next one that is; the present one if this rank has made fewer steps.
         """
         steps = self.exchange.arrived(self._into)
         if steps is None or not self._asked or self._outdated(list(self.named.values())):
             return None
-        torch._foreach_sub_(self._into, self.exchange.held(self._layout, steps, self._asked_at) or self._asked)
+        known = [(self._asked_at, self._asked), *self.exchange.held(self._layout)]
+        known = [each for each in known if each[0] >= steps]
+        if known:
+            own = min(known, key=lambda each: each[0])[1]
+        else:
+            self._fill()
+            own = [each.flat.to("cpu") for each in self._flats]
+        torch._foreach_sub_(self._into, own)
         return _in_order(self._incoming)
 
     def drop_pull(self) -> None:
