@@ -46,8 +46,12 @@ class Participant:
     def scale_moments(self, optimizer: Any) -> None:
         """Correct an optimizer's second moments to those of the whole batch, after a step with this rank's gradient."""
 
-    def prepare_average(self) -> None:
-        """Start the work for which :meth:`after_step` waits, before the ranks vote on a round of local steps."""
+    def prepare_average(self, *, ends_pass: bool) -> None:
+        """Start the work for which :meth:`after_step` waits, before the ranks vote on a round of local steps.
+
+        Args:
+            ends_pass: Whether the pass ends with the round, so that replicas are merged right after it.
+        """
 
     def after_step(self, *, agree_on_scale: bool) -> None:
         """Average the replicas if due, after all ranks have committed a step that trained.

@@ -381,10 +381,10 @@ class Registry:
         layouts = [(number, each.fix_drift()) for number, each in enumerate(self.gradients) if each.drifts]
         return digest((layouts, trained)) if layouts else 0
 
-    def prepare_averages(self) -> None:
+    def prepare_averages(self, *, ends_pass: bool) -> None:
         """Start the averages of a round that has ended; raises CommunicationFailedError if the group breaks."""
         for each in self.gradients:
-            each.prepare_average()
+            each.prepare_average(ends_pass=ends_pass)
 
     def after_step(self) -> None:
         """Average models if due, after a training step that all ranks have committed."""
