@@ -1,4 +1,4 @@
-"""Placement of elastic jobs on a cluster: the value of resources to each job, and the allocation.
+"""Placement of elastic jobs on a cluster: the value of resources to each job, and their allocation.
 
 Importing this package loads neither Ray nor torch; only ``placement.ray_cluster`` and the allocator's
 ``actor``, ``controllers`` and ``packed_policy`` communicate with Ray.

@@ -31,6 +31,6 @@ def check_argument_names(what: str, given: Collection[str], known: Collection[st
 
 
 def meant(name: object, known: Collection[str]) -> str:
-    """Return the end of an error message about an unknown name: the most similar known name, or all known names."""
+    """Return the hint that ends an error message about an unknown name: the most similar name, or all known names."""
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(known))}"

@@ -15,7 +15,7 @@ class InputError(ValueError):
 
 @contextlib.contextmanager
 def reading(what: str, *others: type[Exception]) -> Iterator[None]:
-    """Convert an error in reading the file ``what``, or an error of a type in ``others``, to InputError."""
+    """Convert an error while reading the file ``what``, or an error of a type in ``others``, to InputError."""
     kinds: tuple[type[Exception], ...] = (OSError, UnicodeDecodeError, *others)
     try:
         yield
@@ -24,7 +24,7 @@ def reading(what: str, *others: type[Exception]) -> Iterator[None]:
 
 
 def check_once(what: str, names: Collection[str], error: type[ValueError] = InputError) -> None:
-    """Raise an error if a name occurs twice; ``what`` is the kind of name for the message, such as "node type"."""
+    """Raise an error if a name occurs twice; ``what`` describes the names in the message, such as "node type"."""
     counted = list(names)
     doubles = sorted({name for name in counted if counted.count(name) > 1}) if len(set(counted)) < len(counted) else []
     if doubles:

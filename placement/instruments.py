@@ -49,14 +49,7 @@ class Instrument:
             raise ValueError(f"buckets must be given for a histogram, and for nothing else, but got {self.buckets}")
 
     def sample(self, value: float | None, *labels: str) -> tuple[Sample, ...]:
-        """Return a sample of the value; empty if the value is unknown, infinite, or no increase (of a counter).
-
-        Args:
-            value: Value in the metric's unit, or increase of a counter; None if unknown.
-            *labels: Values of the labels, in their order.
-
-        Raises ValueError: the number of labels differs from the metric's.
-        """
+        """Return a sample of the value; empty if the value is unknown, infinite, or no increase (of a counter)."""
         if len(labels) != len(self.labels):
             raise ValueError(f"{self.name} must get values for {self.labels}, but got {labels}")
         if value is None or not math.isfinite(value) or (self.kind is InstrumentKind.COUNTER and value <= 0):
@@ -78,7 +71,7 @@ WriteSamples: TypeAlias = Callable[[Iterable[Sample]], None]
 
 
 class Guarded:
-    """Wrapper that suppresses errors of measuring code and logs the first, so that measured code is not affected."""
+    """Wrapper that suppresses errors in measuring code and logs the first, so that measured code is not affected."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -105,7 +98,7 @@ def counter(name: str, description: str, *labels: str) -> Instrument:
 
 
 def histogram(name: str, description: str, buckets: tuple[float, ...], *labels: str) -> Instrument:
-    """Return a metric of single observations, counted in buckets with these upper bounds."""
+    """Return a metric of individual observations, counted in buckets with these upper bounds."""
     return Instrument(name=name, kind=InstrumentKind.HISTOGRAM, description=description, labels=labels, buckets=buckets)
 
 

@@ -1,7 +1,7 @@
-"""Colours of jobs, shared by the simulator's picture and the web page (pure).
+"""Colours for jobs, shared by the simulator's picture and the web page (pure).
 
-The eight colours of Okabe and Ito, "Color Universal Design" (2008), can be distinguished under every common colour
-blindness; black is left out, since text is black. Jobs with the same hue differ in lightness.
+The eight colours of Okabe and Ito, "Color Universal Design" (2008), can be distinguished with every common form of
+colour blindness; black is left out, since text is black. Jobs with the same hue differ in lightness.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def shade_of(number: int) -> float:
 
 
 def colour(number: int) -> str:
-    """Return the colour ``#rrggbb`` of the n-th job, counted from 0; each round of hues has another shade."""
+    """Return the colour ``#rrggbb`` of the n-th job, counted from 0; each round of hues has a different shade."""
     return as_hex(rgb(number, shade_of(number // len(HUES))))
 
 

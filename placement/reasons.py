@@ -1,4 +1,4 @@
-"""Reasons of decisions: a cause with figures, and its conversion to text (pure)."""
+"""Reasons for decisions: a cause with figures, and its conversion to text (pure)."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Reason:
 
     @property
     def words(self) -> str:
-        """Text of the cause with its facts, without figures (what was weighed in the decision)."""
+        """Text of the cause with its facts, without figures (the values weighed in the decision)."""
         if self.unit == 1 or self.cause is Cause.POLICY:
             return self.cause.words.format(*self.facts)
         facts = (each.replace("worker", "unit") if isinstance(each, str) else each for each in self.facts)
@@ -113,11 +113,11 @@ class Reason:
         return self if unit == self.unit else dataclasses.replace(self, unit=unit)
 
     def with_figures(self, figures: str) -> Reason:
-        """Return the reason with ``figures`` (what was weighed in the decision, as text) appended to its own."""
+        """Return the reason with ``figures`` (text with values weighed in the decision) appended to its own."""
         return dataclasses.replace(self, figures="; ".join(filter(None, (self.figures, figures))))
 
     def because(self, cause: Reason | None) -> Reason:
-        """Return ``cause`` with this reason's full text added to its figures; this reason if ``cause`` is None."""
+        """Return ``cause`` with this reason's full text added to its figures, or this reason if ``cause`` is None."""
         if cause is None:
             return self
         return cause.with_figures(self.explained)

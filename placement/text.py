@@ -1,7 +1,7 @@
-"""Text of others (names, metrics, exceptions, reasons) on its way to a terminal or a log (pure).
+"""Text from others (names, metrics, exceptions, reasons), made safe for a terminal or a log (pure).
 
-What a terminal would obey instead of showing is shown as Python writes it: escape sequences as ``\\x1b``, marks that
-turn or hide text (U+202E, U+200B...) as ``\\u202e``.
+Characters that a terminal would act on instead of showing are shown as Python writes them: escape sequences as
+``\\x1b``, marks that reverse or hide text (U+202E, U+200B...) as ``\\u202e``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _OURS = ("elastic_ray", "placement", "tuning")
 _LONG_ID = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{24,56}\b")
@@ -50,6 +50,24 @@ def short_name(name: str) -> str:
         return name
     head = (_NAME_LENGTH - 2) // 2
     return f"{name[:head]}..{name[len(name) - (_NAME_LENGTH - 2 - head) :]}"
+
+
+def one_line(error: BaseException) -> str:
+    """Return Ray's explanation of an error on one line: its first line says what happened, its last line why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int | None = None) -> str:
+    """Return a table as text with columns two spaces apart: the first ``left`` (None: all) aligned on the left.
+
+    No line is cut, so that other programs can read the table.
+    """
+    lines = [tuple(columns), *(tuple(map(printable, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = [">" if left is not None and i >= left else "<" for i in range(len(widths))]
+    padded = (zip(line, sides, widths, strict=True) for line in lines)
+    return "\n".join("  ".join(f"{cell:{side}{width}}" for cell, side, width in line).rstrip() for line in padded)
 
 
 def ago(seconds: float) -> str:
@@ -102,5 +120,5 @@ def _json_escape(character: str) -> str:
 
 
 def describe(bundle: Mapping[str, float]) -> str:
-    """Return a bundle of resources as readable text, such as ``1 CPU + 2 GPU``."""
+    """Return a resource bundle as readable text, such as ``1 CPU + 2 GPU``."""
     return " + ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()) if amount > 0)

@@ -14,24 +14,24 @@ PROTOCOL = 1
 
 
 class VersionError(RuntimeError):
-    """Error raised if processes of different elastic-ray releases cannot work together."""
+    """Error raised if processes from different elastic-ray releases cannot work together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
-    """Version of a process: the number of its message protocol, and its release."""
+    """Version of a process: its message protocol's number, and its release."""
 
     protocol: int
     release: str
 
 
 def spoken() -> Spoken:
-    """Return the version of this process."""
+    """Return this process's version."""
     return Spoken(protocol=PROTOCOL, release=RELEASE)
 
 
 def check_spoken(theirs: Spoken, they: str, we: str) -> None:
-    """Raise VersionError if another process uses another protocol; ``they`` and ``we`` name the two in the message."""
+    """Raise VersionError if the other process uses a different protocol; the message names both (``they``, ``we``)."""
     ours = spoken()
     if theirs.protocol != ours.protocol:
         raise VersionError(
@@ -42,7 +42,9 @@ def check_spoken(theirs: Spoken, they: str, we: str) -> None:
 
 
 def check_format(told: Mapping[str, Any], newest: int) -> None:
-    """Raise ValueError if stored data has a ``format`` number above ``newest``; data without one has format 1."""
+    """Raise ValueError if stored data is no JSON object, or its ``format`` number (1 if missing) exceeds ``newest``."""
+    if not isinstance(told, Mapping):
+        raise ValueError(f"it must hold a JSON object, but holds {told!r:.40}")
     found = told.get("format", 1)
     if type(found) is not int or not 1 <= found <= newest:
         raise ValueError(f"its format must be from 1 to {newest}, but is {found!r}: a newer elastic-ray wrote it")

@@ -52,10 +52,11 @@ PRIVATE_NAMES = {
     "tables of what is refused, each entry of which is tried": """_ARGUMENTS _ElasticArguments _HOMES _OF_ACCELERATOR
         _REFUSED _missing_fields""",
     "formulas that are compared with another computation": """_Regression _climb _demand _error _exchange _fit
-        _forecast _group_used _host_used _hull _lanes _masked _measured_again _set_state _signal _spread _state_of""",
+        _forecast _group_used _host_used _hull _lanes _masked _measured_again _set_state _signal _spread
+        _sent _state_of""",
     "sizes in memory and counts, which must stay bounded": """_ahead _bytes _buckets _buffers _cache _count_costs _held
         _left_out _pending _policies _promise _records _tables""",
-    "what lies with each rank, which no rank shows another": """_debtors _divided _gathered _holder _owed
+    "what lies with each rank, which no rank shows another": """_debtors _tiles _gathered _holder _owed
         _reducer _shard _states _steps _sync _table _tracker""",
     "the inside of a communicator or a run, which a test breaks on purpose": """_above _core _form_gloo _gloo _kind
         _meet _module _nccl _session _speak _vote""",

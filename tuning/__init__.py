@@ -1,4 +1,4 @@
-"""Hyperparameter sweeps in which each trial of Ray Tune or NNI is an elastic job."""
+"""Hyperparameter sweeps with Ray Tune or NNI, where each trial is an elastic job."""
 
 from __future__ import annotations
 

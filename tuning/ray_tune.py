@@ -1,4 +1,4 @@
-"""SHELL: trials of Ray Tune as elastic jobs."""
+"""SHELL: Ray Tune trials as elastic jobs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.overrides import login_name, read_overrides
 from elastic_ray.driver.trainer import kept_submission
 from elastic_ray.events import JobPhase
-from elastic_ray.worker.lazy_patch import patched
+from elastic_ray.late_patch import patched
 from elastic_ray.worker.train_loop import PickledTrainLoop, pack, with_config
 from placement.ray_cluster.snapshot import on_head
 from placement.text import printable
@@ -65,7 +65,7 @@ class _InTune(PickledTrainLoop):
 
 
 class _Session:
-    """Session used by ``ray.tune``'s functions. Without a session they would warn once and lose every report."""
+    """Session used by ``ray.tune``'s functions; without one, they would warn once and lose every report."""
 
     world_rank = None  # by this Ray knows a session of Tune from one of Ray Train
 
@@ -127,37 +127,37 @@ def elastic(
     promise: Promise | None = None,
     sweep: str | Sweep | None = None,
 ) -> type[Trainable]:
-    """Return a trainable for ``ray.tune.Tuner`` whose trials are elastic jobs.
+    """Return a trainable for ``ray.tune.Tuner`` that runs trials as elastic jobs.
 
     The cluster's allocator decides how many workers each trial has.
 
     In ``Tuner(tuning.elastic(train, scaling_config=ScalingConfig(num_workers=(1, 8))), param_space={"lr": ...})``, the
     train loop ``train`` gets the trial's parameters in its config. Its reports, made with ``elastic_ray.report(metrics,
-    checkpoint)`` or ``ray.tune.report``, are the trial's results. A learning rate among the parameters applies to the
-    loader's initial batch size and is scaled from there when the batch grows. The initial batch size may itself be a
-    parameter.
+    checkpoint)`` or ``ray.tune.report``, are the trial's results. If a learning rate is among the parameters, it
+    applies to the loader's initial batch size and is scaled from there when the batch grows. The initial batch size may
+    itself be a parameter.
 
     The trial's own process is a light driver on the head node that reserves neither CPU nor GPU, so
-    ``TuneConfig(max_concurrent_trials)`` sets how many trials run at a time. ``num_workers`` cannot be searched,
-    because sizes change while a trial runs.
+    ``TuneConfig(max_concurrent_trials)`` sets how many trials run at the same time. ``num_workers`` cannot be searched,
+    because sizes change while a trial is running.
 
     Args:
         train_loop_or_trainer: A train loop, or an ``ElasticTrainer`` whose settings apply to all trials (its
-            ``RunConfig`` sets failures and the workers' environment; Tune sets names and directories).
+            ``RunConfig`` determines failure handling and the workers' environment; Tune sets names and directories).
         train_loop_config: Config shared by all trials; a trial's parameters override it.
         scaling_config: Workers per trial, ``num_workers=(min, max)``, and the resources of each worker.
         elastic_config: As for ``ElasticTrainer``, except that ``warm_workers_per_node`` defaults to 0.
-        scheduling_config: As for ``ElasticTrainer``. If it names no tenant (the owner to which the allocator assigns a
-            share of the cluster), the sweep gets a tenant of its own, ``"sweep <name>"``.
-        model_fingerprint: Name of the model, by which trials share speed measurements. Set it only if no parameter
-            changes the model's speed. By default, trials with the same architecture share measurements.
+        scheduling_config: As for ``ElasticTrainer``. If it names no tenant (the owner that receives a share of the
+            cluster from the allocator), the sweep gets its own tenant, ``"sweep <name>"``.
+        model_fingerprint: Name of the model; trials with the same name share speed measurements. Set it only if no
+            parameter changes the model's speed. By default, trials with the same architecture share measurements.
         weight: Weight of the sweep relative to other jobs; ``AllocatorConfig.tenants`` overrides it.
-        promise: Rule that compares running trials, so that the best get more workers (see ``Promise``). None derives
+        promise: Rule for comparing running trials, so that the best get more workers (see ``Promise``). None derives
             the rule from Tune's scheduler (ASHA, HyperBand, and median stopping by reports). Without such a scheduler,
-            trials get workers by speed alone.
+            workers are assigned by speed alone.
         sweep: Name of the sweep; by default the name of the Tune experiment. ``fit()`` raises ``SweepRunsError`` while
-            another sweep of this name runs. If a sweep of this name ended only seconds ago, its processes are reused.
-            Pass a ``tuning.Sweep`` to set a deadline or a budget as well.
+            another sweep with this name is running. If a sweep with this name ended only seconds ago, its processes are
+            reused. Pass a ``tuning.Sweep`` to set a deadline or a budget as well.
 
     Returns:
         A class trainable with ``reset_config`` (``TuneConfig(reuse_actors=True)``).
@@ -210,7 +210,7 @@ class ElasticTrainable(Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
-        """Return the resources of the trial's own process: almost none, on the head node, where its controller runs."""
+        """Return the resources for a trial's own process: almost none, on the head node, where its controller runs."""
         _check_space(config)
         _notify_kept_actors()
         _end_stopped_sweeps()
@@ -226,9 +226,6 @@ class ElasticTrainable(Trainable):
         """Set up the trial for Tune, with the parameters ``config``.
 
         The job starts only at the first step, when the checkpoint to start from is known.
-
-        Args:
-            **constants: Arguments of ``tune.with_parameters``, which are added to the train loop's config.
         """
         _check_space({**constants, **config})
         self._parameters = dict(config)
@@ -241,11 +238,7 @@ class ElasticTrainable(Trainable):
         self._asked_last = False
 
     def step(self) -> dict[str, Any]:
-        """Return the train loop's next report, with the number of ``workers`` added; the first call starts the job.
-
-        After the last report, returns a result that only marks the trial as done. Raises the error with which the job
-        failed.
-        """
+        """Return the train loop's next report, with the number of ``workers`` added; the first call starts the job."""
         if self._job is None:
             try:
                 self._job = self._start()
@@ -265,11 +258,7 @@ class ElasticTrainable(Trainable):
         return result
 
     def save(self, checkpoint_dir: str | None = None) -> Any:
-        """Return Ray Tune's training result (metrics and checkpoint) for the latest checkpoint of the train loop.
-
-        The checkpoint stays where the job stored it; ``checkpoint_dir`` is not used. The result's checkpoint is None if
-        the train loop has reported none.
-        """
+        """Return Ray Tune's training result (metrics and checkpoint) for the latest checkpoint of the train loop."""
         if self._reported is not None:
             checkpoint = Checkpoint(self._reported, self._place().storage_filesystem)
             self._saved = _TrainingResult(checkpoint=checkpoint, metrics=copy.copy(self._last_result or {}))
@@ -282,10 +271,7 @@ class ElasticTrainable(Trainable):
         """Do nothing, since the workers load the checkpoint themselves."""
 
     def restore(self, checkpoint_path: Any) -> None:
-        """Set the checkpoint, from this or another trial, that the trial loads at its first step.
-
-        Raises NoCheckpointError: ``checkpoint_path`` is a training result without a checkpoint.
-        """
+        """Set the checkpoint, from this or another trial, that the trial loads at its first step."""
         if checkpoint_path.checkpoint is None:
             raise NoCheckpointError(self.trial_id)
         where = _WhereItIs(checkpoint_path.checkpoint.path, checkpoint_path.checkpoint.filesystem)
@@ -294,7 +280,7 @@ class ElasticTrainable(Trainable):
         self._saved = checkpoint_path
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Prepare this actor for another trial, or for the same trial with other parameters; always returns True."""
+        """Prepare this actor for another trial, or for the same trial with different parameters; always return True."""
         self.cleanup()
         self._last_result = None  # Ray leaves the last trial's
         self.setup(copy.deepcopy(new_config))
@@ -311,7 +297,7 @@ class ElasticTrainable(Trainable):
         self.cleanup()
 
     def _place(self) -> StorageContext:
-        """Return the storage of this trial's results in Tune."""
+        """Return Tune's storage for this trial's results."""
         assert self._storage is not None, "Tune gives every trial a place"
         return self._storage
 
@@ -334,7 +320,7 @@ class ElasticTrainable(Trainable):
         )
 
     def _end(self, job: TrialJob) -> dict[str, Any]:
-        """Return the result that ends a trial; raise the error that its job failed with."""
+        """Return the result that ends a trial; raise the error that made its job fail."""
         job.raise_error()
         if stopped := job.status.phase is JobPhase.STOPPED:
             time.sleep(_HELD_S)
@@ -351,10 +337,10 @@ class ElasticTrainable(Trainable):
 def _notify_kept_actors() -> None:
     """Patch Tune's loop, which will run in this process, to call ``vacate`` on an actor that it keeps for reuse.
 
-    With ``reuse_actors=True`` Tune may keep the actor of a finished or paused trial, and calls nothing on it until
+    With ``reuse_actors=True``, Tune may keep the actor of a finished or paused trial and call nothing on it until
     another trial needs an actor or the search ends; the old trial would hold its workers until then. The actor cannot
-    detect this itself: a searcher, a logger or a slow disk may also hold up Tune's loop for seconds, and a trial that
-    gave up its workers then would lose its training since the last checkpoint.
+    detect this itself: a searcher, a logger or a slow disk may also hold up Tune's loop for seconds, and if a trial
+    then gave up its workers, it would lose its training since the last checkpoint.
     """
     # With a Ray that has it no longer, workers are given back when a trial comes, as said.
     keep = getattr(TuneController, "_maybe_cache_trial_actor", None)
@@ -371,7 +357,7 @@ def _notify_kept_actors() -> None:
 
 
 def _end_stopped_sweeps() -> None:
-    """Patch Tune's loop, which will run in this process, to end an experiment whose sweep was stopped."""
+    """Patch Tune's loop, which will run in this process, to end an experiment whose sweep has been stopped."""
     look = getattr(TuneController, "_stop_experiment_if_needed", None)
     if look is None or look.__module__ == __name__:  # without it no trial is started any more, which fails each
         return
@@ -428,11 +414,7 @@ def _keep_submission(name: str, storage: StorageContext) -> None:
 
 
 def _resume_sweeps() -> None:
-    """Patch Tune's loop, which will run in this process, to restore experiments during `elastic-ray resume --all`.
-
-    The resumed script is the original one, so its ``Tuner(...).fit()`` would otherwise start the experiment from
-    scratch.
-    """
+    """Patch Tune's loop, which will run in this process, to restore experiments during `elastic-ray resume --all`."""
     start: Any = TuneController.__init__
     if start.__module__ == __name__ or not read_overrides(os.environ).resume:
         return
@@ -459,12 +441,11 @@ def _was_submitted(storage: StorageContext | None) -> bool:
 
 
 def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
-    """Return the promise (rule for comparing trials) of a Tune scheduler; None if the scheduler has no such rule.
+    """Return a Tune scheduler's promise (rule for comparing trials); None if the scheduler has no such rule.
 
-    Supported are ASHA, HyperBand and median stopping with ``time_attr="training_iteration"``.
+    ASHA, HyperBand and median stopping are supported with ``time_attr="training_iteration"``.
 
     Args:
-        scheduler: Scheduler of the experiment, with its metric set.
         criterion: The ``stop`` criterion of a trial; a limit on ``training_iteration`` in it lowers ``max_t``.
     """
     scheduler = getattr(scheduler, "_base_scheduler", scheduler)
@@ -506,7 +487,7 @@ def _trials_of(controller: TuneController) -> list[Any]:
 
 
 def _sweep_of(controller: TuneController) -> tuple[str, Template | None]:
-    """Return the sweep of an experiment and what its trials share; empty and None if no trial is elastic (yet)."""
+    """Return an experiment's sweep and the settings its trials share; empty and None if no trial is elastic (yet)."""
     trial = next((t for t in _trials_of(controller) if issubclass(t.get_trainable_cls(), ElasticTrainable)), None)
     if trial is None:
         return "", None
@@ -515,12 +496,12 @@ def _sweep_of(controller: TuneController) -> tuple[str, Template | None]:
 
 
 def _watch_of(controller: TuneController) -> _Watch:
-    """Return this module's state of an experiment, kept outside of it because ``Tuner.restore`` would restore it."""
+    """Return this module's state for an experiment, kept outside it because ``Tuner.restore`` would restore it."""
     return _watches.setdefault(controller, _Watch())
 
 
 class _Watch:
-    """State of an experiment's sweep in this process: its driver, its claim, and the timer of checks for a stop."""
+    """State of an experiment's sweep in this process: its driver, its claim, and the timer for checking for a stop."""
 
     def __init__(self) -> None:
         self._next_s, self.stops = 0.0, StopWatch()
@@ -528,9 +509,10 @@ class _Watch:
         self._claiming: concurrent.futures.Future[None] | None = None
 
     def claim(self, name: str, driver: SweepDriver) -> None:
-        """Claim the sweep of this name for the driver. Raises SweepRunsError if another driver has it.
+        """Claim the sweep with this name for the driver; raise SweepRunsError if another driver has it.
 
-        A sweep without an actor has no other driver. Its actor is then started in the background, see :meth:`check`.
+        A sweep without an actor has no other driver. In that case, an actor is started in the background; see
+        :meth:`check`.
         """
         if sweep_runs(name):
             claim_sweep(name, driver)
@@ -548,13 +530,13 @@ class _Watch:
             claiming.set_exception(error)
 
     def check(self) -> None:
-        """Raise SweepRunsError, or any other error of a claim in the background."""
+        """Raise SweepRunsError, or any other error from a claim in the background."""
         if self._claiming is not None and self._claiming.done():
             claiming, self._claiming = self._claiming, None
             claiming.result()
 
     def due(self) -> bool:
-        """True if a check is due; if so, schedules the next one."""
+        """True if a check is due; if so, the next one is scheduled."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return False

@@ -1,16 +1,16 @@
-"""Numbers of workers for the trials of each rung, so that a sweep ends in time at the least cost (pure).
+"""Numbers of workers for the trials in each rung, so that a sweep ends in time at the lowest cost (pure).
 
 After Misra et al., "RubberBand: Cloud-based Hyperparameter Tuning" (EuroSys 2021). Successive halving with rungs
-r_1 < ... < r_k = R and n trials admits n_i = ceil(n / eta^(i - 1)) trials to rung i, each of which makes
-r_i - r_(i - 1) reports. With W_i remaining reports of rung i, v(w) reports per second of a trial with w workers, and
-p_i trials that run side by side::
+r_1 < ... < r_k = R and n trials admits n_i = ceil(n / eta^(i - 1)) trials to rung i, each making r_i - r_(i - 1)
+reports. With W_i remaining reports in rung i, v(w) reports per second from a trial with w workers, and p_i trials
+running side by side::
 
  seconds(i, w) = max(W_i / p_i, one trial's reports) / v(w)        p_i = min(n_i, trials at a time, slots / w)
  worker-seconds(i, w) = W_i w / v(w)
 
-The sizes w_i minimise the sum of worker-seconds subject to the sum of seconds fitting into the remaining time. With a
-budget alone, they minimise the sum of seconds subject to the remaining worker-seconds. v(w) is the goodput model of the
-trials, fitted while they run, divided by the work per report so far; the sizes are updated at each report.
+The sizes w_i minimise total worker-seconds, subject to total seconds fitting into the remaining time. With a budget
+alone, they minimise total seconds subject to the remaining worker-seconds. v(w) is the trials' goodput model, fitted
+while they are running, divided by the work per report so far; the sizes are updated at each report.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Sweep(NamesArguments):
     """Name and limits of a sweep: ``tuning.elastic(train, sweep=Sweep(deadline_s=3600))``.
 
     Attributes:
-        name: Name of the sweep; by default the name of the Tune experiment.
-        deadline_s: Time after ``fit()`` by which all trials should be done [s]; None for no limit. Trials of each rung
-            (see ``Promise``) get the cheapest numbers of workers that meet the deadline.
+        name: Name of the sweep; by default, the name of the Tune experiment.
+        deadline_s: Time from ``fit()`` until all trials should be done [s]; None for no limit. Trials in each rung (see
+            ``Promise``) get the cheapest numbers of workers that meet the deadline.
         budget_usd: Limit on the cost of the trials' workers [USD]; None for no limit. Without a deadline, trials get
             the fastest numbers of workers that stay within the budget.
-        usd_per_worker_h: Price of a worker [USD/h]; required with a budget.
+        usd_per_worker_h: Price per worker [USD/h]; required with a budget.
 
     Examples:
         >>> from tuning import Sweep
@@ -72,7 +72,7 @@ class Sweep(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """Training that remains between the previous rung (point where trials are cut) and this one, over all trials."""
+    """Training that remains between the previous rung (point where trials are cut) and this one, for all trials."""
 
     trials: int  # that come into it, at least 1
     reports: float  # still to be made by all of them
@@ -90,10 +90,7 @@ class RungSizes:
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
-    """Return how much training remains before each rung (cut) of a sweep of ``trials`` trials.
-
-    ``records`` holds the history of the trials started so far.
-    """
+    """Return how much training is left before each rung of a sweep of ``trials``, given those started so far."""
     found, low, expected = [], 0, float(trials)
     for high in promise.rungs:
         made = [min(max(len(each.values) - low, 0), high - low) for each in records]
@@ -122,16 +119,13 @@ def size_rungs(
     seconds: float = math.inf,
     worker_s: float = math.inf,
 ) -> RungSizes:
-    """Return the number of workers per trial in each rung that meets the limits at the lowest cost.
+    """Return the number of workers per trial, for each rung, that meets the limits at the lowest cost.
 
     Without a limit on ``seconds``, the fastest sizes within ``worker_s`` are chosen. If the limits cannot be met,
-    ``feasible`` is False and the sizes are those that come closest.
+    ``feasible`` is False and the sizes are the closest possible.
 
     Args:
-        rates: Element w - 1 is the reports per second of a trial on w workers, 0 if w is invalid; one is above 0.
-        slots: Number of workers that fit on the cluster.
-        at_once: Maximum number of trials that run at the same time.
-        seconds, worker_s: Time [s] and worker-seconds that the sweep may still use.
+        rates: Element w - 1 is a trial's reports per second on w workers, 0 if w is invalid; at least one is above 0.
     """
     points: list[_Point] = [(0.0, 0.0, ())]
     able = [w for w, rate in enumerate(rates.tolist(), start=1) if rate > 0]
@@ -153,7 +147,7 @@ def size_rungs(
 
 
 def _front(found: Sequence[_Point]) -> list[_Point]:
-    """Return the Pareto front of time and cost, fastest first, thinned out if it has very many points."""
+    """Return the Pareto front of time and cost, fastest first, thinned out if it has too many points."""
     front: list[_Point] = []
     for each in sorted(found):
         if not front or each[1] < front[-1][1]:
@@ -163,10 +157,10 @@ def _front(found: Sequence[_Point]) -> list[_Point]:
 
 
 class SweepPlanner:
-    """Planner that keeps choosing the number of workers per trial while a sweep of ``trials`` trials runs.
+    """Planner that keeps choosing the number of workers per trial while a sweep with ``trials`` trials is running.
 
     Args:
-        begun_s: Time at which the sweep started [s since the epoch].
+        begun_s: Time when the sweep started [s since the epoch].
     """
 
     def __init__(self, sweep: Sweep, promise: Promise, trials: int, begun_s: float) -> None:
@@ -182,13 +176,7 @@ class SweepPlanner:
         slots: Mapping[str, Sequence[int]],
         now_s: float,
     ) -> dict[str, int]:
-        """Return the number of workers for each running trial, keyed by trial; empty until any trial's speed is known.
-
-        Args:
-            records: Records of all trials so far, keyed by trial; ``views`` are those of the running trials.
-            slots: Number of a trial's workers that fit on each node of the empty cluster, keyed by trial.
-            now_s: Current time [s since the epoch].
-        """
+        """Return the number of workers for each running trial, keyed by trial; empty until a speed is known."""
         self._spent_s += max(now_s - self._seen_s, 0.0) * sum(view.workers for view in views)
         self._seen_s, self._at_once = now_s, max(self._at_once, len(views))
         rates = _rates(records, views, slots)
@@ -213,7 +201,7 @@ class SweepPlanner:
         return sized
 
     def _refusal(self, found: RungSizes, now_s: float) -> str:
-        """Return why the limits cannot be kept, and which limits could."""
+        """Return why the limits cannot be kept, and what limits could be."""
         price, needs_s = self._sweep.usd_per_worker_h, now_s - self._begun_s + found.seconds * _MARGIN
         cost = f" and {(self._spent_s + found.worker_s) / _HOUR_S * price:.3g} USD" if price is not None else ""
         limits = {"deadline_s": self._sweep.deadline_s, "budget_usd": self._sweep.budget_usd}
@@ -227,7 +215,7 @@ class SweepPlanner:
 def _rates(
     records: Mapping[str, TrialRecord], views: Sequence[JobView], slots: Mapping[str, Sequence[int]]
 ) -> NDArray[np.float64]:
-    """Return mean reports per second on 1, 2, ... workers over all trials with known speed; empty if there are none."""
+    """Return mean reports per second on 1, 2, ... workers over all trials with known speed; empty without any."""
     seconds: list[NDArray[np.float64]] = []
     for view in views:
         made = len(records[view.job].values) if view.job in records else 0

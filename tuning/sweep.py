@@ -1,7 +1,7 @@
-"""SHELL: actor of a sweep, which starts its trials' controllers, lends them worker processes and weighs trials.
+"""SHELL: a sweep's actor, which starts its trials' controllers, lends them worker processes and weighs trials.
 
 A lost actor is recreated and recovers the trials' metrics from their next reports. Processes that it had lent out end
-with it, which their trials see as lost workers. The actor ends itself once none of its trials has a controller.
+with it; to their trials, these are lost workers. The actor ends itself once none of its trials has a controller.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SweepStoppedError(RuntimeError):
 
 
 class SweepRunsError(RuntimeError):
-    """Error raised if another sweep of the same name is running on the cluster."""
+    """Error raised if another sweep with the same name is running on the cluster."""
 
     def __init__(self, sweep: str, runs: str) -> None:
         super().__init__(
@@ -82,7 +82,7 @@ class SweepDriver:
     trials: int = 0  # in all, with a plan
 
     def planner(self) -> SweepPlanner | None:
-        """Return a planner of the number of workers per trial; None if the sweep has no deadline, budget or promise."""
+        """Return a planner for the number of workers per trial; None unless the sweep has a promise and a limit."""
         if self.limits is None or not self.limits.planned or self.promise is None:
             return None
         return SweepPlanner(self.limits, self.promise, self.trials, self.begun_s)
@@ -93,8 +93,8 @@ def this_driver(
 ) -> SweepDriver:
     """Return a new driver: a record that this process runs the sweep whose results are in ``folder``.
 
-    Without a promise (comparison rule), all trials weigh the same. Raises ValueError: the limits have a deadline or
-    budget, but the total number of ``trials`` or of reports per trial is unknown.
+    Without a promise (comparison rule), all trials have the same weight. Raises ValueError if the limits have a
+    deadline or budget, but the total number of ``trials`` or of reports per trial is unknown.
     """
     if limits is not None and limits.planned:
         if promise is None or promise.max_t is None:
@@ -125,10 +125,7 @@ def sweep_runs(name: str) -> bool:
 
 
 def claim_sweep(name: str, driver: SweepDriver) -> None:
-    """Make ``driver`` the only driver of the sweep ``name``; wait up to 10 s for an earlier driver to end.
-
-    Raises SweepRunsError: another sweep of this name is running.
-    """
+    """Make ``driver`` the only driver of the sweep ``name``; wait up to 10 s for an earlier driver to end."""
     deadline = time.monotonic() + 2 * _SEEN_S
     for attempt in range(_ATTEMPTS):
         try:
@@ -146,7 +143,7 @@ def claim_sweep(name: str, driver: SweepDriver) -> None:
 
 
 def release_sweep(name: str, driver: SweepDriver) -> None:
-    """Release the sweep's name for other sweeps if ``driver`` holds it; returns without waiting for an answer."""
+    """Release the sweep's name for other sweeps if ``driver`` holds it; return without waiting for an answer."""
     if ray.is_initialized() and (sweep := find_actor(f"sweep:{name}")) is not None:
         sweep.release.remote(driver.token)
 
@@ -172,7 +169,7 @@ def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
 
 
 class StopWatch:
-    """Non-blocking check whether the sweeps driven by this process have been stopped."""
+    """Non-blocking check for whether the sweeps driven by this process have been stopped."""
 
     def __init__(self) -> None:
         self._asked: dict[str, Any] = {}
@@ -180,7 +177,7 @@ class StopWatch:
     def poll(self, name: str, driver: SweepDriver | None = None) -> str:
         """Return why the sweep ``name`` was stopped, once all its trials have ended; empty until then.
 
-        ``driver`` is the calling driver, None if it has not claimed the sweep. The call also signals to the sweep's
+        ``driver`` is the calling driver, or None if it has not claimed the sweep. The call also signals to the sweep's
         actor that the driver is alive. It does not block: it returns the answer to the previous call's request.
         """
         asked = self._asked.pop(name, None)
@@ -198,18 +195,15 @@ class StopWatch:
 
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
-    """Return the actor of the sweep ``name``, or create it if it does not exist.
-
-    A new actor compares the sweep's trials by ``promise``; None gives every trial the same weight.
-    """
+    """Return the actor of the sweep ``name``, or create it, to compare trials by ``promise`` (None: all alike)."""
     return create_on_head(SweepActor, f"sweep:{name}", name, promise, get_if_exists=True)
 
 
 def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, Promise | None]:
-    """Return a controller actor that runs the trial, and the promise (rule) by which the sweep compares its trials.
+    """Return a controller actor that runs the trial, and the promise (rule) that the sweep uses to compare trials.
 
-    The controller is one that an earlier trial no longer needs, or a new one. If the sweep already has a promise, that
-    is returned instead of ``promise``. Raises SweepStoppedError if the sweep was stopped.
+    The controller is either new or no longer needed by an earlier trial. If the sweep already has a promise, that
+    promise is returned instead of ``promise``. Raises SweepStoppedError if the sweep was stopped.
     """
     for attempt in range(_ATTEMPTS):
         try:
@@ -254,11 +248,7 @@ class _TrialStart:
 
 
 class SweepActor:
-    """Actor class of a sweep, which starts, compares and stops trials; use :func:`find_sweep` to get its handle.
-
-    Args:
-        promise: Rule by which trials are compared; None gives every trial the same weight.
-    """
+    """Actor class of a sweep, which starts, compares and stops trials; use :func:`find_sweep` to get its handle."""
 
     def __init__(self, name: str, promise: Promise | None) -> None:
         from elastic_ray.job.controller import start  # their imports, which drivers are spared here
@@ -340,7 +330,7 @@ class SweepActor:
         return self._promise
 
     def _begun(self, run: str, begun: _TrialStart) -> None:
-        """Add a trial that runs; one that was still starting when the sweep was stopped is stopped."""
+        """Add a running trial; if it was still starting when the sweep was stopped, stop it."""
         self._busy[run] = begun
         self._since_s = time.monotonic()
         record = self._records.get(begun.trial, TrialRecord(trial=begun.trial))
@@ -368,7 +358,6 @@ class SweepActor:
         """Stop all running trials and start no more; return the number of trials that were running.
 
         Args:
-            reason: Reason recorded in the trials' last events.
             now: True to stop in the middle of a step; by default trials finish their current step.
         """
         self._stop_reason = self._stop_reason or reason
@@ -379,10 +368,10 @@ class SweepActor:
         return len(self._busy)
 
     async def stopped(self, driver: SweepDriver | None = None) -> str:
-        """Return why the sweep was stopped, once all its trials have ended; empty before that or if not stopped.
+        """Return why the sweep was stopped, once all its trials have ended; empty until then, or if it was not stopped.
 
         Args:
-            driver: The calling driver, None if it has not claimed the sweep; the call also signals that it is alive.
+            driver: The calling driver, or None if it has not claimed the sweep; the call also signals that it is alive.
         """
         if driver is not None and self._driver in (None, driver):
             if self._driver is None:  # this actor was made again
@@ -393,7 +382,7 @@ class SweepActor:
         return self._stop_reason if self._stopped else ""
 
     async def _all_ended(self) -> bool:
-        """True if no reachable controller still runs a trial, or the wait for the trials has timed out."""
+        """True if no reachable controller is still running a trial, or the wait for the trials has timed out."""
         for each in tuple(self._busy.values()):
             try:
                 status = await asyncio.wait_for(each.controller.status.remote(), _CALL_TIMEOUT_S)
@@ -412,10 +401,7 @@ class SweepActor:
         self._processes.take_back(run, actor, fit=fit)
 
     async def complete(self, run: str, fit: dict[Any, bool]) -> None:
-        """Close a run, and kill the processes it still borrows, except those in ``fit``.
-
-        ``fit`` maps each process that another trial may use to whether that process has already started up.
-        """
+        """Close a run and kill what it borrows but the processes in ``fit`` (each with whether it has started up)."""
         self._processes.complete(run, fit)
 
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:
@@ -446,7 +432,7 @@ class SweepActor:
                 each.controller.weigh.remote(weight.value)
 
     async def _size(self, planner: SweepPlanner) -> None:
-        """Resize trials to their rung's size, computed with the allocator's current models of the trials."""
+        """Resize trials to their rung's size, computed from the allocator's current models of the trials."""
         allocator = await asyncio.to_thread(find_actor, ALLOCATOR)
         if allocator is None:
             return
@@ -466,7 +452,7 @@ class SweepActor:
             logger.warning("sweep %s: %s", self._name, planner.note)
 
     async def _watch(self) -> None:
-        """Discard controllers that are gone, and end this actor after the last one."""
+        """Discard controllers that are gone, and end this actor when none is left."""
         while True:
             await asyncio.sleep(_LOOK_S)
             looked_at = {**self._busy, **self._ending}

@@ -1,4 +1,4 @@
-"""SHELL: worker processes owned by a sweep's actor, which the sweep's trials reuse one after the other."""
+"""SHELL: worker processes owned by a sweep's actor, which the sweep's trials reuse one after another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic_ray.worker.ownership import calling_owner
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Process:
-    """A process, the kind of trial that can use it, if it ever answered, and since when it is idle [s, monotonic]."""
+    """A process, the kind of trial that can use it, if it ever answered, and when it became idle [s, monotonic]."""
 
     actor: Any
     kind: JobSpec
@@ -29,12 +29,9 @@ class _Process:
 class SweepProcesses:
     """Pool of a sweep's worker processes, lent to one run (one start of a trial) at a time and returned afterwards.
 
-    When a trial stops, its processes are available to other trials at once, without the seconds that starting one
-    takes. The pool creates no more processes of a kind on a node than trials of that kind have used there at one time.
-    A trial that is paused and resumed gets a second run, which has no claim to the processes of its first run.
-
-    Args:
-        sweep: Name of the sweep, used to request processes from the cluster's pool of warm workers, if it has one.
+    When a trial stops, its processes are available to other trials at once, saving the seconds it takes to start one.
+    The pool creates no more processes of a kind on a node than trials of that kind have used there at the same time. A
+    trial that is paused and resumed gets a second run, which has no claim to the processes of its first run.
     """
 
     def __init__(self, sweep: str) -> None:
@@ -44,14 +41,14 @@ class SweepProcesses:
         self._lent: dict[str, list[_Process]] = {}
 
     def admit(self, run: str, kind: JobSpec) -> None:
-        """Allow a run to borrow processes until :meth:`complete`; runs of equal ``kind`` reuse the same processes."""
+        """Allow a run to borrow processes until :meth:`complete`; runs of the same ``kind`` reuse each other's."""
         self._kinds[run] = kind
         self._lent.setdefault(run, [])
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
         """Return a process on the node, and whether it has already started up; None if the run is not admitted.
 
-        Prefers the idle process of the run's kind that was returned last, then one from the warm pool, then a new one.
+        Prefers the most recently returned idle process of the run's kind, then one from the warm pool, then a new one.
         """
         kind = self._kinds.get(run)
         if kind is None:
@@ -84,11 +81,7 @@ class SweepProcesses:
         ray.kill(actor)  # lent by a sweep's actor that is gone
 
     def complete(self, run: str, fit: Mapping[Any, bool] | None = None) -> None:
-        """Close a finished run, and kill the processes it still borrows, except those in ``fit``.
-
-        Args:
-            fit: Processes that another run may use, each mapped to whether it has already started up; None for none.
-        """
+        """Close a finished run, and kill the processes it still borrows, except those in ``fit``."""
         self._kinds.pop(run, None)
         fit = fit or {}
         for process in self._lent.pop(run, []):
@@ -102,7 +95,7 @@ class SweepProcesses:
             ray.kill(process.actor)
 
     def expire(self, now_s: float) -> None:
-        """Kill the processes idle for longer than their trial's ``keep_s`` at ``now_s`` [s, monotonic]."""
+        """Kill processes that have been idle for longer than their trial's ``keep_s`` at ``now_s`` [s, monotonic]."""
         for process in list(self._idle):
             trial = process.kind.trial
             if trial is None or now_s > process.since_s + trial.keep_s:

@@ -1,6 +1,6 @@
 """SHELL: one trial as an elastic job: started or found again, read report by report, and stopped.
 
-Trials of both Ray Tune and NNI use this module to reach the allocator. The process that holds a :class:`TrialJob` is
+Both Ray Tune and NNI trials use this module to reach the allocator. The process that holds a :class:`TrialJob` is
 light: it imports neither torch nor the user's code, and renews the job's lease from a thread.
 """
 
@@ -146,10 +146,7 @@ def make_template(
 
 
 def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the parameters of a trial to display: at most 50 numbers and strings, each string cut to 40 characters.
-
-    The name of a nested parameter contains its path, such as ``"net/width"``; ``prefix`` is put before every name.
-    """
+    """Return the parameters of a trial to display: at most 50 numbers and strings, each string cut to 40 characters."""
     shown: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
@@ -165,17 +162,10 @@ class TrialJob:
     """Elastic job that runs one trial. The constructor starts the job, or reconnects to it if it is still running.
 
     Args:
-        sweep: Name of the sweep, used unless the template sets one. The trial's tenant (the owner to which the
-            allocator assigns a share) is ``"sweep <name>"``, unless ``SchedulingConfig`` names a tenant.
+        sweep: Name of the sweep, used unless the template sets one. The trial's tenant (the owner that receives a share
+            from the allocator) is ``"sweep <name>"``, unless ``SchedulingConfig`` names a tenant.
         trial: Id of the trial within the sweep; the job is named ``"<sweep>-<trial>"``.
-        config: The trial's parameters; they override ``train_loop_config``.
-        directory: The trial's own directory on ``filesystem``; each start of the trial creates a run directory in it.
-        knowledge_path: Directory for the speed measurements that all trials share.
         start_from: Path of a checkpoint of this or another trial to start from; None starts from scratch.
-
-    Raises:
-        ImpossibleResourcesError: The cluster could never run the trial. TypeError: A parameter cannot be pickled.
-        NoCheckpointError: The trial was paused without a checkpoint to continue from.
     """
 
     def __init__(
@@ -206,16 +196,14 @@ class TrialJob:
 
     @property
     def status(self) -> JobStatus:
-        """Status of the job as of the last renewal of its lease (the driver's claim on the job)."""
+        """Job status as of the last renewal of its lease (the driver's claim on the job)."""
         return self._handle.last_status
 
     def next_report(self, timeout: float) -> Report | None:
-        """Return the trial's next report; None if none came within ``timeout`` [s] or the job has ended (:attr:`done`).
+        """Return the trial's next report; None if none arrives within ``timeout`` [s] or the job is :attr:`done`.
 
         Each call acknowledges the reports that earlier calls returned. Training blocks in ``report`` when it is
         more than ``reports_ahead`` reports ahead of the last acknowledged one.
-
-        Raises ValueError: the trial has made ``Promise.patience`` reports, none with the metric that is compared.
         """
         try:
             report = self._handle.next_report(self._taken, timeout)
@@ -235,11 +223,11 @@ class TrialJob:
         return self._handle.done() and self._handle.next_report(self._taken, 0.0) is None
 
     def raise_error(self) -> None:
-        """Raise the error with which the job failed; return normally if it did not fail."""
+        """Raise the error that made the job fail; return normally if it did not fail."""
         self._handle.result(timeout=_STOP_TIMEOUT_S)
 
     def stop(self, *, paused: bool = False) -> None:
-        """Stop the job at once and release its workers. Checkpoints of reports that were never read are deleted.
+        """Stop the job at once and release its workers. Checkpoints from reports that were never read are deleted.
 
         Args:
             paused: True to record that the trial was paused without a checkpoint. If the sweep resumes the trial,
@@ -274,10 +262,7 @@ class TrialJob:
         self._send("notify", self.job, before, self._values)
 
     def _start(self, config: Mapping[str, Any]) -> JobHandle:
-        """Start a new job of the trial in a new run directory.
-
-        The trial's note records the job, so that it can be found again.
-        """
+        """Start a new job of the trial in a new run directory."""
         template, base = self._template, self._template.spec
         if self._start_from is None and _PAUSED in (self._read_note() or {}):
             raise NoCheckpointError(self.job)
@@ -319,7 +304,7 @@ class TrialJob:
         return JobHandle(controller, promised(spec, kept))
 
     def _find(self) -> JobHandle | None:
-        """Return the trial's job if it still runs without its driver and matches the current request; else None."""
+        """Return the trial's job if it is still running without a driver and matches the current request; else None."""
         note = self._read_note()
         controller = find_controller(str(note["controller"])) if note else None
         if note is None or controller is None:
@@ -376,7 +361,7 @@ class TrialJob:
         return note if isinstance(note, dict) and {"controller", "key"} <= note.keys() else None
 
     def _delete_untaken(self) -> None:
-        """Delete the checkpoints of reports that the sweep never received."""
+        """Delete the checkpoints from reports that the sweep never received."""
         begun = time.monotonic()
         storage = RunStorage(self._handle.storage_path, self._filesystem)
         after = self._taken
@@ -386,7 +371,7 @@ class TrialJob:
                 self._call(f"deleting {path}", functools.partial(storage.delete_checkpoint, path))
 
     def _call(self, what: str, function: Callable[[], _T]) -> _T:
-        """Call storage, which may never answer. Raises ``StorageTimeoutError`` in that case."""
+        """Call storage; raise ``StorageTimeoutError`` if it does not answer."""
         timeout_s = self._template.spec.elastic.storage_timeout_s
         return call_storage(self._directory, what, function, timeout_s=timeout_s)
 
@@ -394,13 +379,8 @@ class TrialJob:
 def claim_run(filesystem: pyarrow.fs.FileSystem, directory: str, last: str, *, private: bool) -> str:
     """Return the path of a new directory for one start (run) of a trial, so that runs never overwrite each other.
 
-    The directory's number is higher than those of all existing runs and of the last run, even if the last run was
-    deleted. On a local file system the directory is created at once, so that two concurrent callers get different ones.
-
-    Args:
-        directory: The trial's directory, which contains its runs.
-        last: Name of the trial's last run; empty if there was none.
-        private: True if only the user may read the directory.
+    The directory's number is higher than any existing run's and the last run's, even if the last run was deleted. On a
+    local file system, the directory is created at once, so that two concurrent callers get different directories.
     """
     entries = filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))
     numbers = [int(each[1]) for name in [last, *(e.base_name for e in entries)] if (each := _RUN.fullmatch(name))]

@@ -2,15 +2,15 @@
 
 A sweep ends when its longest survivor does. A trial's share should therefore grow with the training still *expected* of
 it: high if it will probably continue to the end, low if it is about to be cut. With budget t (reports made so far),
-rungs r_1 < r_2 < ... < R at which successive halving keeps one trial in eta, and s the chance to pass the next rung r::
+rungs r_1 < r_2 < ... < R where successive halving keeps one trial in eta, and s the chance of passing the next rung r::
 
  expected = (r - t) + s (R - r)                     [reports]
  weight   = expected / mean expected of the running trials, within [1 / 4, 4]
 
 s follows from the trial's rank among all trials with at least as many reports, including those that were cut or have
 ended. With q the fraction of them that it beats, s is 1 if q >= 1 - 1 / eta (it would be kept now), and falls linearly
-to 0 for the worst one. A rank among few trials is unreliable, so s = (n s_rank + 1) / (n + eta), that is, a prior of
-1 / eta that counts as much as eta trials.
+to 0 for the worst trial. A rank among only a few trials is unreliable, so s = (n s_rank + 1) / (n + eta), that is, a
+prior of 1 / eta that counts as much as eta trials.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MOST_RUNGS = 32  # that are shown
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Promise(NamesArguments):
-    """Rule that compares a sweep's running trials, so that the best get more workers; fields as in ASHAScheduler.
+    """Rule for comparing a sweep's running trials, so that the best get more workers; fields as in ASHAScheduler.
 
     Attributes:
-        metric: Name of the reported metric; a nested one is named as in Ray Tune, "eval/accuracy".
+        metric: Name of the reported metric; a nested metric is named as in Ray Tune, "eval/accuracy".
         mode: "max" if a larger metric is better, "min" otherwise.
         max_t: Number of reports after which a trial that is never stopped early ends; None uses the largest number of
             reports that any trial has made.
@@ -68,12 +68,12 @@ class Promise(NamesArguments):
 
     @property
     def patience(self) -> int:
-        """Number of reports, all without the metric, after which a trial fails; equal to the second rung (cut)."""
+        """Number of reports that makes a trial fail if none has the metric; equal to the second rung (cut)."""
         return self.next_rung(self.grace_period)
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        """Numbers of reports at which trials may be stopped, ending with ``max_t``; empty if ``max_t`` is None."""
+        """Numbers of reports when trials may be stopped, ending with ``max_t``; empty if ``max_t`` is None."""
         if self.max_t is None:
             return ()
         found = [self.grace_period]
@@ -101,31 +101,21 @@ class TrialRecord:
     running: bool = True  # whether it still trains; one that was cut or has ended is only compared with
 
     def told(self, before: int, values: tuple[float, ...]) -> TrialRecord:
-        """Return a record that keeps the first ``before`` metric values and replaces all later ones with ``values``.
-
-        ``before`` counts the reports made before the trial's current run. Values that this record lacks become NaN.
-        """
+        """Return a record that keeps the first ``before`` metric values and replaces all later ones with ``values``."""
         kept = self.values[:before]
         return dataclasses.replace(self, values=(*kept, *(math.nan,) * (before - len(kept)), *values))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialWeight:
-    """Factor (1/4 to 4) by which a running trial's speed counts in the allocator's decisions, with its reason."""
+    """Factor (1/4 to 4) for a running trial's speed in the allocator's decisions, with its reason."""
 
     value: float
     reason: str
 
 
 def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str, TrialWeight]:
-    """Return a weight for every running trial, keyed by trial: about 1 on average, within [1 / 4, 4].
-
-    Of two trials with equally many reports, the better one never weighs less.
-
-    Args:
-        records: All known trials of the sweep, including those that have ended.
-        promise: Rule by which trials are compared; None gives every trial the weight 1.
-    """
+    """Return a weight for every running trial, about 1 on average in [1 / 4, 4]; a better one never weighs less."""
     running = [each for each in records if each.running]
     if promise is None:
         return {each.trial: TrialWeight(value=1.0, reason="trials are not compared") for each in running}
@@ -144,7 +134,7 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
 
 
 def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise) -> float:
-    """Return the chance (0 to 1) that a trial passes its next rung (cut), ranked among trials with as many reports."""
+    """Return the chance (0 to 1) that a trial passes its next rung (cut), by its rank among trials that got as far."""
     eta = promise.reduction_factor
     prior = 1.0 / eta
     at = len(trial.values)
@@ -172,7 +162,7 @@ def _expected(trial: TrialRecord, s: float, promise: Promise, longest: int) -> f
 
 
 def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
-    """Return the metric value by which a report is compared; NaN if it is not a number, None if it is missing.
+    """Return the metric value used to compare a report; NaN if it is not a number, None if it is missing.
 
     Args:
         names: Possible names of the metric; the first one in the report is used.
@@ -186,7 +176,7 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
 
 
 def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
-    """Return an error message for a report that lacks the metric of ``promise``, or holds a non-number for it."""
+    """Return an error message for a report that lacks the metric of ``promise``, or has a non-number for it."""
     flat = dict(_flat(metrics))
     if flat.get(promise.metric) is not None:
         return f"trials are compared by {promise.metric!r}, but {flat[promise.metric]!r} is no number: report one"
@@ -207,7 +197,7 @@ def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
 
 
 def check_searchable(name: object) -> None:
-    """Raise ValueError if a parameter has the name of a setting that the allocator decides, such as ``num_workers``."""
+    """Raise ValueError if a parameter has the same name as a setting the allocator controls (``num_workers``...)."""
     if name in ("num_workers", "scaling_config"):
         raise ValueError(
             f"{name!r} cannot be searched: the allocator changes a trial's workers while it runs, within "
@@ -238,7 +228,7 @@ class CheckpointCache:
         return next((each[path] for each in self._of_run.values() if path in each), None)
 
     def over(self, run: str, until_s: float) -> None:
-        """Keep a finished run's checkpoints until ``until_s`` [s, monotonic], as another trial may start from them."""
+        """Keep a finished run's checkpoints until ``until_s`` [s, monotonic]; another trial may start from them."""
         if run in self._of_run:
             self._until_s[run] = until_s
 

@@ -61,13 +61,7 @@ def copy_directory(
 ) -> dict[str, Checksum]:
     """Copy everything below ``source`` on ``origin`` to ``target`` in the run's storage, and flush it to disk.
 
-    Args:
-        go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
-
     Returns the checksum of each file, keyed by its path below ``target``.
-
-    Raises InterruptedError: ``go_on`` returned False. SourceError: something below ``source`` does not exist, is not
-    readable, or is neither a file nor a directory.
     """
 
     files, directories = [], [target]
@@ -109,8 +103,6 @@ def add_files(
     Args:
         noted: names of files already recorded with the checkpoint. An unrecorded file of the right size in ``target``
             was copied by an earlier attempt, and is included in the result.
-
-    Raises InterruptedError, SourceError: as in :func:`copy_directory`.
     """
     added = {}
     for entry, copy in _below(origin, source, target):
@@ -177,14 +169,7 @@ def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[
 
 
 def check_tree(folder: str, above: tuple[str, ...] = ()) -> None:
-    """Check that a local directory contains only files, directories, and links to these.
-
-    Args:
-        above: real paths of the parent directories through which ``folder`` was reached.
-
-    Raises UnfitSourceError: the directory contains a pipe, a socket or a device (a reader would wait forever), a
-    dangling link, or a link to a directory above it; the message names it.
-    """
+    """Check that a local directory contains only files, directories, and links to these."""
     above = (*above, os.path.realpath(folder))
     with reading_source():
         paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder))]

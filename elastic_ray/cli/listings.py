@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.driver.display import status_fields
-from elastic_ray.events import JobPhase, JobStatus, number_in, numbers_in
+from elastic_ray.events import JobPhase, JobStatus, named_parts, number_in, numbers_in
 from placement.arguments import meant
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, by_node
 from placement.cluster.node_record import NodeHistory
@@ -20,22 +20,12 @@ if TYPE_CHECKING:
     from elastic_ray.record.ended import EndedJobNote
     from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState
 
+
 SHORT_ID = 8
 """Characters of a node's id that are shown."""
 
 JOB_COLUMNS = (
-    "JOB",
-    "PHASE",
-    "WORKERS",
-    "OF",
-    "BATCH",
-    "SAMPLES/S",
-    "EPOCH",
-    "STEP",
-    "DONE",
-    "ETA",
-    "METRIC",
-    "AGE",
+    *("JOB", "PHASE", "WORKERS", "OF", "BATCH", "SAMPLES/S", "EPOCH", "STEP", "DONE", "ETA", "METRIC", "AGE"),
     "WHY",
 )
 NODE_COLUMNS = ("NODE", "ADDRESS", "STATE", "TYPE", "MARKET", "GPU", "CPU", "FAILED", "JOBS")
@@ -49,7 +39,7 @@ def comes_from(own: str, submission: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswers:
-    """Status and specification of one job, as answered by its controller; None for an answer that came too late."""
+    """Status and specification of one job, as reported by its controller; None for an answer that arrived too late."""
 
     actor: str  # the controller's name, ``job:`` included
     status: JobStatus | None = None  # None if it did not answer in time
@@ -91,17 +81,13 @@ class Submission:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow(JobStatus):
-    """Row of one job, or of a script without a job; its fields are those of ``--json``.
+    """Row for one job, or for a script without a job; its fields are the same as in ``--json``.
 
     Attributes:
         phase: A value of ``JobPhase``; ``silent`` if the controller does not answer. For a script, ``submitted``,
             ``script`` (running), or how it ended. For a row that summarises a sweep, ``sweep``.
-        min_workers, max_workers, tenant, priority, submitted_s: As in ``JobView``.
         held_at: Size set by ``elastic-ray resize``; None leaves the size to the allocator.
-        reason: Reason for the allocator's last decision about the job.
         nodes: Workers planned by the allocator, keyed by node id.
-        user: Owner of the job; empty for a script.
-        ended_s: Time at which the job ended [s since the epoch]; None if it has not ended.
         submission: Id of the Ray submission that started the job; empty if it was started otherwise.
     """
 
@@ -126,7 +112,7 @@ class JobRow(JobStatus):
 
 
 def ended_row(ended: EndedJobNote) -> JobRow:
-    """Return the table row of a job that has ended."""
+    """Return the table row for a job that has ended."""
     row = with_status(JobRow(job=ended.status.job, phase=ended.status.phase.value), ended.status)
     return dataclasses.replace(
         row,
@@ -152,10 +138,7 @@ def job_rows(
     submissions: Sequence[Submission] = (),
     ended: Sequence[EndedJobNote] = (),
 ) -> tuple[JobRow, ...]:
-    """Return a row for each job known to a controller or the allocator and each script without a job, oldest first.
-
-    Ended jobs are appended in the given order, except those whose name belongs to a job that is still listed.
-    """
+    """Return a row for each job known to a controller or the allocator and each script without a job, oldest first."""
     states = dict(snapshot.jobs) if snapshot is not None else {}
     rows = [_job_row(each, states.pop(each.job, None)) for each in answers]
     # A controller that does not answer has been heard of a moment ago, or is a trial's, whose name is not the job's.
@@ -225,7 +208,7 @@ def with_metric(columns: Sequence[str], metric: str) -> tuple[str, ...]:
 
 
 def no_metric(rows: Sequence[JobRow], metric: str) -> str:
-    """Return a message if some rows have metrics, but in none is ``metric`` a number; otherwise an empty text."""
+    """Return a message if some rows have metrics but none has a number for ``metric``; otherwise an empty text."""
     told = [row for row in rows if row.metrics]
     if not metric or not told or any(number_in(row.metrics, metric) is not None for row in told):
         return ""
@@ -271,7 +254,7 @@ def _age(row: JobRow, now_s: float) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """Row of one living node; its fields are those of ``--json``."""
+    """Row for one living node; its fields are the same as in ``--json``."""
 
     node_id: str  # Ray's hex id
     address: str  # its IP address
@@ -287,7 +270,7 @@ class NodeRow:
 
 
 def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None) -> tuple[NodeRow, ...]:
-    """Return the rows of Ray's living nodes, with the allocator's view of them, sorted by address."""
+    """Return rows for Ray's living nodes, with the allocator's view of each, sorted by address."""
     cluster = snapshot.cluster.by_id() if snapshot is not None else {}
     failed = {each.node: each for each in snapshot.node_failures} if snapshot is not None else {}
     placed = {job: by_node(each.target) for job, each in snapshot.jobs.items()} if snapshot is not None else {}
@@ -347,7 +330,7 @@ def _devices(amounts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:
-    """Return the texts of the table row of an allocator's decision, in the order of ``DECISION_COLUMNS``."""
+    """Return the texts of the table row for an allocator decision, in the order of ``DECISION_COLUMNS``."""
     change = f"{record.from_workers} -> {record.to_workers}" if record.job else ""
     when = f"{ago(now_s - record.time_s)} ago"
     why = str(record.reason) if record.job else " ".join(record.reason.explained.split())
@@ -358,3 +341,74 @@ def decisions(snapshot: CoreSnapshot, job: str | None, last: int) -> tuple[Decis
     """Return the allocator's last ``last`` decisions, oldest first; with ``job``, only those about this job."""
     log = [record for record in snapshot.log if job is None or record.job == job]
     return tuple(log[len(log) - min(last, len(log)) :])
+
+
+def outlook_lines(row: JobRow) -> tuple[str, ...]:
+    """Return the lines printed after a job's status line: progress, time, waits, GPUs; unknown facts are left out."""
+    lines = (_waits(row), _left(row), _time(row), _gpus(row), _pause(row))
+    return tuple(line for line in lines if line)
+
+
+def _waits(row: JobRow) -> str:
+    """Return text such as ``waits for 2 slots (GPU 1) on T4; about 3m05s until they are there``."""
+    if not row.waits_for:
+        return ""
+    known = row.start_s is not None and math.isfinite(row.start_s)
+    return f"waits for {row.waits_for}" + (f"; about {ago(row.start_s or 0.0)} until they are there" if known else "")
+
+
+def _left(row: JobRow) -> str:
+    """Return text such as ``42% done; 3m05s left (2m10s to 4m00s), 12345 samples, 500 steps``."""
+    left = [until_end(row)] if until_end(row) else []
+    left += [f"{row.samples_left} samples"] if row.samples_left is not None else []
+    left += [f"{row.tokens_left} tokens"] if row.tokens_left is not None else []
+    left += [f"{row.steps_left} steps"] if row.steps_left is not None else []
+    done = f"{percent(row.progress)} done" if percent(row.progress) else ""
+    return "; ".join(part for part in (done, "left: " + ", ".join(left) if left else "") if part)
+
+
+def until_end(row: JobRow) -> str:
+    """Return the time until the job ends as text such as ``3m05s (2m10s to 4m00s)``; empty if it is unknown."""
+    if row.eta_s is None or not math.isfinite(row.eta_s):
+        return ""
+    low_s, high_s = row.eta_low_s, row.eta_high_s
+    known = low_s is not None and high_s is not None and math.isfinite(low_s) and math.isfinite(high_s)
+    return ago(row.eta_s) + (f" ({ago(low_s or 0.0)} to {ago(high_s or 0.0)})" if known else "")
+
+
+def percent(share: float | None) -> str:
+    """Return a share (0 to 1) as text such as ``42%``; empty if it is unknown or not finite."""
+    return f"{share:.0%}" if share is not None and math.isfinite(share) else ""
+
+
+def _time(row: JobRow) -> str:
+    """Return text such as ``10m00s since its submission: training 80%, starting 5%, waiting 15%``."""
+    parts = named_parts(row)
+    whole_s = sum(parts.values())
+    if not (whole_s > 0 and math.isfinite(whole_s)):
+        return ""
+    shares = (f"{name} {seconds / whole_s:.0%}" for name, seconds in parts.items() if seconds > 0)
+    return f"{ago(whole_s)} since its submission: " + ", ".join(shares)
+
+
+def _gpus(row: JobRow) -> str:
+    """Return text such as ``GPUs: 31.2 GiB used, 40.0 reserved; nccl; 512 samples/s each; MFU 38%``."""
+    parts = []
+    if row.gpu_memory_used_bytes is not None and row.gpu_memory_reserved_bytes is not None:
+        used, reserved = (each / (1 << 30) for each in (row.gpu_memory_used_bytes, row.gpu_memory_reserved_bytes))
+        parts.append(f"{used:.1f} GiB used, {reserved:.1f} reserved")
+        parts += [row.backend] if row.backend else []
+        parts += [f"{row.throughput / row.workers:.4g} samples/s each"] if row.workers and row.throughput else []
+        parts.append(f"MFU {percent(row.mfu) or 'unknown'}")
+    bound = f"{row.memory_bound} samples at once at most" if row.memory_bound is not None else ""
+    return "; ".join(part for part in ("GPUs: " + "; ".join(parts) if parts else "", bound) if part)
+
+
+def _pause(row: JobRow) -> str:
+    """Return text such as ``last pause 0.18 s: vote 0.01, group 0.05, state 0.12; first step after it 0.30 s``."""
+    pause = row.last_pause
+    if pause is None:
+        return ""
+    first = f"; first step after it {pause.first_step_s:.2f} s" if pause.first_step_s is not None else ""
+    parts = f"vote {pause.vote_s:.2f}, group {pause.group_s:.2f}, state {pause.state_s:.2f}"
+    return f"last pause {pause.pause_s:.2f} s: {parts}{first}"

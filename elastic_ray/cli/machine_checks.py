@@ -275,17 +275,12 @@ def check_session() -> Check:
 
 
 def default_storage() -> str:
-    """Return the storage path of runs whose RunConfig does not set one."""
+    """Return the storage path for runs whose RunConfig does not set one."""
     return os.environ.get("RAY_AIR_LOCAL_CACHE_DIR") or "~/ray_results"
 
 
 def check_storage(path: str, nodes: int) -> Check:
-    """Check that a run's directory can be created in ``path`` and deleted again.
-
-    Args:
-        path: A local path or a URI.
-        nodes: Number of nodes in the cluster; several nodes need shared storage.
-    """
+    """Check that a run's directory can be created in ``path`` and deleted again."""
     from elastic_ray.checkpoints.run_directory import RunStorage
     from placement.storage.storage_calls import call_storage
 

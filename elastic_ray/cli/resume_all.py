@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import posixpath
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,17 +25,14 @@ _ENDED_TRIAL = ("TERMINATED", "ERROR")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """Jobs to submit again, and the reasons why others are not, keyed by job name."""
+    """Jobs to submit again, and the reasons for not submitting others, keyed by job name."""
 
     jobs: list[SubmittedJob] = dataclasses.field(default_factory=list)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def resume_all(storage: str) -> None:
-    """Resubmit every job in a storage path that was running when its cluster ended.
-
-    Raises ClickException: storage cannot be read. Raises Exit: with code 1 if any job is not resumed.
-    """
+    """Resubmit every job in a storage path that was running when its cluster ended."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
     from elastic_ray.cli.submit import send_again
@@ -102,10 +100,15 @@ def _path(entry: Any) -> str:
 def _judge(
     job: SubmittedJob, run: RunStorage, known: Mapping[str, JobAnswers], answers: dict[str, bool], found: _Found
 ) -> None:
-    """Add one job to ``found`` if it must be submitted again, or if it must be but cannot."""
+    """Add one job to ``found`` if it must be submitted again, even if it cannot be."""
     why = job.why_not(run.read_events())
     if why is None:
         return
+    if run.local and os.path.realpath(job.storage.removeprefix("file://")) != os.path.realpath(run.path):
+        why = why or (
+            f"its files were written to {job.storage}, where its script would continue instead: move them back there, "
+            f"or {job.by_hand} as here"
+        )
     if (active := known.get(job.job)) is not None:
         there = active.spec.storage_path if active.spec is not None else ""
         if there != job.storage:
@@ -118,7 +121,7 @@ def _judge(
 
 
 def _judge_lost(job: SubmittedJob, why: str, run: RunStorage, answers: dict[str, bool], found: _Found) -> None:
-    """Add a job or sweep that does not run here to ``found`` if it was lost; a non-empty ``why`` prevents resuming."""
+    """Add a lost job or sweep to ``found`` unless it is running here; a non-empty ``why`` prevents resuming."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
     from placement.storage.private_files import check_own

@@ -38,10 +38,7 @@ class JobFile:
 
 
 def read_job_file(path: Path) -> JobFile:
-    """Return the options of ``elastic-ray submit`` in a job file.
-
-    Raises InputError: the file cannot be read or has an invalid field; the message names the field and valid values.
-    """
+    """Return the options of ``elastic-ray submit`` in a job file."""
     try:
         text = path.read_text(encoding="utf-8")
         plain, as_written = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
@@ -103,10 +100,7 @@ def _check_scheduling(path: Path, given: Mapping[str, Any]) -> None:
 
 
 def _field(mapping: Any, field: str) -> Any:
-    """Return the YAML node of a field of the outermost mapping.
-
-    The node has the text as written, whatever type YAML infers from it.
-    """
+    """Return the YAML node of a field of the outermost mapping, which has the text as written."""
     return next(value for key, value in mapping.value if key.value == field)
 
 
@@ -191,15 +185,14 @@ def submit(
 
 
 def _job(script: Path, arguments: tuple[str, ...], **options: Any) -> JobFile:
-    """Return the options from a job file, or for a script alone, with given options taking precedence.
-
-    Raises UsageError: the file is invalid, or the working directory does not contain the script.
-    """
+    """Return the options from a job file, or for a script alone, with given options taking precedence."""
     try:
         told = read_job_file(script) if script.suffix in SUFFIXES else JobFile(script=script)
     except InputError as error:
         raise click.UsageError(str(error)) from None
-    given = {field: value for field, value in {"arguments": arguments, **options}.items() if value}
+    given = {
+        name: value for name, value in {"arguments": arguments, **options}.items() if value not in (None, False, ())
+    }
     job: JobFile = dataclasses.replace(told, **given)
     name = check_name(job.name) if job.name is not None else fresh_name(job.script.stem, datetime.datetime.now())
     folder = (job.working_dir or job.script.parent).resolve()
@@ -211,7 +204,7 @@ def _job(script: Path, arguments: tuple[str, ...], **options: Any) -> JobFile:
 
 
 def _send_with_free_id(job: JobFile, again: tuple[str, ...]) -> tuple[str, str]:
-    """Submit a job under the next unused id of its name; return the id and the shell command."""
+    """Submit a job under the next unused id for its name; return the id and the shell command."""
     from elastic_ray.cli import submission as ray_jobs
 
     refused: list[str] = []
@@ -239,7 +232,7 @@ def send(
         replay: Number of the step after which a replay ends; 0 if this is not a replay.
         resume: True if the script's sweeps should continue from their directories.
 
-    Raises TakenError: the submission id already exists. ClickException: Ray refuses the submission.
+    Raises TakenError if the submission id already exists, and ClickException if Ray refuses the submission.
     """
     from elastic_ray.cli import submission as ray_jobs
 
@@ -279,9 +272,6 @@ def send_again(
 
     Args:
         workers: Limits (min, max) to use instead of the stored ones; None keeps the stored ones.
-
-    Raises TakenError: the submission id already exists. ClickException: submission fails, for instance because a file
-    is gone.
     """
     with submit.make_context("submit", list(again)) as context:
         told = {name: value for name, value in context.params.items() if name not in ("wait", "as_json")}
@@ -293,16 +283,13 @@ def send_again(
 
 
 def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: str = "python") -> str:
-    """Return the shell command with which Ray starts the script, preceded by environment variables for ``told``.
-
-    The variables affect the script's own process only, not processes that it starts through Ray.
-    """
+    """Return the shell command that starts the script, with ``told`` as environment variables of its own process."""
     words = [f"{variable}={shlex.quote(value)}" for variable, value in told.environment().items()]
     return " ".join([*words, shlex.join([python, script.as_posix(), *arguments])])
 
 
 def check_name(name: str) -> str:
-    """Return the name if it is valid for a job, else raise a usage error."""
+    """Return the name if it is valid for a job, otherwise raise a usage error."""
     from elastic_ray.driver.ray_train_config import job_name  # imports Ray
 
     try:

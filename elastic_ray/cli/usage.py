@@ -23,13 +23,13 @@ from elastic_ray.record.usage import usage as usage_of
 )
 @json_option
 def usage(path: str | None, by: Sequence[str], as_json: bool) -> None:
-    """Show GPU-hours and cost of all runs under STORAGE_PATH, both running and ended.
+    """Show GPU-hours and costs for all runs under STORAGE_PATH, both running and ended.
 
-    STORAGE_PATH is that of RunConfig(storage_path); the default is Ray's, ~/ray_results. No cluster is needed. Costs
-    are known only for jobs whose cluster had prices (AllocatorConfig(autoscaling=Autoscaling(...))).
+    STORAGE_PATH is the same as in RunConfig(storage_path); the default is Ray's, ~/ray_results. No cluster is needed.
+    Costs are known only for jobs whose cluster had prices (AllocatorConfig(autoscaling=Autoscaling(...))).
     """
     by = by or (DIMENSIONS if as_json else ("user", "tenant"))
-    rows, unread = _read(path or os.environ.get("RAY_AIR_LOCAL_CACHE_DIR") or os.path.expanduser("~/ray_results"))
+    rows, unread = _read(path)
     rows = total(rows, by)
     if as_json:
         show_json(rows)
@@ -46,14 +46,19 @@ def _cells(row: UsageRow, by: Sequence[str]) -> tuple[str, ...]:
     return (*(str(getattr(row, name)) or "-" for name in by), *hours, cost)
 
 
-def _read(path: str) -> tuple[list[UsageRow], list[str]]:
-    """Return the usage rows of all runs under a path, and messages about runs that cannot be read."""
+def _read(path: str | None) -> tuple[list[UsageRow], list[str]]:
+    """Return the usage rows of all runs under a path (None: Ray's own), and messages about runs that cannot be read."""
+    import pyarrow.fs
+
     from elastic_ray.checkpoints.run_directory import RunStorage, resolve
     from elastic_ray.observe.page.sources.files import run_folders
 
     rows, unread = list[UsageRow](), list[str]()
     try:
-        filesystem, root = resolve(path, None)
+        default = os.environ.get("RAY_AIR_LOCAL_CACHE_DIR") or os.path.expanduser("~/ray_results")
+        filesystem, root = resolve(default if path is None else path, None)
+        if path is not None and filesystem.get_file_info(root).type == pyarrow.fs.FileType.NotFound:
+            raise FileNotFoundError("it does not exist")
         folders = run_folders(filesystem, root)
     except (OSError, ValueError) as error:
         raise click.ClickException(f"storage path {path!r} cannot be read: {error}") from error

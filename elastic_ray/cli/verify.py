@@ -1,10 +1,24 @@
-"""``elastic-ray verify``: checks what a run's files prove about its training."""
+"""``elastic-ray verify``: checks a run's files for proof that its training was correct."""
 
 from __future__ import annotations
+
+import contextlib
+import posixpath
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from elastic_ray.cli.output import json_option, show_json, show_table
+from elastic_ray.events import JobEvent
+from elastic_ray.record.submitted import SubmittedJob
+from elastic_ray.record.verification import Finding
+
+if TYPE_CHECKING:
+    from elastic_ray.checkpoints.automatic import StateFile
+    from elastic_ray.checkpoints.run_directory import RunStorage
 
 _STATES = {True: "proven", False: "UNPROVEN", None: "-"}
 
@@ -22,23 +36,25 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
     different number of workers of the current cluster, and the two models are compared. This requires a job started by
     `elastic-ray submit`; for other jobs, call `elastic_ray.replay` in Python with the train function.
     """
-    from elastic_ray.checkpoints.resumable import find_stored
-    from elastic_ray.checkpoints.run_directory import RunStorage, resolve
-    from elastic_ray.record.verification import Finding, verify_events
+    from elastic_ray.checkpoints.automatic import find_stored
+    from elastic_ray.checkpoints.run_directory import EVENTS_FILE, RunStorage, resolve
+    from elastic_ray.record.verification import verify_events
 
     try:
         filesystem, root = resolve(path, None)
         storage = RunStorage(root, filesystem)
-        findings = list(verify_events(storage.event_lines()))
+        if not filesystem.get_file_info(posixpath.join(storage.path, EVENTS_FILE)).is_file:
+            raise ValueError(f"it has no {EVENTS_FILE}; RUN is the directory of one run, storage_path/name")
         stored = find_stored(storage, start_from=None, is_trial=False, with_states=True, verify=True)
+        epochs = max((each.resume_point.epoch for each in stored.result), default=0)
+        findings = list(verify_events(storage.events.read(), epochs=epochs))
+        looked = [(False, why) for why in stored.passed_over]
+        looked += [(True, f"{checkpoint.path} is whole") for checkpoint in stored.checkpoints]
+        looked += _automatic(storage, (*stored.states, *stored.result))
     except (OSError, ValueError) as error:
         raise click.ClickException(f"the run {path!r} cannot be read: {error}") from error
-    looked = [(False, why) for why in stored.passed_over]
-    looked += [(True, f"{checkpoint.path} is whole") for checkpoint in stored.checkpoints]
     findings += [Finding(line=0, what="checkpoint", proven=proven, text=text) for proven, text in looked]
     if step is not None:
-        from elastic_ray.cli.replaying import replay_submitted
-
         findings.append(replay_submitted(path, step))
     if as_json:
         show_json(findings)
@@ -47,3 +63,79 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
         show_table(("LINE", "WHAT", "STATE", "FINDING"), rows, empty="nothing to verify")
     if any(each.proven is False for each in findings):
         raise click.exceptions.Exit(1)
+
+
+def _automatic(storage: RunStorage, states: Sequence[StateFile]) -> Iterator[tuple[bool, str]]:
+    """Yield whether each automatic checkpoint's files are complete and unchanged, with a sentence that says so."""
+    if not states:
+        return
+    from elastic_ray.checkpoints.automatic import CorruptStateError, state_files
+    from elastic_ray.checkpoints.sharded.reading import check_whole  # imports torch
+
+    for state in states:
+        try:
+            check_whole(storage, state)
+        except CorruptStateError as error:
+            if state in state_files(storage):  # else the running job has deleted it
+                yield False, str(error)
+        else:
+            yield True, f"{state.path} is whole"
+
+
+_LONGEST_S = 3600.0
+_POLL_S = 0.5
+_END_S = 60.0
+
+
+def replay_submitted(path: str, step: int) -> Finding:
+    """Retrain the steps around ``step`` with the run's own script, and return the result of the comparison."""
+    from elastic_ray.cli import cluster
+    from elastic_ray.cli import submission as ray_jobs
+    from elastic_ray.cli.submit import send_again
+    from elastic_ray.driver.replay import Window
+
+    try:
+        window = Window.around(path, step)
+        job = SubmittedJob.from_json(window.run.read_submission())
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"step {step} of {path!r} cannot be replayed: {error}") from error
+    if not job.command or not job.named:
+        raise click.ClickException(
+            f"the code of {path!r} is unknown: either `elastic-ray submit` did not start the run, or its script "
+            f"changes the run's name each time. In Python: elastic_ray.replay(train_function, {path!r}, step={step}, "
+            "workers=2)"
+        )
+    cluster.connect()
+    if cluster.find_jobs(window.name):
+        raise click.UsageError(f"job {window.name!r} is another replay of these steps: wait for its end, or stop it")
+    window.prepare()
+    submission = f"{window.name}.{secrets.token_hex(4)}"
+    workers = _other_size(window.run.read_events())
+    send_again(job.command, submission=submission, user=job.user, workers=(workers, workers), replay=window.after.steps)
+    deadline_s = time.monotonic() + _LONGEST_S
+    try:
+        while (found := window.compare()) is None:
+            script = ray_jobs.find(submission)
+            if script is not None and script.ended:
+                found = window.compare()
+                if found is None:
+                    raise click.ClickException(
+                        f"the replay has ended before step {window.after.steps}: see `elastic-ray logs {submission}`"
+                    )
+                break
+            if time.monotonic() > deadline_s:
+                raise click.ClickException(f"the replay has not ended within {_LONGEST_S:g} s")
+            time.sleep(_POLL_S)
+    finally:
+        with contextlib.suppress(click.ClickException):
+            replayed = cluster.find_job(window.name)
+            replayed.ask("stop", now=True, reason="the replay is over")
+            replayed.wait_for(lambda status: status.phase.ended, _END_S)
+    window.remove()
+    return Finding(line=0, what="replay", proven=found.proven, text=f"{found} ({workers} workers)")
+
+
+def _other_size(events: Iterable[JobEvent]) -> int:
+    """Return a number of workers that differs from the run's last: one fewer if possible, otherwise two."""
+    last = [each.to_workers for each in events if each.to_workers]
+    return last[-1] - 1 if last and last[-1] > 1 else 2

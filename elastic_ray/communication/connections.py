@@ -12,8 +12,10 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
+
+from elastic_ray.communication.background_work import join_transfers
 
 Connection = tuple[int, int]
 """A descriptor and the number of the socket behind it, by which another one in its place is told apart."""
@@ -49,7 +51,7 @@ class Connections:
         return found
 
     def sending_s(self) -> float:
-        """Return the total time for which connections were busy sending [s].
+        """Return the total time that connections were busy sending [s].
 
         A connection is busy while it has unacknowledged bytes and the receiver has room for them. The kernel counts
         in ticks of 1 to 10 ms, so data that is acknowledged at once counts as no time.
@@ -105,19 +107,11 @@ def drop_ended_groups() -> None:
 
 _LEAVE_S = 2.0
 _OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
-_TRANSFERS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def leave_at_exit(group: Any) -> None:
     """Call ``group.leave`` before the interpreter exits, if the group still exists."""
     _OPEN.add(group)
-
-
-def start_transfer(wait: Callable[[], None]) -> None:
-    """Call ``wait``, which waits for a group's transfers, in a new thread."""
-    thread = threading.Thread(target=wait, name="transfer", daemon=True)
-    _TRANSFERS.add(thread)
-    thread.start()
 
 
 def _leave_all() -> None:
@@ -127,8 +121,7 @@ def _leave_all() -> None:
         each.start()
     for each in leaving:
         each.join()
-    for each in list(_TRANSFERS):
-        each.join(_LEAVE_S)  # its wait has ended, and it has yet to come back from gloo
+    join_transfers(_LEAVE_S)
 
 
 atexit.register(_leave_all)
@@ -151,11 +144,8 @@ _RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter's whole 
 def refuse_connections(told: Iterable[bytes]) -> int:
     """Make the kernel drop new connections to the listening sockets whose addresses this process has published.
 
-    gloo keeps listening while a group exists, even after all members have connected. Connections from strangers would
+    gloo keeps listening while a group exists, even after all members have connected. Unknown callers' connections would
     use up its file descriptors, and gloo would read their data. Existing connections are not affected.
-
-    Args:
-        told: Values that this process has published, in which gloo encodes socket addresses in the kernel's format.
 
     Returns the number of sockets found.
     """
@@ -171,7 +161,7 @@ def refuse_connections(told: Iterable[bytes]) -> int:
 
 
 def _close(descriptor: int, told: list[bytes]) -> bool:
-    """Block new connections to a listening socket at a published address; False if the descriptor is not one."""
+    """Block new connections to a listening socket at a published address; False if this is no such socket."""
     with socket.socket(fileno=os.dup(descriptor)) as listener:
         if listener.family not in (socket.AF_INET, socket.AF_INET6):
             return False

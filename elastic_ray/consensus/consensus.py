@@ -1,4 +1,4 @@
-"""Consensus of one rank with the other ranks: announcements, votes, control values, and conclusions from them."""
+"""Consensus between one rank and the others: announcements, votes, control values, and conclusions from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from elastic_ray.consensus.unit_wishes import UnitWishes
     from elastic_ray.membership.worker_side import WorkerMembership
     from elastic_ray.run.run import Group
-    from elastic_ray.state.layout import DataPlan
+    from elastic_ray.state.layout import DataPlan, MergeLayout
     from elastic_ray.state.replicas import Replicas
     from elastic_ray.steps.ledger import StepLedger
 
@@ -42,25 +42,22 @@ Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
 
 
 class AgreedChanges:
-    """Decisions on which the ranks of the current group have agreed, but which are not carried out yet.
+    """Decisions that the current group's ranks have agreed on but not carried out yet.
 
     Attributes:
         generation: Generation to enter after this step; 0 for none.
-        stop: Whether the job ends for good after this step.
-        preempted: Whether the job stops after this step and will continue later.
+        stop: True if the job ends permanently after this step.
+        preempted: True if the job stops after this step and will continue later.
         batch: Batch shape to change to; None for no change.
-        comparison: Whether all ranks must compare their models in their next announcement.
-        wants_consensus: On rank 0, whether all ranks should make their models identical after the next step, to save
+        comparison: True if all ranks must compare their models in their next announcement.
+        wants_consensus: On rank 0, True if all ranks should make their models identical after the next step, to save
             them.
-        wants_comparison: On rank 0, whether all ranks should compare their models, because it has reported a
+        wants_comparison: On rank 0, True if all ranks should compare their models, because rank 0 has reported a
             checkpoint.
-        ran_out: Whether this rank, or any rank once the sums are known, ran out of memory in the current step.
-        saves: Whether checkpoints are reported in the current group.
+        ran_out: True if this rank (any rank, once the sums are known) ran out of memory in the current step.
+        saves: True if checkpoints are reported in the current group.
         reports: Number of rank 0's ``report`` calls. It is shared because a rank with fewer calls may become rank 0.
         critical_batch: Critical batch measured by the job's branches; None if unknown, and in a group's first step.
-
-    Args:
-        wishes: Source of the controller's requests to this rank.
     """
 
     def __init__(self, wishes: WorkerMembership | UnitWishes) -> None:
@@ -77,7 +74,7 @@ class AgreedChanges:
         self._heard = self._others = 0
 
     def start(self) -> None:
-        """Enter a new group and discard agreements of the previous one."""
+        """Enter a new group and discard the previous group's agreements."""
         self.generation, self.batch, self.ran_out, self.critical_batch = 0, None, False, None
         self.wants_consensus = self._consensus = False
         self.wants_comparison = self.comparison = self.saves = False
@@ -105,7 +102,7 @@ class AgreedChanges:
         return batch
 
     def is_unrecorded(self) -> bool:
-        """Count a report by a rank other than 0; True on the third such report if rank 0 has never reported."""
+        """Count a report by a rank other than 0; return True on the third one if rank 0 has never reported."""
         self._others += 1
         return self._others == _UNRECORDED and not self._heard
 
@@ -128,7 +125,7 @@ class AgreedChanges:
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Update the agreed decisions from the control values' sums over all ranks, in the same way on every rank."""
+        """Update the agreed decisions from control values summed over all ranks, in the same way on every rank."""
         if sums[0] > 0 and (ahead := agreed_generations_ahead(sums[0], sums[1], world_size)):
             self.generation = self._wishes.generation + ahead
         self.stop = self.stop or sums[2] > 0
@@ -152,15 +149,11 @@ class AgreedChanges:
         """Vote (sum the ranks' control values) in a separate collective, and sum all values added to accumulators.
 
         Args:
-            added: Values added on this rank, keyed by accumulator and name.
             agree: Announces the vote with a payload, and returns the payload's sums over all ranks.
 
         Returns the accumulator, name and sum of each value, in the same order on every rank.
 
-        Raises:
-            CommunicationFailedError: the collective failed.
-            RanksDisagreeError: the ranks are not at the same place in the program.
-            RuntimeError: the ranks have added values under different names.
+        Raises the errors of :meth:`RankConsensus.vote`.
         """
         names = [(key, name) for key in sorted(added) for name in sorted(added[key])]
         world_size = communicator.world_size
@@ -186,7 +179,7 @@ class AgreedChanges:
 def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
     """Return this rank's sums, extended by a 0 for each name that only rank 0 has used.
 
-    A rank without a batch cannot know these names. Raises CommunicationFailedError: the collective failed.
+    A rank without a batch cannot know these names. Raises CommunicationFailedError if the collective fails.
     """
     if communicator.world_size == 1:
         return added
@@ -212,7 +205,7 @@ _READS_DIFFER = (
 
 
 class ControlPart(Protocol):
-    """Protocol of control values that are sent with gradient reductions, and of the conclusions from their sums.
+    """Protocol for control values that are sent with gradient reductions, and for the conclusions from their sums.
 
     The values are only sent with reductions that commit a training step. If only one of two ranks has received a
     conclusion, the two have therefore not committed the same steps.
@@ -223,30 +216,23 @@ class ControlPart(Protocol):
         """Constant values of a part that is not in use on this rank and draws no conclusions; None if it is in use."""
 
     def start(self) -> None:
-        """Enter a new group and discard conclusions of the previous one."""
+        """Enter a new group and discard the previous group's conclusions."""
 
     def size(self, world_size: int) -> int:
-        """Return the number of values; equal on all ranks of a group."""
+        """Return the number of values, which is the same on all ranks of a group."""
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
         """Return this rank's :meth:`size` values; sums that must be exact have to be representable in float32."""
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Draw conclusions from the sums of :meth:`values` over all ranks, which are equal on every rank."""
+        """Draw conclusions from :meth:`values` summed over all ranks; the sums are the same on every rank."""
 
 
 class RankConsensus:
-    """Consensus of one rank with the other ranks of its group.
+    """Consensus between one rank and the other ranks of its group.
 
     Args:
-        changes: Decisions that are agreed on but not yet carried out.
-        position: Progress of this rank.
-        parts: Further values to send with the control sums.
-        warn: Called with a warning for the job's user.
         is_last_epoch: Returns True if all ranks know that no other epoch follows.
-
-    Attributes:
-        announcer: Announcements of the current group before collectives.
     """
 
     def __init__(
@@ -266,7 +252,8 @@ class RankConsensus:
         self._reads_differ = False
         self._changes, self._replicas, self._position = changes, replicas, position
         self.announcer: Announcer = NoGroup()  # type: ignore[assignment]
-        self._plan: DataPlan | None = None
+        self._plan: DataPlan | MergeLayout | None = None
+        self._ahead = False  # the last announcement was made by announce_ahead, and is not answered yet
 
     def add(self, *parts: ControlPart) -> None:
         """Add parts, whose values are sent with the control sums; call this on all ranks before the first group."""
@@ -274,30 +261,34 @@ class RankConsensus:
 
     def set_group(self) -> None:
         """Set up announcements and control sums for the current group."""
+        self._ahead = False
         sizes = [(part, part.size(self._group.world_size)) for part in self._parts]
         self._riding = [(part, size) for part, size in sizes if size]
         if self._group.members:
             self.announcer = Announcer(self._group.communicator, room=PAYLOAD_SIZE + sum(n for _, n in self._riding))
 
     def enter_group(self) -> None:
-        """Enter a new group and discard agreements and comparisons of the previous one."""
+        """Enter a new group and discard the previous group's agreements and comparisons."""
         self._replicas.start()
         self._changes.start()
         for part in self._parts:
             if part.resting is None:
                 part.start()
 
-    def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
+    def announce(
+        self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | MergeLayout | None = None
+    ) -> None:
         """Announce this rank's next action. Call :meth:`agreed` before starting the action's collectives.
 
         Args:
-            payload: Values to be summed over the ranks.
-            plan: Data plan to compare with the other ranks' plans; None to compare parameters instead, if requested.
+            plan: Facts to compare with those of the other ranks; None to compare parameters instead, if requested.
 
         Raises:
-            CommunicationFailedError: the group broke.
             RanksDisagreeError: this rank has not completed its previous announcement.
+            ReplicasDifferError: facts that were announced ahead differ.
         """
+        if self._ahead:
+            self._complete_ahead()
         fingerprint, self._plan = 0, plan
         if plan is not None:
             fingerprint = plan.fingerprint
@@ -306,19 +297,31 @@ class RankConsensus:
             self._changes.compared()
         self.announcer.start(what, self._position.state.progress.loader_steps, fingerprint=fingerprint, payload=payload)
 
-    def announce_reductions(self, what: Announced, *, known: bool) -> bool:
-        """Announce that this rank reduces gradients next, unless the announcement is unnecessary.
+    def announce_ahead(self, what: Announced, plan: DataPlan) -> None:
+        """Announce an action without collectives; this rank's next announcement waits for the other ranks' first.
 
         Args:
-            known: Whether all ranks have made these reductions before, and cannot make any others.
+            plan: Facts that the next announcement compares with the other ranks' facts.
+        """
+        self.announce(what, plan=plan)
+        self._ahead = True
+
+    def _complete_ahead(self) -> None:
+        self._ahead = False
+        self.agreed()
+        self.announcer.done()
+
+    def announce_reductions(self, what: Announced, *, known: bool) -> bool:
+        """Announce that this rank will reduce gradients next, unless the announcement is unnecessary.
+
+        Args:
+            known: True if all ranks have made these reductions before, and cannot make any others.
 
         Returns True if :meth:`agreed` must be called before the results are used.
 
-        Raises:
-            CommunicationFailedError: the group broke.
-            RanksDisagreeError: this rank has not completed its previous announcement.
+        Raises RanksDisagreeError if this rank has not completed its previous announcement.
         """
-        if known and not self._compares(what):
+        if known and not self._ahead and not self._compares(what):
             self.announcer.start_quietly(what, self._position.state.progress.loader_steps)
             return False
         self.announce(what)
@@ -349,7 +352,9 @@ class RankConsensus:
         compared.compare(self._group.communicator, self.announcer.fingerprints)
         return sums
 
-    def agree_on(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> list[float]:
+    def agree_on(
+        self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | MergeLayout | None = None
+    ) -> list[float]:
         """Announce an action and wait for the other ranks, like :meth:`announce` followed by :meth:`agreed`."""
         self.announce(what, payload, plan)
         sums = self.agreed()
@@ -357,13 +362,12 @@ class RankConsensus:
         return sums
 
     def announce_finished(self, what: Announced, wait_s: float, fingerprint: int = 0) -> list[int]:
-        """Announce that this rank no longer needs other ranks; return the fingerprints of all ranks.
-
-        Args:
-            fingerprint: Fingerprint of this rank's parameters after the last epoch; 0 if unknown.
+        """Announce that this rank no longer needs other ranks; return the fingerprints from all ranks.
 
         The result is empty if some ranks have not announced the same within ``wait_s`` [s].
         """
+        if self._ahead:
+            self._complete_ahead()
         if self.announcer.announce_finished(what, self._position.state.progress.loader_steps, wait_s, fingerprint):
             return self.announcer.fingerprints
         return []
@@ -384,7 +388,7 @@ class RankConsensus:
         return values
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Draw conclusions from the control values' sums over all ranks, in the same way on every rank."""
+        """Draw conclusions from control values summed over all ranks, in the same way on every rank."""
         self._changes.conclude(sums[:CONTROL_SIZE], world_size)
         if self._changes.ran_out:
             self._position.fail(RAN_OUT)
@@ -399,10 +403,10 @@ class RankConsensus:
             first += size
 
     def step_tag(self, note: int = 0) -> tuple[float, float]:
-        """Return the tag that this rank adds to a reduction, by which :meth:`check_same_step` compares steps.
+        """Return the tag that this rank adds to a reduction, for :meth:`check_same_step` to compare steps.
 
         Args:
-            note: 1 if the gradients include those of the last update, else 0.
+            note: 1 if the gradients include the last update's, otherwise 0.
         """
         step = self._position.outermost
         sample_tag = step.sample_tag if step is not None and not self._reads_differ else 0
@@ -419,7 +423,7 @@ class RankConsensus:
             self._warn(_READS_DIFFER)
 
     def _join_collectives(self, end: Announced, join: Callable[[Announced], None]) -> None:
-        """Participate in collectives of the ranks with samples until all reach the step's end; see :meth:`vote`."""
+        """Participate in collectives with ranks that have samples until all reach the step's end; see :meth:`vote`."""
         while True:
             self.announce(Announced(Intent.IDLE, end.index, end.detail))
             self.agreed()
@@ -438,23 +442,22 @@ class RankConsensus:
         *,
         some_are_idle: bool = False,
         join: Callable[[Announced], None] | None = None,
-        plan: DataPlan | None = None,
+        plan: DataPlan | MergeLayout | None = None,
     ) -> list[tuple[tuple[int, int], str, float]]:
         """Vote (sum the ranks' control values) in a separate collective, and sum all values added to accumulators.
 
         Args:
-            what: Announcement of the action for which the ranks vote.
-            added: Values added on this rank, keyed by accumulator and name.
-            some_are_idle: Whether some ranks have no samples in this step; they do not know the names that other
-                ranks use.
+            some_are_idle: True if some ranks have no samples in this step; they do not know the names that other ranks
+                use.
             join: On a rank without samples, participates in an action that the other ranks have announced; None on
                 other ranks.
+            plan: Facts to compare with the other ranks' facts; None to compare nothing.
 
         Returns the accumulator, name and sum of each value, in the same order on every rank.
 
         Raises:
             CommunicationFailedError: the group broke.
-            RanksDisagreeError: the ranks are not at the same place in the program.
+            RanksDisagreeError: the ranks are not at the same point in the program.
             RuntimeError: the ranks have added values under different names.
         """
         communicator = self._group.communicator

@@ -10,11 +10,7 @@ _REMIND_S = 1.0  # a message may be lost with a rerun; the same one again change
 
 
 class Preemption:
-    """Preemption of a job, from the decision to free its nodes until rank 0 has saved the job, or no rank can.
-
-    Args:
-        timeout_s: Maximum time for all ranks to finish a step and save (``join_timeout_s``) [s].
-    """
+    """Preemption of a job, from the decision to free its nodes until rank 0 has saved the job, or no rank can."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s

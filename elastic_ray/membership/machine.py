@@ -42,7 +42,6 @@ class JobMembership(GenerationChanges):
         Args:
             first_most: Largest number of workers that the first generation can have at its loader's position; 0 for
                 no limit.
-            named: Highest worker number used by an earlier job under the same controller; numbers are not reused.
         """
         super().__init__(config, named=named)
         self._first_most = first_most
@@ -104,14 +103,11 @@ class JobMembership(GenerationChanges):
         """Continue with the surviving workers after the controller's process was restarted.
 
         Args:
-            target: Number of workers that the job should have on each node.
             issued: Latest generation that was saved; workers may know later ones.
-            world_size: Number of workers of the current generation, as saved.
             announced: Members of the latest generation announced since the last start, as saved. If none of them
                 survives, all workers count as lost, because these members may have trained.
             trained: Whether a generation had taken effect. If so, and no survivor holds the state, all workers count
                 as lost.
-            now_s: Current time [s].
             named: Number of the latest worker that may have been requested; survivors may have higher numbers.
         """
         self._aim(target)
@@ -124,7 +120,9 @@ class JobMembership(GenerationChanges):
         self.announced = tuple(announced)
         self._loaded = max((record.loaded for record in self.workers.values()), default=0)
         trains = self.trained or (announced and not any(w.worker in announced for w in survivors))
-        if trains and not self._may_go_on():
+        if trains and not any(
+            record.has_state for record in self.workers.values() if record.phase is not WorkerPhase.LEAVING
+        ):
             self.current = self.in_flight = None
             self._out = []
             self._end(AllLost(reason="all workers were lost while the controller was away"))
@@ -157,9 +155,6 @@ class JobMembership(GenerationChanges):
         if record.phase is WorkerPhase.MEMBER:
             return record.joined_others and len(self.members()) > 1
         return record.phase in (WorkerPhase.STARTING, WorkerPhase.READY) and not record.has_state
-
-    def _may_go_on(self) -> bool:
-        return any(record.has_state for record in self.workers.values() if record.phase is not WorkerPhase.LEAVING)
 
     def _aim(self, goal: Allocated) -> None:
         target = {node: count for node, count in goal.nodes.items() if count > 0}
@@ -353,9 +348,6 @@ def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecor
     """Return the members that must leave, and the other workers to release at once, to reach the target.
 
     Members marked for replacement leave once as many new workers are ready, or if the target has no room for them.
-
-    Args:
-        target: Number of workers that the job should have on each node, keyed by node.
     """
     leavers: list[WorkerRecord] = []
     unwanted: list[WorkerRecord] = []
@@ -398,8 +390,6 @@ def next_group(
     too small for its memory need accepts joiners until it is large enough, even if its size is not allowed.
 
     Args:
-        leavers: Members that must leave.
-        sizes: Allowed numbers of workers.
         patient: Whether to wait for an allowed size; False if the requested resources may never become free.
         hurry: Whether to form the group at once, because a leaver's node is about to shut down.
     """
@@ -430,7 +420,6 @@ def first_group(
     it and start together.
 
     Args:
-        wanted: Smallest number of workers to start with.
         most: Largest number of workers that can start; 0 for no limit.
         patient: Whether to wait for workers that are starting.
         sizes: Allowed numbers of workers; workers that hold a state start in any case.

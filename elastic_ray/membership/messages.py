@@ -63,33 +63,18 @@ class GenerationSpec:
         """Return the rank of a worker; None if the worker is not a member of this generation."""
         return next((rank for rank, member in enumerate(self.members) if member.worker == worker), None)
 
-    def local_rank_of(self, worker: str) -> int:
-        """Return the rank of a member among the members on the same node."""
-        rank = self.rank_of(worker)
-        if rank is None:
-            raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
-        node = self.members[rank].node
-        return sum(1 for member in self.members[:rank] if member.node == node)
-
-    def node_rank_of(self, worker: str) -> int:
-        """Return the index of a member's node; nodes are numbered in the order in which ranks first appear on them."""
-        rank = self.rank_of(worker)
-        if rank is None:
-            raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
-        nodes = list(dict.fromkeys(member.node for member in self.members))
-        return nodes.index(self.members[rank].node)
-
     def place_of(self, worker: str) -> RankInfo:
-        """Return the position of a member in the group: its ranks and the group's sizes."""
+        """Return the position of a member in the group; nodes are numbered in the order of their first ranks."""
         rank = self.rank_of(worker)
         if rank is None:
             raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
+        nodes = [member.node for member in self.members]
         return RankInfo(
             rank=rank,
             world_size=self.world_size,
-            local_rank=self.local_rank_of(worker),
-            local_world_size=sum(1 for member in self.members if member.node == self.members[rank].node),
-            node_rank=self.node_rank_of(worker),
+            local_rank=nodes[:rank].count(nodes[rank]),
+            local_world_size=nodes.count(nodes[rank]),
+            node_rank=list(dict.fromkeys(nodes)).index(nodes[rank]),
         )
 
     @property
@@ -170,9 +155,6 @@ def transfer_rounds(progress: Sequence[StateVersion]) -> list[list[tuple[int, in
     ceil(log2((n + h) / h)) rounds. If some holders have already left a loader pass, the holders that are still
     leaving it do not send, because a newcomer would remain in that pass for good. If no rank holds a trained state
     (in the first generation, or after a restart from a checkpoint), rank 0 is the source.
-
-    Args:
-        progress: State version of each rank, in rank order; not empty.
     """
     if not progress:
         raise ValueError("progress must hold at least one rank, but got none")

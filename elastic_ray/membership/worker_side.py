@@ -45,14 +45,12 @@ class WorkerMembership:
     """Membership of a worker: its current group, the group being prepared, and the controller's messages.
 
     Args:
-        form: Forms the communicator of a generation.
         on_prepare_failed: Called (from the forming thread) with a generation that failed to form, and the reason.
         retired: Broken groups to be dropped later. All runs in a process share this object, which must outlive them.
         hears: Whether the controller will send the strategies that earlier jobs have found.
 
     Attributes:
         current, communicator: Current generation and its group; None before the first.
-        generation: Number of the current generation; 0 before the first.
         voided: Whether the current generation was cancelled.
         prepared_ahead: Number of the prepared generation minus that of the current one; 0 if none is prepared.
         wanted_batch: Batch shape that the controller requests in the current generation; None for no change.

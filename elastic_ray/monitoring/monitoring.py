@@ -73,7 +73,6 @@ class StepMeter:
     """Meter of this worker's steps, whose values are all-reduced together with the group's control values.
 
     Args:
-        clock: Function that returns the time [s]; only differences matter.
         traffic: Function that returns the bytes passed to the current group's collectives, keyed by operation; empty
             without a group.
         sending_s: Function that returns the time that the group's connections have spent sending since it was formed
@@ -110,11 +109,7 @@ class StepMeter:
         self._sizes: Mapping[str, float] = {}  # of the step before
 
     def join_units(self, gather: Callable[[Sequence[float]], Sequence[Sequence[float]]]) -> None:
-        """Report, for each unit (workers that act as one rank), only the measures of its busiest worker from now on.
-
-        Args:
-            gather: Function that returns the values of every worker of this unit, by position.
-        """
+        """Report, for each unit (workers that act as one rank), only the measures of its busiest worker from now on."""
         self._gather = gather
 
     def ask(self) -> None:
@@ -212,12 +207,7 @@ class StepMeter:
 
 
 class _Looks:
-    """Average per step of a growing total that is read only every few steps.
-
-    Args:
-        clock: returns the time [s]; only differences matter.
-        total_s: returns the growing total [s].
-    """
+    """Average per step of a growing total that is read only every few steps."""
 
     def __init__(self, clock: Callable[[], float], total_s: Callable[[], float]) -> None:
         self._clock, self._total_s = clock, total_s
@@ -279,10 +269,7 @@ def _host_used(proc: Path) -> float:
 
 
 def _group_used(proc: Path, groups: Path) -> float:
-    """Return the used fraction of the control group's memory limit (version 2); 0 without a limit.
-
-    Inactive cached files do not count: the kernel drops them first.
-    """
+    """Return the used fraction of the control group's memory limit, less inactive cached files; 0 without limit."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         if not line.startswith("0::"):
             continue

@@ -28,10 +28,7 @@ class LookRefusedError(Exception):
 
 
 def inspect_process(worker: WorkerInfo, what: str) -> str:
-    """Return the last output of a worker's process (``what="logs"``) or its threads' stacks (``"stack"``).
-
-    Raises LookRefusedError: the worker's node does not answer in time, or does not permit the inspection.
-    """
+    """Return the last output of a worker's process (``what="logs"``) or its threads' stacks (``"stack"``)."""
     look = {"logs": _logs, "stack": read_stack}[what]
     node = next(iter(parts(worker.node)))  # of a unit that spans nodes, which names its first process
     there = NodeAffinitySchedulingStrategy(node, soft=False)

@@ -22,10 +22,6 @@ class FiniteWatch:
 
     AMP's scaler skips overflowed updates itself, without calling the optimizer. A fused optimizer is the exception: the
     scaler calls it, and its own kernels skip the update.
-
-    Attributes:
-        looks: True if gradients are checked.
-        skips: True if updates with non-finite gradients are skipped.
     """
 
     def __init__(self, context: Run, module: torch.nn.Module, model: int, nonfinite: str) -> None:

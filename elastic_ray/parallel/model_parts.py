@@ -18,7 +18,6 @@ from elastic_ray.sync.engine.gradient_engine import GradientEngine
 from elastic_ray.sync.engine.joint_optimizer import (
     JointDenominators,
     JointOptimizer,
-    JointTiles,
     group_ranges,
     optimizers_of,
 )
@@ -120,11 +119,7 @@ class KeptModel:
 
 
 class ModelParts:
-    """Builder of the components of one wrapped model, replicated or sharded.
-
-    Args:
-        optimizer: Optimizer of the model; a ``JointOptimizer`` if there are several.
-    """
+    """Builder of the components of one wrapped model, replicated or sharded."""
 
     def __init__(
         self,
@@ -150,8 +145,7 @@ class ModelParts:
             TiledOptimizer(run, module, each, self._number, groups)
             for each, groups in zip(optimizers, ranges, strict=True)
         ]
-        several = len(parts) > 1
-        tracker.source = JointDenominators(parts) if several else parts[0].denominators
+        tracker.source = JointDenominators(parts) if len(parts) > 1 else parts[0].denominators
         sync = GradientEngine(
             run,
             module,
@@ -164,7 +158,7 @@ class ModelParts:
             check_finite=check_finite,
             scaler=scaler,
             tables=self._tables,
-            divided=JointTiles(parts) if several else parts[0],
+            tiles=parts,
         )
         run.registry.add_hook(HookPoint.REPLACED, sync.let_go)
         states = [

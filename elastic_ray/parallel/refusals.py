@@ -5,13 +5,17 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_ray.stragglers.detection import RESPONSES, StragglerConfig
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
 from elastic_ray.sync.sharded_parameters.model_checks import ALONE
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
+    from elastic_ray.steps.step import LoaderStep
 
 logger = logging.getLogger("elastic_ray")
 
@@ -193,4 +197,23 @@ def refuse_divided_by_torch(optimizer: torch.optim.Optimizer) -> None:
             "its part with it: give AdaptiveDataParallel the plain optimizer, as "
             "torch.optim.AdamW(model.parameters()), and "
             'strategy="zero1", which divides its state in a group that changes'
+        )
+
+
+def refuse_inner_training(run: Run, outer: LoaderStep) -> None:
+    """Refuse micro-batches in a step ``outer`` for which a model is trained, and within which a loop trains it too.
+
+    The inner loop would run once for each micro-batch, between gradients that belong together. No step is halved to
+    measure noise from now on.
+
+    Raises RuntimeError: The step has several micro-batches, or its loader's later ones may.
+    """
+    run.registry.adds_up_gradients()
+    info = run.registry.loaders.info
+    if outer.micro_steps > 1 or (outer.leads and info is not None and info.limits.gradient_accumulation):
+        raise RuntimeError(
+            "a model is trained by the loop over a loader whose steps have micro-batches, or may get them "
+            "(gradient_accumulation=True), and by a loop within these steps: the inner loop would run for each "
+            "micro-batch, and mix its gradients with theirs. Leave gradient_accumulation out, with a batch that fits "
+            "into memory at once, or let one loop follow the other"
         )

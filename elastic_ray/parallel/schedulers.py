@@ -47,7 +47,6 @@ class Schedulers:
     """Schedulers of one model's optimizer.
 
     Args:
-        name: Name that distinguishes the optimizer from other optimizers of the run.
         schedule: Unit in which schedulers that step with every batch count; see ``AdaptiveDataParallel``.
     """
 
@@ -68,8 +67,7 @@ class Schedulers:
             key = f"lr_scheduler/{name}/{number}"
             run.states.register(key, DictState(scheduler))
             run.states.register_rollback(scheduler.state_dict, scheduler.load_state_dict, key)
-        if self._known:
-            run.states.register_rollback(self._rates, self._set_rates, f"learning rates/{name}")
+        run.states.register_rollback(self._rates, self._set_rates, f"learning rates/{name}")  # a loop sets them, too
         self._rates_were_loaded = False
         optimizer.register_load_state_dict_pre_hook(self._check_loaded)
         run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check)
@@ -103,10 +101,15 @@ class Schedulers:
         return [type(each).__name__ for each in strange], bool(made)
 
     def _rates(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
+        """Return the numbers in the optimizer's groups, which schedulers and loops change."""
+        kinds, groups = (int, float, tuple, torch.Tensor), self._optimizer.param_groups
+        return [
+            {k: v for k, v in group.items() if isinstance(v, kinds) and not getattr(v, "requires_grad", False)}
+            for group in groups
+        ]
 
     def _set_rates(self, rates: list[dict[str, Any]]) -> None:
-        for group, values in zip(self._optimizer.param_groups, rates, strict=True):
+        for group, values in zip(self._optimizer.param_groups, rates, strict=False):  # one may have been added
             group.update(values)
 
 
@@ -141,7 +144,6 @@ class LearningRates:
     """Learning rates of one optimizer, scaled by a rule during each step.
 
     Args:
-        rule: Scaling rule, as in ``AdaptiveDataParallel(scaling_rule=...)``.
         noise: Returns the noise of each parameter group; None for a group whose noise is unknown.
         held: Factors of the previous step if they depend on the noise; equal on all ranks, and changed in place.
         adam_steps: Same as in ``NoiseTracker``; equal on all ranks, and changed in place.
@@ -188,7 +190,7 @@ class LearningRates:
         as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not has_statistics)
         by_policy = self._policies.values.rate_factor
         if self._adam is not None:
-            memory = self._memory_scale(scale)
+            memory = self._rule.memory_scale(self._beta2, scale) if isinstance(self._rule, Adam) else scale
             self._count(self._adam, scale, memory)
         if (
             as_it_is
@@ -229,9 +231,6 @@ class LearningRates:
     @property
     def _beta2(self) -> float:
         return next(float(each["betas"][1]) for each in self._optimizer.param_groups if is_adam_group(each))
-
-    def _memory_scale(self, scale: float) -> float:
-        return self._rule.memory_scale(self._beta2, scale) if isinstance(self._rule, Adam) else scale
 
     def _count(self, steps: list[float], scale: float, memory: float) -> None:
         """Count an optimizer step at this scale; steps made before wrapping count as steps at the initial batch."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.abc
-import importlib.util
 import sys
 import types
 import weakref
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.late_patch import when_imported
 from elastic_ray.loop.api import current_session
 from elastic_ray.loop.collectives import broadcast
 from elastic_ray.sync.sharded.embedding import ShardedEmbedding
@@ -36,7 +35,7 @@ _OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] 
 
 def install_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer: Any, divided: Any) -> None:
     """Make torch's functions return the complete state of a model and optimizer that are divided among the ranks."""
-    sharded = isinstance(divided, OptimizerPart)
+    sharded, first = isinstance(divided, OptimizerPart), not _MODELS
     for each in wrapper.modules():
         if any(isinstance(inner, ShardedEmbedding) for inner in each.modules()):
             _REFUSED[each] = "with a ShardedEmbedding", "call state_dict() and load_state_dict() on all ranks"
@@ -44,32 +43,8 @@ def install_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer
             _REFUSED[each] = "within a sharded model", "give the whole model, and take its names from the state dict"
     _MODELS[wrapper] = _MODELS[model] = sharded
     _OPTIMIZERS[optimizer] = weakref.ref(divided)
-    if _FUNCTIONS in sys.modules:
-        _replace_parts(sys.modules[_FUNCTIONS])
-    elif not any(isinstance(each, _Importer) for each in sys.meta_path):
-        sys.meta_path.insert(0, _Importer())
-
-
-class _Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Importer of torch's module that replaces some of its functions."""
-
-    _loader: Any = None
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """Return the module's specification, with this importer as its loader."""
-        if fullname != _FUNCTIONS:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None or spec.origin is None:
-            return spec
-        self._loader = spec.loader
-        return importlib.util.spec_from_file_location(fullname, spec.origin, loader=self)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Execute the module and replace its functions."""
-        self._loader.exec_module(module)
-        _replace_parts(module)
+    if first or _FUNCTIONS in sys.modules:
+        when_imported(_FUNCTIONS, _replace_parts)
 
 
 def _replace_parts(functions: types.ModuleType) -> None:

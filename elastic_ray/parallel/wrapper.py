@@ -45,6 +45,7 @@ from elastic_ray.parallel.refusals import (
     refuse_divided_by_torch,
     refuse_graphed,
     refuse_in_unit,
+    refuse_inner_training,
     refuse_lazy,
     refuse_left_out,
     refuse_options,
@@ -55,7 +56,7 @@ from elastic_ray.parallel.refusals import (
 from elastic_ray.parallel.schedulers import LearningRates, Schedulers, policies_of, rules_of
 from elastic_ray.parallel.torch_state_dicts import install_in_torch
 from elastic_ray.run.registry import HookPoint, ModelFacts
-from elastic_ray.state.shared_state import ModuleExtras
+from elastic_ray.state.registered import ModuleExtras
 from elastic_ray.state.tree import DictState, OptimizerState
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.sync.builders import StrategyBuilder, resolve_strategy
@@ -191,6 +192,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._run = run = session.run
         self._optimizers, self._scaler = optimizers, grad_scaler
         self._untried = set(map(id, optimizers))  # those whose first update is still to come
+        self._own_step: LoaderStep | None = None  # the latest outermost step for which an update was asked
+        self._nested_in: LoaderStep | None = None  # the latest in which a loop within it asked for one
         if monitor is not None:
             run.registry.monitoring.ask(monitor)
         if session.elastic:
@@ -463,7 +466,7 @@ class AdaptiveDataParallel(torch.nn.Module):
                 states.register(f"{name}/{attribute}", OptimizerState(inner))
         for number, table in enumerate(self._tables.tables):
             states.register(f"rows/{index}/{number}", table)
-        states.register_rollback(self._sync.remember, self._sync.roll_back, f"gradients/{index}")
+        states.register_rollback(self._sync.remember, self._sync.roll_back, f"gradients/{index}", nested=False)
         states.register(f"noise/{index}", self._tracker)
         names = [f"{index}.{number}" if number else str(index) for number in range(len(self._optimizers))]
         self._schedulers = [
@@ -475,7 +478,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         saved = self._saved_buffers
         if saved is not None:
             registry.add_hook(HookPoint.UPDATE_LEFT_OUT, saved.restore)
-            states.register_rollback(lambda: None, lambda _: saved.mend(), f"buffers/{index}")
+            states.register_rollback(lambda: None, lambda _: saved.mend(), f"buffers/{index}", nested=False)
         if self._scaler is not None:
             if saved is not None:
                 for each in self._optimizers:
@@ -514,6 +517,10 @@ class AdaptiveDataParallel(torch.nn.Module):
             check_scaler(self._run)
         if self._trainable.left_out:
             self._trainable.drop_strangers()
+        outer = ledger.outermost
+        vars(self)["_own_step" if ledger.step is outer else "_nested_in"] = outer
+        if outer is not None and self._own_step is self._nested_in:
+            refuse_inner_training(self._run, outer)
         if not ledger.may_apply():
             return value
         if not own.tiles.idle:

@@ -25,12 +25,6 @@ class Losses:
         max_failures: Number of failures after which the job may restart; 0 for no limit while it makes progress, -1 for
             no limit at all.
         restart: True if the job may restart when ``max_failures`` is 0; False if its first failure then ends it.
-
-    Attributes:
-        lost: Losses so far, where 1 is a loss of the whole job and a lost worker counts as its fraction of the job.
-        raised: Number of workers lost to an exception of their own.
-        fruitless: Number of consecutive restarts without a new checkpoint in between.
-        saved_steps: Step of the newest checkpoint at the last restart.
     """
 
     def __init__(self, max_failures: int, *, restart: bool = True) -> None:
@@ -63,11 +57,7 @@ class Losses:
         self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:
-        """Record the loss of the whole job; return True if the job may restart.
-
-        Args:
-            saved_steps: Step of the job's newest checkpoint; 0 without a checkpoint.
-        """
+        """Record the loss of the whole job; return True if the job may restart."""
         self.lost += 1.0
         self.failures += 1
         if self._just_raised:  # the exception that has cost the job its last worker is this failure
@@ -92,13 +82,7 @@ STUCK_FAILURES = 10
 class SizeHistory:
     """History of a job's size changes and starts; times are monotonic [s].
 
-    Attributes:
-        resizes: Number of size changes.
-        resize_cost_s: Pause caused by a size change [s], as an exponential average.
-        start_s: Time from the last start of processes until they formed a group [s].
-        settled_s: Time at which the last group was formed.
-        launched_at_s: Time at which the processes that are now starting were launched [s since the epoch]; None if none
-            are starting.
+    Attributes are as in ``ControllerState``; ``settled_s`` is the time at which the last group was formed.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -155,11 +139,7 @@ class SizeHistory:
             self.resize_cost_s += 0.3 * (note.pause.pause_s - self.resize_cost_s)
 
     def is_stuck(self, steps: int) -> bool:
-        """Count a failed group; True if many in a row have failed without a committed step in between.
-
-        Args:
-            steps: Number of committed steps when the current group failed.
-        """
+        """Count a failed group; True if many in a row have failed without a committed step in between."""
         self._stuck = (steps, self._stuck[1] + 1 if steps == self._stuck[0] else 1)
         return self._stuck[1] > STUCK_FAILURES
 

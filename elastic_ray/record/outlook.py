@@ -12,7 +12,7 @@ from elastic_ray.events import EventKind, JobEvent, JobPhase, Pause, named_parts
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.roster import WorkerPhase
 from placement.cluster.cluster import GPU_TYPE_LABEL
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import Progress
 from placement.goodput.remaining import remaining
 
 _WITHOUT_WORKERS = (EventKind.RESTART, EventKind.PREEMPTED, EventKind.PAUSED, EventKind.FINISHED)
@@ -62,7 +62,6 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
 
     Args:
         events: The job's events, in order; an event with an earlier time than its predecessor counts as simultaneous.
-        submitted_s: Time of submission [s since the epoch].
         now_s: Current time [s since the epoch]; ignored if the job has ended.
         started_for_s: Time for which processes have been starting, if no group is training [s].
     """
@@ -110,7 +109,6 @@ def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float 
     """Return the latest pause of training among a job's events; None if there was none.
 
     Args:
-        generation: Number of the current generation (group).
         first_step_s: Duration of this group's first step [s], used if the pause led to this group; None if unknown.
     """
     for event in reversed(events):
@@ -130,10 +128,7 @@ def number_of(detail: Mapping[str, Any], name: str) -> float:
 
 
 def with_length(progress: Progress | None, dataset_size: int | None, init_batch_size: int | None) -> Progress | None:
-    """Return ``progress``; until an epoch has ended, its iterations per epoch are set to dataset size / M0.
-
-    M0 is the initial batch size. A larger batch needs fewer iterations, which the first completed epoch shows.
-    """
+    """Return ``progress``; until an epoch has ended, its iterations per epoch are set to dataset size / M0."""
     if progress is None or progress.epoch_ends or progress.usual_epoch is not None:
         return progress
     if not dataset_size or not init_batch_size:
@@ -153,14 +148,7 @@ def progress_ratio(progress: Progress | None) -> float | None:
 def samples_to_end(
     progress: Progress | None, dataset_size: int | None, init_batch_size: int | None, efficiency: float | None
 ) -> int | None:
-    """Return the number of samples until the job's end; None if its length or samples per iteration are unknown.
-
-    Computed as epochs left x dataset; if the dataset's size is unknown, as iterations left x M0 / efficiency.
-
-    Args:
-        progress: Progress of the job, in iterations at M0.
-        init_batch_size: M0 [samples].
-    """
+    """Return the number of samples until the job's end; None if its length or samples per iteration are unknown."""
     left = remaining(progress)
     if progress is None or left is None:
         return None
@@ -194,12 +182,6 @@ def eta_range(
     E is the statistical efficiency of the current batch, at least 0.1: the noise scale tends to grow during training,
     and at best every sample will count in full (McCandlish et al. 2018). The bounds ignore size changes by the
     allocator.
-
-    Args:
-        eta_s: Time to the end at the current goodput [s].
-        rates: Measured throughputs of the current workers and batch [samples/s]; values that are not positive numbers
-            are ignored.
-        efficiency: E, 0 to 1; None if unknown, which counts as 1.
     """
     if eta_s is None or not math.isfinite(eta_s) or eta_s < 0:
         return None, None
@@ -233,13 +215,7 @@ def waits_for(
     storage: str,
     needs_node: bool,
 ) -> str:
-    """Return what a job is waiting for: storage, slots, a node, a placement group, or processes; empty if nothing.
-
-    Args:
-        workers: Phase of each of the job's workers; empty without workers.
-        storage: Description of what the job waits for from storage; empty if storage responds.
-        needs_node: Whether no existing node is large enough for one of the job's workers.
-    """
+    """Return what a job is waiting for: storage, slots, a node, a placement group, or processes; empty if nothing."""
     if phase.ended:
         return ""
     if storage:

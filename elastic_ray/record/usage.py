@@ -54,12 +54,7 @@ def week_of(time_s: float) -> str:
 
 
 def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]:
-    """Return the usage of one job, with a row for each user, tenant (such as a team) and week.
-
-    Args:
-        seen_s: Time at which the job's last run was last known to be active [s since the epoch]; used if that run has
-            not ended.
-    """
+    """Return the usage of one job, with a row for each user, tenant (such as a team) and week."""
     spans = list(_spans(events, seen_s))
     worker_s: dict[int, float] = defaultdict(float)
     for span in spans:
@@ -84,10 +79,7 @@ def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]
 
 
 def total(rows: Iterable[UsageRow], by: Sequence[str]) -> list[UsageRow]:
-    """Return the sums of rows that agree in the dimensions ``by`` (of ``DIMENSIONS``), sorted by these dimensions.
-
-    The cost of a sum is None if no row has a known cost; otherwise, rows without a cost count as 0.
-    """
+    """Return the sums of rows that agree in the dimensions ``by`` (of ``DIMENSIONS``), sorted by these dimensions."""
     sums: dict[tuple[str, ...], UsageRow] = {}
     for row in rows:
         key = tuple(str(getattr(row, name)) for name in by)

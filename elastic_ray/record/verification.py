@@ -52,8 +52,11 @@ class _Proof:
         return f"generation {self.event.generation}"
 
 
-def verify_events(lines: Iterable[str]) -> tuple[Finding, ...]:
-    """Check all lines of a run's ``events.jsonl`` and return the findings, in the order of the lines."""
+def verify_events(lines: Iterable[str], *, epochs: int = 0) -> tuple[Finding, ...]:
+    """Check all lines of a run's ``events.jsonl`` and return the findings, in the order of the lines.
+
+    ``epochs`` is the least number of epochs that the run has ended, as its result says: lines cut off are missed.
+    """
     found: list[Finding] = []
     proofs = _read(lines, found)
     known = {0} | {proof.link for proof in proofs}
@@ -70,7 +73,7 @@ def verify_events(lines: Iterable[str]) -> tuple[Finding, ...]:
             found.append(Finding(line=proof.line, what="steps", proven=None, text=again))
         followed.setdefault(proof.before, proof)
         found.append(_epoch(proof) if proof.event.kind is EventKind.PASS else _group(proof))
-    found += _missing(proofs)
+    found += _missing(proofs, epochs)
     if not proofs:
         found.append(Finding(line=0, what="line", proven=False, text="there is no proof in the run's events"))
     return tuple(sorted(found, key=lambda each: each.line))
@@ -158,9 +161,10 @@ def _epoch(proof: _Proof) -> Finding:
     return Finding(line=proof.line, what="epoch", proven=True, text=text)
 
 
-def _missing(proofs: Iterable[_Proof]) -> list[Finding]:
-    """Return findings for epochs, before the last one, without any proof."""
-    told = sorted({-1} | {int(p.facts["epoch"]) for p in proofs if p.event.kind is EventKind.PASS})
+def _missing(proofs: Iterable[_Proof], epochs: int) -> list[Finding]:
+    """Return findings for epochs, before the last one or epoch number ``epochs``, without any proof."""
+    proven = {int(p.facts["epoch"]) for p in proofs if p.event.kind is EventKind.PASS}
+    told = sorted({-1} | proven | ({epochs} if proven and epochs > max(proven) else set()))
     gaps = [(one + 1, other - 1) for one, other in itertools.pairwise(told) if other - one > 1]
     text = "epoch{}: no line says that it ended, or its samples were not known"
     names = [f" {first}" if first == last else f"s {first} to {last}" for first, last in gaps]

@@ -176,10 +176,6 @@ class WorkerErrors:
             self._last_of_member = None
 
     def at_end(self, steps: int) -> BaseException | Raised | None:
-        """Return the last lost member's exception if the survivors have not trained a step since; None otherwise.
-
-        Args:
-            steps: Number of committed steps of a worker that has returned from the train function.
-        """
+        """Return the last lost member's exception if the survivors have not trained a step since; None otherwise."""
         last = self._last_of_member
         return last.raised if last is not None and last.steps >= steps else None

@@ -20,8 +20,6 @@ class ControllerClient(Protocol):
         """Report that this worker has built its model and waits for its first generation.
 
         Args:
-            loader: Limits of the training loader; None without one.
-            has_state: True if this worker has kept a trained state in memory.
             loaded: Step count of the automatic checkpoint that this worker has loaded; 0 if it has loaded none.
         """
 

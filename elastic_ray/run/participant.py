@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic_ray.communication.communicator import Communicator
     from elastic_ray.consensus.intents import Announced
+    from elastic_ray.sync.averaging.drift import Drift
     from placement.cluster.jobs import FoundStrategy
 
 
@@ -30,6 +30,7 @@ class Participant:
     """
 
     averages = False  # whether replicas are averaged, so that :meth:`scale_moments` is called
+    drift: Drift | None = None  # schedule of the averages of its replicas; None where they never diverge
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -92,32 +93,9 @@ class Participant:
         return False
 
     @property
-    def period(self) -> int:
-        """Number of steps between two averages of the model; 1 if its gradients are reduced in every step."""
-        return 1
-
-    @property
-    def gives_back(self) -> bool:
-        """True if slow ranks give away steps to other ranks between two averages."""
-        return False
-
-    @property
-    def pulls(self) -> bool:
-        """True if each rank averages its model with models that it pulls from other ranks (pair averaging)."""
-        return False
-
-    def enter_exchange(self, communicator: Communicator) -> None:
-        """Start exchanging models with the ranks of a group; raises CommunicationFailedError if the group breaks."""
-
-    @property
     def may_train(self) -> bool:
         """True if a step that starts now may train the model."""
         return False
-
-    @property
-    def steps_to_average(self) -> int:
-        """Number of steps until the next average of the model; 1 if the current step is the last one before it."""
-        return 1
 
     @property
     def settled(self) -> bool:
@@ -143,16 +121,6 @@ class Participant:
     def gives_statistics(self) -> bool:
         """True if the gradient noise scale is measured."""
         return True
-
-    @property
-    def marker(self) -> int:
-        """Number of the last average of the model completed on this rank; higher for later ones, 0 before the first."""
-        return 0
-
-    @property
-    def scaler(self) -> object | None:
-        """AMP's ``GradScaler``; None without AMP, or if ranks never update it differently."""
-        return None
 
     @property
     def strategy_name(self) -> str:
@@ -185,11 +153,17 @@ class Participant:
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
-    def collapse(self, *, gather: bool = True) -> None:
+    @property
+    def merge_layout(self) -> int:
+        """Digest of the tensors that :meth:`collapse` merges."""
+        return 0
+
+    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
         """Merge diverged replicas into one model.
 
         Args:
             gather: Whether to also collect the whole optimizer state on rank 0.
+            alike: Whether all ranks are known to have the same :attr:`merge_layout`.
         """
 
     def prepare_to_save(self) -> None:
@@ -202,15 +176,6 @@ class Participant:
             stays: ``stays[r]`` is True if rank r is in the next group too. State that only leavers hold is handed over.
 
         Raises CommunicationFailedError: The current group broke meanwhile.
-        """
-
-    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Merge the replicas of ranks that hold a trained state, in a new group, before its ranks exchange state.
-
-        Args:
-            marker: Marker of the latest average that any of these ranks has completed.
-            holds: True if this rank holds a trained state.
-            counts: True if this rank has completed that average, so that it contributes to the merged model.
         """
 
     def enter_group(self) -> None:

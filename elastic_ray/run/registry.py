@@ -28,12 +28,13 @@ from elastic_ray.consensus.intents import Announced
 from elastic_ray.consensus.saving import SaveAgreement
 from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.run.participant import Participant
-from elastic_ray.state.layout import digest
+from elastic_ray.state.layout import MergeLayout, digest
 from placement.goodput.model import NoiseScale
 
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import Communicator
     from elastic_ray.parallel.buffers import BufferSync
+    from elastic_ray.sync.averaging.drift import Drift
     from placement.cluster.jobs import FoundStrategy
 
 Noise = Callable[[], "NoiseScale | None"]
@@ -151,12 +152,7 @@ class LoaderRegistry:
 
 
 class Registry:
-    """Registry of one run: its models, loaders, hooks and buffers.
-
-    Args:
-        monitoring: Measurements that the run's monitors have requested.
-        fixed_batch: Whether the batch size stays constant even if the loader allows it to adapt.
-    """
+    """Registry of one run: its models, loaders, hooks and buffers."""
 
     def __init__(self, monitoring: Monitoring | None = None, *, fixed_batch: bool = False) -> None:
         self.monitoring = monitoring or Monitoring()
@@ -304,6 +300,11 @@ class Registry:
         return any(each.is_open for each in self.gradients)
 
     @property
+    def _drifts(self) -> list[Drift]:
+        """Schedule of the averages of each model whose replicas may diverge."""
+        return [each.drift for each in self.gradients if each.drift is not None]
+
+    @property
     def drifts(self) -> bool:
         """True if the replicas of any model intentionally diverge."""
         return any(each.drifts for each in self.gradients)
@@ -313,24 +314,26 @@ class Registry:
         """Largest number of steps in a round of rank-local steps; 1 if any model reduces gradients in every step."""
         if len(self.drifting) < len(self.gradients):
             return 1
-        return min((each.period for each in self.gradients), default=1)
+        averages = [each.average if each.on else None for each in self._drifts]
+        return min((each.period if each is not None else 1 for each in averages), default=1)
 
     @property
     def gives_back(self) -> bool:
         """True if slow ranks give away steps to other ranks within a round."""
         if self.loaders.in_processes:  # they load this rank's own samples only
             return False
-        return self.round_period > 1 and all(each.gives_back for each in self.gradients)
+        averages = (each.average for each in self._drifts)
+        return self.round_period > 1 and all(each is not None and each.give_back for each in averages)
 
     @property
     def pulling(self) -> int:
         """Digest of the models that ranks pull from each other; 0 for none."""
-        found = [number for number, each in enumerate(self.gradients) if each.pulls]
+        found = [number for number, each in enumerate(self.gradients) if each.drift is not None and each.drift.pulls]
         return digest(found) if found else 0
 
     def enter_exchanges(self, communicator: Communicator) -> None:
         """Start exchanging models with the ranks of a group; raises CommunicationFailedError if the group breaks."""
-        for each in self.gradients:
+        for each in self._drifts:
             if each.pulls:
                 each.enter_exchange(communicator)
 
@@ -344,7 +347,7 @@ class Registry:
         """Number of steps in the round that starts now, up to the next average."""
         if self.round_period == 1:
             return 1
-        return min(each.steps_to_average for each in self.gradients)
+        return min(each.steps_to_average for each in self._drifts)
 
     @property
     def in_parts(self) -> bool:
@@ -367,7 +370,7 @@ class Registry:
     @property
     def marker(self) -> int:
         """Number of the last average of models completed on this rank; higher for later ones, 0 before the first."""
-        return max((each.marker for each in self.gradients), default=0)
+        return max((each.marker for each in self._drifts), default=0)
 
     def drift_layout(self, *, trained: int) -> int:
         """Return a digest, to be compared across ranks, of the models that are averaged after a step; 0 for none.
@@ -388,28 +391,30 @@ class Registry:
         if len(self.gradients) == 1:
             self.gradients[0].after_step(agree_on_scale=False)
             return
-        drifting = [each.scaler for each in self.gradients if each.drifts and each.scaler is not None]
+        drifting = [each.scaler for each in self._drifts if each.on and each.scaler is not None]
         for each in self.gradients:
-            shared = bool(drifting) and not each.drifts and any(each.scaler is scaler for scaler in drifting)
+            shared = each.drift is not None and not each.drift.on and any(each.drift.scaler is one for one in drifting)
             each.after_step(agree_on_scale=shared)
 
     def join(self, what: Announced) -> None:
         """Join the action ``what`` that other ranks have announced, because this rank has no samples in the step."""
         self.gradients[what.index].join(what)
 
-    def collapse(self, *, gather: bool = True) -> None:
-        """Merge diverged replicas into one model.
+    @property
+    def merge_layout(self) -> MergeLayout | None:
+        """Layout of what :meth:`collapse` merges now; None if no replicas diverge."""
+        layouts = [(number, each.merge_layout) for number, each in enumerate(self.gradients) if each.drifts]
+        return MergeLayout(digest(layouts)) if layouts else None
 
-        Args:
-            gather: Whether to also collect the whole optimizer state on rank 0.
-        """
+    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
+        """Merge diverged replicas into one model; `alike` means that ranks have compared their `merge_layout`."""
         for each in self.gradients:
-            each.collapse(gather=gather)
+            each.collapse(gather=gather, alike=alike)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
-        """Make diverged replicas identical in a new group, before its ranks exchange state; see ``Participant``."""
+        """Make diverged replicas identical in a new group, before its ranks exchange state; see ``Drift.reconcile``."""
         counts = holds and self.marker == marker
-        for each in self.gradients:
+        for each in self._drifts:
             each.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def prepare_to_save(self) -> None:
@@ -419,9 +424,6 @@ class Registry:
 
     def before_change(self, stays: Sequence[bool]) -> None:
         """Prepare all models for a change of group on which the ranks have agreed.
-
-        Args:
-            stays: ``stays[r]`` is True if rank r is also in the next group.
 
         Raises CommunicationFailedError: The current group broke meanwhile.
         """

@@ -46,9 +46,7 @@ class Run:
     """Components of a run. Higher layers receive the whole run; lower layers receive only the components they need.
 
     Args:
-        worker: Id of this worker, unique in the job.
         membership: This worker's side of the membership protocol.
-        controller: Receives this worker's reports.
         elastic: Whether the group may change.
         fixed_batch: Whether the batch size stays constant even if the loader allows it to adapt.
         faults: Injects scripted faults; None outside tests.
@@ -178,12 +176,7 @@ class Run:
             self.faults.at(name, worker=self.worker, rank=self.group.rank, step=self.states.progress.steps)
 
     def refuse_in_round(self, what: str, way_out: str) -> None:
-        """Raise RuntimeError if the loop is within a round, whose steps each rank makes independently.
-
-        Args:
-            what: Action to refuse, as the start of the message.
-            way_out: Advice at the end of the message.
-        """
+        """Raise RuntimeError if the loop is within a round, whose steps each rank makes independently."""
         step = self.ledger.outermost
         if step is not None and step.leads and self.registry.drifting and self.registry.round_period > 1:
             raise RuntimeError(
@@ -280,10 +273,6 @@ class Run:
 class Group:
     """Current group of a worker. Its attributes are read many times per step, and only :meth:`adapt` changes them.
 
-    Args:
-        expected: This worker's expected rank and world size in its first group, if known.
-        most_workers: Largest number of workers that the job may ever have; None in a group of fixed size.
-
     Attributes:
         generation_spec: The current generation as announced; None before the first.
         generation: Number of the current generation, 0 before the first.
@@ -365,20 +354,24 @@ def watch_optimizers() -> None:
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_on_step)
-        for kind in (LRScheduler, ReduceLROnPlateau):
+        for kind in (LRScheduler, ReduceLROnPlateau, torch.optim.Optimizer):
             _record_made(kind)
 
 
 def _record_made(kind: Any) -> None:
-    """Patch a scheduler class so that the thread's session is notified of each new scheduler."""
+    """Patch a class of schedulers or optimizers so that the thread's session is notified of each new object."""
     original = kind.__init__
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         session = session_of_thread()
-        optimizer = getattr(self, "optimizer", None)
-        if session is not None and optimizer is not None:
+        if session is None:
+            return
+        if isinstance(self, torch.optim.Optimizer):
+            if session.synced:
+                session.optimizers.late.add(self)
+        elif (optimizer := getattr(self, "optimizer", None)) is not None:
             session.optimizers.made(self, optimizer, late=session.synced and session.elastic)
 
     setattr(kind, "__init__", __init__)  # noqa: B010
@@ -391,15 +384,20 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class OptimizerWatch:
-    """Detector of unwrapped optimizers that step in a group of several workers.
+    """Detector of unwrapped optimizers that step in a group that has, or may get, several workers.
 
     Each worker has its own samples, so the replicas of a model that is not synchronised diverge.
+
+    Attributes:
+        late: Optimizers made after the start of the first epoch: the models that they train are each worker's own.
     """
 
     def __init__(self, group: Group, tell: Callable[[str, str], None]) -> None:
         self._group, self._tell = group, tell
         self.known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.late: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._told = False
         self._schedulers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Any]]]
         self._schedulers = weakref.WeakKeyDictionary()
 
@@ -423,29 +421,38 @@ class OptimizerWatch:
         return [each for made in self._schedulers.get(optimizer, ()) if (each := made()) is not None]
 
     def check_stepping(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check an optimizer that is about to step. Raises RuntimeError: No model was wrapped at all."""
-        world_size = self._group.world_size
-        if world_size == 1 or optimizer in self.known or optimizer in self._warned:
+        """Check an optimizer that is about to step.
+
+        Raises RuntimeError: It steps a model that is not wrapped, or is wrapped with another optimizer.
+        """
+        if not self._group.generation or optimizer in self.known or optimizer in self._checked:
             return
-        self._warned.add(optimizer)
-        wrapped = list(self.known)
-        if any(optimizer in vars(each).values() for each in wrapped):
-            return  # as SAM's, whose state the run knows of
+        most = max(self._group.world_size, self._group.most_workers)
+        wrapped, name = list(self.known), type(optimizer).__name__
+        # SAM keeps one as an attribute, whose state the run knows of.
+        if most == 1 or any(optimizer in vars(each).values() for each in wrapped):
+            self._checked.add(optimizer)
+            return
         known = {id(p) for each in wrapped for group in each.param_groups for p in group["params"]}
+        allowed = torch.distributed.is_initialized() and torch.distributed.get_backend() != BACKEND  # torch's own DDP
         if all(id(p) in known for group in optimizer.param_groups for p in group["params"]):
-            self._tell(
-                "warning",
-                f"{type(optimizer).__name__} steps parameters of a wrapped model, which is wrapped with another "
-                "optimizer: workers that join later get nothing of its state (momentum). Before the model is wrapped, "
-                "keep it as an attribute of that optimizer, or elastic_ray.register_state() it",
+            allowed = any(each in vars(optimizer).values() for each in wrapped)  # it leaves the steps to that one
+            text = (
+                f"{name} steps parameters of a wrapped model, which is wrapped with another optimizer: nothing undoes "
+                "its own part of lost steps, and workers that join later get nothing of its state. Wrap the model with "
+                "the optimizer that steps; one that takes turns with others has them as attributes"
             )
-            return
-        text = (
-            f"{type(optimizer).__name__} steps parameters that AdaptiveDataParallel does not know, in a group of "
-            f"{world_size} workers: each trains a copy of its own on its own share of the samples, and workers "
-            "that join later get none. Wrap the model: model = elastic_ray.AdaptiveDataParallel(model, optimizer)"
-        )
-        initialized = torch.distributed.is_initialized() and torch.distributed.get_backend() != BACKEND
-        if not self.known and not initialized:  # else it may be torch's own DDP, under torchrun
+        else:
+            allowed |= optimizer in self.late
+            text = (
+                f"{name} steps parameters that AdaptiveDataParallel does not know, in a job of up to {most} workers: "
+                "each trains a copy of its own on its own share of the samples, and workers that join later get none. "
+                "Wrap the model: model = elastic_ray.AdaptiveDataParallel(model, optimizer). For a model that is each "
+                "worker's own, make the optimizer within the epochs"
+            )
+        if not allowed:
             raise RuntimeError(text)
-        self._tell("warning", text)
+        self._checked.add(optimizer)
+        if not self._told:
+            self._told = True
+            self._tell("warning", text)

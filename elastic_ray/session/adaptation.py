@@ -24,7 +24,7 @@ from elastic_ray.batch.limits import BatchChoice, cut_within
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.run.run import Run
 from elastic_ray.state.codec import decode, encode
-from elastic_ray.state.progress import PassProgress, RunProgress
+from elastic_ray.state.progress import PassProgress
 from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.step import LoaderStep
 
@@ -33,7 +33,6 @@ class Adaptation:
     """Adaptation of one run by its policies.
 
     Args:
-        run: The run that policies observe and change.
         sizes: Smallest and largest number of workers of the job; None if the group cannot change.
     """
 
@@ -43,10 +42,6 @@ class Adaptation:
         self._step: LoaderStep | None = None
         self.active = False  # whether there are any
         self._coming: tuple[tuple[float, int], ...] | None = None  # None where that is to be found out again
-
-    @property
-    def _progress(self) -> RunProgress:
-        return self._run.states.progress
 
     def add(self, policies: Iterable[Policy]) -> None:
         """Add policies to the run. Raises PolicyError: The state of a policy is not plain."""
@@ -71,15 +66,10 @@ class Adaptation:
         return {"adaptation": self.runner.capture(), **trees} if self.active else trees
 
     @property
-    def rate_factor(self) -> float:
-        """Product of all factors by which policies have scaled learning rates; 1 if none has."""
-        return self.runner.values.rate_factor
-
-    @property
     def wish(self) -> tuple[int | None, int | None] | None:
         """Smallest and largest number of workers requested by policies (either may be None); None without a request."""
-        epochs = self._progress.epochs
-        is_over = self.stopped or (epochs is not None and self._progress.epoch >= epochs)
+        epochs = self._run.progress.epochs
+        is_over = self.stopped or (epochs is not None and self._run.progress.epoch >= epochs)
         return None if is_over else self.runner.values.wish
 
     @property
@@ -109,7 +99,7 @@ class Adaptation:
 
     def ends(self, loader_pass: PassProgress) -> bool:
         """True if a policy has ended the training during ``loader_pass``, so that this pass must stop early."""
-        stopped, progress = self.runner.values.stopped, self._progress
+        stopped, progress = self.runner.values.stopped, self._run.progress
         if stopped is None or stopped[0] != progress.epoch or stopped[1] >= len(progress.passes):
             return False
         return progress.passes[stopped[1]] is loader_pass
@@ -129,16 +119,13 @@ class Adaptation:
         if not values.trains:
             values.start_train(self._first_batch)
             self._call("before_train")
-        if values.start_epoch(self._progress.epoch):
+        if values.start_epoch(self._run.progress.epoch):
             self._call("before_epoch")
             self._coming = None
         self._call("before_step")
 
     def after_step(self, step: LoaderStep, samples: int) -> None:
         """Apply the requests agreed on with a committed training step, and call the policies' ``after_step``.
-
-        Args:
-            samples: Number of samples committed with the step.
 
         Raises PolicyError: A strict policy failed; raised on every rank.
         """
@@ -147,7 +134,7 @@ class Adaptation:
             values.advance(workers[0].passed_s, len(workers), samples)
         values.metrics, values.reports = dict(watched.latest), watched.reports
         self._step, wish = step, self.wish
-        self.runner.complete(self._progress.steps)
+        self.runner.complete(self._run.progress.steps)
         if self.wish != wish:
             self._run.controller.report_soon()
         self._call("after_step")
@@ -156,14 +143,14 @@ class Adaptation:
 
     def end_epoch(self) -> None:
         """Call the policies' ``after_epoch`` hook, unless it has already been called for this epoch."""
-        if self.runner and self.runner.values.end_epoch(self._progress.epoch):
+        if self.runner and self.runner.values.end_epoch(self._run.progress.epoch):
             self._call("after_epoch")
 
     def end_train(self) -> None:
         """Call the policies' ``after_train`` hook, after the train function has returned."""
         if self.runner:
             self._call("after_train")
-            self.runner.end(self._progress.steps)
+            self.runner.end(self._run.progress.steps)
 
     def _call(self, hook: str) -> None:
         """Call a hook of the policies; in a unit, the leader alone decides for all its workers."""
@@ -179,7 +166,7 @@ class Adaptation:
 
     def _view(self) -> PolicyView:
         """Return the run's current state as shown to policies."""
-        run, values, progress, step = self._run, self.runner.values, self._progress, self._step
+        run, values, progress, step = self._run, self.runner.values, self._run.progress, self._step
         info, workers, first = run.registry.loaders.info, run.meter.workers, run.registry.models.first
         limits, tokens = (info.limits, info.tokens) if info is not None else (None, None)
         initial = limits.init_batch_size if limits is not None else 0
@@ -228,7 +215,7 @@ class Adaptation:
             case ScaleRate():
                 values.scale_rate(request.factor)
             case Stop():
-                values.stopped = self._progress.epoch, self._step.ordinal - 1 if self._step is not None else 0
+                values.stopped = self._run.progress.epoch, self._step.ordinal - 1 if self._step is not None else 0
             case Report():
                 pass  # its event is all there is to it
             case Pause() if self._sizes is None:

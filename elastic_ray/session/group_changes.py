@@ -42,7 +42,6 @@ class GroupChanges:
         adaptation: The user's policies, whose batch takes precedence.
         results: Results of user code's own collectives, which are sent to ranks that are behind in a new group.
         explain: Returns why a collective failed in a group that cannot change, given the collective's own error.
-        regroup_timeout_s: Longest wait for a generation with which to continue.
     """
 
     def __init__(
@@ -118,7 +117,9 @@ class GroupChanges:
         left = run.group.generation
         try:
             if prepared is not None:  # else the others find out that this rank has not come
-                run.registry.before_change(self._staying(prepared))
+                run.registry.before_change(
+                    [prepared.rank_of(member.worker) is not None for member in self._run.group.members]
+                )
             left = generation
             taken = self._membership.take(generation)
             self._switch_group()
@@ -129,10 +130,6 @@ class GroupChanges:
             self._go_to(*taken)
         except CommunicationFailedError as error:
             self._regroup(str(error), left)
-
-    def _staying(self, following: GenerationSpec) -> list[bool]:
-        """Return, for each rank of the current group, whether it is in the following one."""
-        return [following.rank_of(member.worker) is not None for member in self._run.group.members]
 
     def _waits_for_gradients(self) -> bool:
         """True if a planned change must wait, because it would lose gradients that ``no_sync`` has left on each rank.
@@ -234,6 +231,8 @@ class GroupChanges:
         exchanged = run.states.exchange(communicator, registry, registry.samples, run.ledger)
         if run.ledger.has_left:
             run.states.progress.advance_passes(exchanged.passes)
+            if exchanged.behind and run.ledger.depth_in_group == 0 and run.ledger.outermost is not None:
+                run.ledger.outermost.loader_pass.end()
         with communicator.together():
             proof = self._set_up(spec, communicator)
         self._steps_waited = 0
@@ -423,23 +422,14 @@ def _place(progress: RunProgress) -> tuple[int, int]:
 
 
 class UserCollectives:
-    """Collectives of the train function, whose results survive changes of the group.
-
-    Args:
-        changes: Finds another group if a collective between two steps fails.
-        passes: Passes of the loaders, which commit steps that were left by ``break`` before a collective.
-    """
+    """Collectives of the train function, whose results survive changes of the group."""
 
     def __init__(self, run: Run, changes: GroupChanges, passes: LoaderPasses, results: CollectiveResults) -> None:
         self._run, self._changes, self._passes, self._results = run, changes, passes, results
 
-    @property
-    def _progress(self) -> RunProgress:
-        return self._run.states.progress
-
     def next_known(self) -> bytes | None:
         """Return the next collective's recorded result while this worker replays code between steps; otherwise None."""
-        progress, kept = self._progress, self._results
+        progress, kept = self._run.progress, self._results
         if not kept.contents or self._run.ledger.depth or kept.place != _place(progress):
             return None
         return kept.of(progress.collectives)
@@ -452,7 +442,6 @@ class UserCollectives:
         Args:
             what: Name of the collective, for comparison across ranks and for messages.
             detail: Further facts that must be equal on all ranks.
-            perform: Executes the collective in a group of several ranks.
             alone: Returns the result for this rank alone: before it has joined, during catch-up, and in a step that is
                 already lost.
 
@@ -470,12 +459,12 @@ class UserCollectives:
         if self._run.ledger.depth:
             return self._within_step(Announced(Intent.COLLECTIVE, 0, digest((what, detail)), what), perform, alone)
         while True:
-            number = self._progress.collectives
+            number = self._run.progress.collectives
             self._run.ledger.reach_collective(number)
-            self._results.start(number, _place(self._progress))
+            self._results.start(number, _place(self._run.progress))
             known = self._results.of(number)
             if known is not None:
-                self._progress.count_collective()
+                self._run.progress.count_collective()
                 return known
             if number < self._results.first:
                 raise RuntimeError(
@@ -483,14 +472,14 @@ class UserCollectives:
                     "discarded: the results between two passes over loaders exceeded 256 MiB"
                 )
             announced = Announced(Intent.COLLECTIVE, 1 + number % _NUMBERS, digest((what, detail)), what)
-            self._progress.meeting = True
+            self._run.progress.meeting = True
             try:
                 content = self._carried_out(announced, perform, alone)
             except CommunicationFailedError as error:
                 self._changes.regroup(str(error))
                 continue
             self._results.keep(content)
-            self._progress.count_collective()
+            self._run.progress.count_collective()
             return content
 
     def _carried_out(

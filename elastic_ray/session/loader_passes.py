@@ -13,7 +13,7 @@ from elastic_ray.events import EventKind
 from elastic_ray.run.run import Run
 from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.group_changes import GroupChanges
-from elastic_ray.state.layout import DataPlan
+from elastic_ray.state.layout import DataPlan, MergeLayout, digest
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.out_of_memory import free_caches
 from elastic_ray.steps.round import StepRound
@@ -30,11 +30,7 @@ _LOST_SUMS = (
 
 
 class LoaderPasses:
-    """Passes of a run's loaders, and their steps.
-
-    Args:
-        adaptation: The user's policies, which are called between steps.
-    """
+    """Passes of a run's loaders, and their steps."""
 
     def __init__(self, run: Run, changes: GroupChanges, adaptation: Adaptation) -> None:
         self._run, self._changes, self._adaptation = run, changes, adaptation
@@ -45,6 +41,8 @@ class LoaderPasses:
         # By depth: a pass, the group in which it was described, and its description.
         self._plans: dict[int, tuple[PassProgress, int, DataPlan]] = {}
         self._due: tuple[int, DataPlan | None] = 0, None  # what the present step's end compares, in which generation
+        # The last pass that all ranks know to end with a round, in which group, and whether they merge the same.
+        self._ends: tuple[PassProgress, int, bool] | None = None
         self._told: int | None = 0  # link of the last pass that the job has heard of
         self._stepped_in = 0  # latest generation in which a step that is within no other was committed
 
@@ -66,16 +64,13 @@ class LoaderPasses:
             loader_pass.end()
             self._run.states.progress.advance_passes(self._changes.furthest_passes)
 
-    def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> bool:
+    def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]], *, leads: bool) -> bool:
         """Compare the facts that determine a pass's data across ranks, before its first step in each group.
 
         In a group that replaces a broken one, some ranks may still be within the step that this rank starts again, so
         that their announcements would not match. The facts are then compared at the end of the step. The facts of a
-        pass nested in a step are compared at the end of that pass, with its announcement.
-
-        Args:
-            loader_pass: The pass, whose next step all ranks are about to start.
-            facts: Returns the facts that must be equal on all ranks.
+        pass nested in a step are compared at the end of that pass, with its announcement. Before a round of steps in
+        which no rank waits for another, ranks do not wait for the comparison, but before the round's end.
 
         Returns False if the group broke meanwhile and another one was entered; the step must then be divided again.
 
@@ -100,7 +95,10 @@ class LoaderPasses:
             self._due = generation, plan
             return True
         try:
-            run.consensus.agree_on(Announced(Intent.PLAN), plan=plan)
+            if self._starts_round(leads) and run.registry.round_period > 1:
+                run.consensus.announce_ahead(Announced(Intent.PLAN), plan)
+            else:
+                run.consensus.agree_on(Announced(Intent.PLAN), plan=plan)
         except CommunicationFailedError as error:
             self._changes.regroup(str(error))
             return False
@@ -110,7 +108,7 @@ class LoaderPasses:
         """Start a step, before its first micro-batch is yielded, and call the policies' ``before_step``."""
         run = self._run
         within = run.ledger.round is not None
-        if run.registry.drifting and not within and run.ledger.depth == 0 and (step.leads or run.registry.may_train):
+        if run.registry.drifting and self._starts_round(step.leads):
             self._start_round(step)
         run.ledger.start(step)
         if run.ledger.depth == 1:
@@ -119,16 +117,23 @@ class LoaderPasses:
             if self._adaptation.active and not within:
                 self._adaptation.before_step(step)
 
-    def _start_round(self, step: LoaderStep) -> None:
-        """Start a round with this step, if the replicas of several ranks differ by design."""
+    def _starts_round(self, leads: bool) -> bool:
+        """True if a round starts with the next step, because the replicas of several ranks differ by design."""
         run = self._run
-        if run.group.world_size > 1 and run.registry.drifts:
-            steps = run.registry.round_steps if step.leads else 1
-            counts = step.to_come(steps) if step.to_come is not None else ()
-            run.ledger.start_round(step.loader_pass, counts, len(counts) or steps, copies=run.elastic)
-            shared = run.shares.stands and run.registry.gives_back and run.registry.may_train  # now, on all ranks
-            if shared and run.ledger.trains_in_rounds and len(counts) > 1:
-                run.shares.start_round(run.states.progress.loader_steps, len(counts))
+        if not run.registry.drifting or run.ledger.round is not None or run.ledger.depth:
+            return False
+        return (leads or run.registry.may_train) and run.group.world_size > 1 and run.registry.drifts
+
+    def _start_round(self, step: LoaderStep) -> None:
+        """Start a round of the steps until the models are averaged, or of those left in the pass."""
+        run = self._run
+        steps = run.registry.round_steps if step.leads else 1
+        counts = step.to_come(steps + 1) if step.to_come is not None else ()
+        ends, counts = 0 < len(counts) <= steps, counts[:steps]
+        run.ledger.start_round(step.loader_pass, counts, len(counts) or steps, ends_pass=ends, copies=run.elastic)
+        shared = run.shares.stands and run.registry.gives_back and run.registry.may_train  # now, on all ranks
+        if shared and run.ledger.trains_in_rounds and len(counts) > 1:
+            run.shares.start_round(run.states.progress.loader_steps, len(counts))
 
     def makes_step(self, step: LoaderStep) -> bool:
         """True if this rank executes the started step itself; False if another rank does, or the round is lost."""
@@ -222,7 +227,7 @@ class LoaderPasses:
         asked, self._asked_to_end = self._asked_to_end, None
         ends_early = asked is step.loader_pass
         if left:
-            return self._edge_alone(step, ends_early=ends_early)
+            return self._edge_alone(step, ends_early=ends_early, abandoned=abandoned)
         before = run.states.progress.loader_steps
         if run.faults is not None:
             run.moment("edge")
@@ -244,10 +249,7 @@ class LoaderPasses:
                 self._draw_in_parts(step, abandoned=abandoned)
                 return False
         except CommunicationFailedError as error:
-            if abandoned and not nested:
-                self._give_up(step, str(error))
-            else:
-                self._recover(step, str(error), abandoned=abandoned)
+            self._recover(step, str(error), abandoned=abandoned)
             return run.states.progress.loader_steps > before
         if ends_early:
             self.ended_early = step.loader_pass
@@ -261,12 +263,15 @@ class LoaderPasses:
                 self._changes.between_steps(step.can_switch)
         return True
 
-    def _edge_alone(self, step: LoaderStep, *, ends_early: bool) -> bool:
+    def _edge_alone(self, step: LoaderStep, *, ends_early: bool, abandoned: bool) -> bool:
         """End a step that the other ranks are not in; same result as :meth:`edge`."""
         run, ledger = self._run, self._run.ledger
         if not ledger.has_left:
             run.sums.undo_beyond(ledger.depth)
-            return ledger.end_left(step)
+            committed = ledger.end_left(step)
+            if abandoned and not committed and not step.loader_pass.done:  # the others draw it again, and wait for this
+                self._recover(step, "break has left the loop in a step that is drawn again", abandoned=True)
+            return committed
         self._add_own()
         step.loader_pass.advance(step.count, None)
         if ends_early:
@@ -279,6 +284,8 @@ class LoaderPasses:
         """Count a step on this rank alone, and end the round after its last step; same result as :meth:`edge`."""
         run, ledger = self._run, self._run.ledger
         if failure is not None:
+            if not abandoned:
+                ledger.undo_sums(step)  # a loss in a pass within it has dropped the copies of the round's start
             return self._lose_round(failure, abandoned=abandoned)
         hashes = step.hashed() if step.hashed is not None else None
         ledger.commit(step, run.group.generation, run.registry.models.gain, hashes)
@@ -296,9 +303,6 @@ class LoaderPasses:
     def end_round(self, *, ends_pass: bool = True, abandoned: bool = False) -> bool:
         """End the current round (steps between two averagings of models), if any: the ranks vote, then average models.
 
-        Args:
-            ends_pass, abandoned: Same as in :meth:`edge`.
-
         Returns True if the round's steps are committed; otherwise they must be drawn again.
         """
         run, ledger = self._run, self._run.ledger
@@ -311,17 +315,23 @@ class LoaderPasses:
             if ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress):
                 run.tally.ended = ended
                 averaged = run.registry.drift_layout(trained=run.states.progress.steps if ended.trained else 0)
+                layout = None
+                if ended.ends_pass:
+                    averaged = digest((averaged, run.registry.buffer_layout))
+                    layout = run.registry.merge_layout if plan is None else None
                 if ended.trained and run.registry.round_period > 1:
                     run.registry.prepare_averages()
-                self._vote(Announced(Intent.EDGE, 1, averaged), ended.last, plan)
+                self._vote(Announced(Intent.EDGE, 1, averaged), ended.last, plan or layout)
                 self._due = 0, None
+                if ended.ends_pass:
+                    self._ends = ended.loader_pass, run.group.generation, layout is not None and layout.alike
         except CommunicationFailedError as error:
             return self._lose_round(str(error), abandoned=abandoned)
         ledger.end_round(run.tally.take(ended))
         if ended.trained and ended.last.leads:
             run.states.progress.fits = max(run.states.progress.fits, *map(max, ended.last.sizes))
         self._stepped_in = run.group.generation
-        if self._conclude(ended.last, trained=ended.trained, ended=ended) and not ends_pass:
+        if self._conclude(ended.last, trained=ended.trained, ended=ended) and not (ends_pass or ended.ends_pass):
             self._changes.between_steps(ended.last.can_switch)
         return True
 
@@ -385,10 +395,8 @@ class LoaderPasses:
         """End a loader pass on all ranks together, so that no rank is ever more than one step ahead.
 
         Args:
-            total: Number of samples in the pass.
             put_off: True if user code after the loop has already run. Actions between two steps are postponed until the
                 progress includes that code, so that a joiner, or the job when resumed, does not run it again.
-            abandoned: True if the loop was left before its end.
             rest: Returns the hashes of the samples that the pass leaves out; None if the pass is not meant to use each
                 of its samples once.
 
@@ -401,29 +409,39 @@ class LoaderPasses:
         run, ended = self._run, self._run.states.progress.ended_passes
         early, self.ended_early = abandoned or self.ended_early is loader_pass, None
         while self._run.states.progress.ended_passes == ended and not run.ledger.has_left:
-            lost = run.ledger.lost_within(gradients_wait=run.registry.gradients_wait)
+            lost = run.ledger.lost_within(waits=self._waits)
             try:
-                depth = run.ledger.depth
-                described = self._plans.get(depth) if depth else None
-                plan = described[2] if described is not None and described[0] is loader_pass else None
-                self._vote(Announced(Intent.END_OF_PASS, depth, run.registry.buffer_layout), plan=plan)
+                alike = self._agree_on_end(loader_pass)
                 self._run.states.progress.end_pass()
                 loader_pass.end()  # now, for a joiner that is sent this state: it would wait at the end that is over
                 self._prove(loader_pass, total, rest)
                 run.moment("end_of_pass")
                 run.registry.sync_buffers(run.group.communicator)
                 if self._run.ledger.depth == 0:
-                    run.registry.collapse()
+                    run.registry.collapse(alike=alike)
             except CommunicationFailedError as error:
                 if early and run.ledger.depth == 0:
                     self._end_alone(loader_pass)
+                elif early and run.ledger.abandoned == run.ledger.depth:
+                    self._give_up(None, str(error))
+                    break
                 elif early:
                     run.ledger.leave_steps(0)
-                furthest = self._changes.regroup(str(error))
-                # Others are through: they only differ in code that this rank will run by itself.
-                self._run.states.progress.advance_passes(furthest)
+                self._regroup(str(error))
                 run.ledger.resume(lost, str(error))
         self._leave_pass(loader_pass, total, put_off=put_off)
+
+    def _agree_on_end(self, loader_pass: PassProgress) -> bool:
+        """Agree that a pass ends, unless its last round's vote has; True if all ranks are known to merge the same."""
+        run, depth = self._run, self._run.ledger.depth
+        known, self._ends = self._ends, None
+        if known is not None and known[0] is loader_pass and known[1] == run.group.generation:
+            return known[2]
+        described = self._plans.get(depth) if depth else None
+        plan = described[2] if described is not None and described[0] is loader_pass else None
+        layout = run.registry.merge_layout if not depth and run.group.world_size > 1 else None
+        self._vote(Announced(Intent.END_OF_PASS, depth, run.registry.buffer_layout), plan=plan or layout)
+        return layout is not None and layout.alike
 
     def _prove(self, loader_pass: PassProgress, total: int, rest: Callable[[], int | None]) -> None:
         """Add a proof of a training pass whose end all ranks have agreed on, if the hashes of its samples are known."""
@@ -468,7 +486,9 @@ class LoaderPasses:
         if can_switch is not None:
             self._changes.between_steps(can_switch)
 
-    def _vote(self, what: Announced, step: LoaderStep | None = None, plan: DataPlan | None = None) -> None:
+    def _vote(
+        self, what: Announced, step: LoaderStep | None = None, plan: DataPlan | MergeLayout | None = None
+    ) -> None:
         """Agree in a separate collective, and add up the contributions to accumulators."""
         run = self._run
         added = run.sums.of(run.ledger.depth + 1)
@@ -488,20 +508,28 @@ class LoaderPasses:
             progress.add_sums((key, name, value) for name, value in sums.items())
         self._run.sums.undo_beyond(depth)
 
+    @property
+    def _waits(self) -> bool:
+        """True if gradients, or contributions to accumulators, of a step around this one are still to be counted."""
+        return self._run.registry.gradients_wait or self._run.sums.wait(self._run.ledger.depth)
+
     def _recover(self, step: LoaderStep, cause: str, *, abandoned: bool) -> None:
         """Recover from a lost step: undo what user code changed in it, and continue with the remaining workers.
 
         Code that has left a nested loop by ``break`` cannot draw its step again, and a worker that joins cannot come to
-        where that code is: the step around it is drawn again.
+        where that code is: the step around it is drawn again, or given up if its loop was left as well.
         """
         run, ledger = self._run, self._run.ledger
+        if abandoned and ledger.abandoned == ledger.depth:
+            self._give_up(step, cause)
+            return
         if abandoned:
             ledger.leave_steps(0)
             self._changes.regroup(cause)
             self._add_own()
             return
         run.sums.undo_beyond(ledger.depth)
-        lost = ledger.undo(step, gradients_wait=run.registry.gradients_wait)
+        lost = ledger.undo(step, waits=self._waits)
         self._changes.regroup(cause)
         ledger.resume(lost, cause)
 
@@ -518,17 +546,32 @@ class LoaderPasses:
             self._end_alone(step.loader_pass)
             run.notify("warning", _LOST.format(what="ran out of memory", count=step.count))
 
-    def _give_up(self, step: LoaderStep, cause: str) -> None:
-        """Give up a lost step whose loop was left: end its pass, and commit it if the model contains its update."""
-        run = self._run
-        run.sums.undo_beyond(run.ledger.depth)
+    def _give_up(self, step: LoaderStep | None, cause: str) -> None:
+        """Give up a lost step, and all steps around it, whose loops were left: end the outermost one's pass.
+
+        The outermost step is committed if the model contains its update.
+
+        Args:
+            step: The step that was lost; None if it was a pass's end within the steps that were left.
+        """
+        run, ledger = self._run, self._run.ledger
+        run.sums.undo_beyond(0)
+        count = step.count if step is not None else 0
+        while ledger.pop_abandoned() is not None:
+            step = ledger.end()
+            count += step.count
+        assert step is not None, "a step was left"
         before = run.states.progress.loader_steps
-        if self._run.states.progress.optimizers_stepped:
-            run.ledger.commit(step, run.group.generation, run.registry.models.gain)
+        if run.states.progress.optimizers_stepped:
+            ledger.commit(step, run.group.generation, run.registry.models.gain)
         else:
-            run.ledger.undo(step)
+            ledger.undo(step)
         self._end_alone(step.loader_pass)
-        self._changes.regroup(cause)
+        self._regroup(cause)
         lost = _LOST if run.states.progress.loader_steps == before else _LOST_SUMS
         # Not all ranks come by here: one may have been a step behind, see :meth:`_end_left_pass`.
-        self._run.notify_once("warning", lost.format(what="was lost", count=step.count), run.group.generation)
+        run.notify_once("warning", lost.format(what="was lost", count=count), run.group.generation)
+
+    def _regroup(self, cause: str) -> None:
+        """Enter a new group in which others may be through the passes that this rank ends: it runs on by itself."""
+        self._run.states.progress.advance_passes(self._changes.regroup(cause))

@@ -45,20 +45,10 @@ class Session:
     """Session of a single run of a train function.
 
     Args:
-        worker: Id of this worker, unique in the job.
-        membership: This worker's side of the membership protocol.
-        controller: Receives this worker's reports.
         progress: Starting point: the beginning, a checkpoint's resume point, or state kept through a rerun.
         saved: States to start with; None for a fresh start.
         elastic: Whether the group may change (then the loop must use ``remaining_epochs_until``).
-        fixed_batch: Whether the batch size stays constant even if the loader allows it to adapt.
-        regroup_timeout_s: Longest wait for a generation with which to continue.
-        faults: Injects scripted faults; None outside tests.
-        expected: This worker's expected rank and world size in its first group, if known.
-        unit: Unit to which this worker belongs; None if each worker is a rank by itself.
         explain: Returns why a collective failed in a group that cannot change, given the collective's own error.
-        sizes: Smallest and largest number of workers of the job; None if the group cannot change.
-        stragglers: Configured response to slow workers.
 
     Attributes:
         passes, collectives: Passes of the run's loaders; collectives called by user code.

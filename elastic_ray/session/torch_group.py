@@ -383,13 +383,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         perform: Callable[[Communicator, Any], list[Tensor]],
         alone: Callable[[], list[Tensor]],
     ) -> list[Tensor]:
-        """Return the result of a collective: in a step as tensors in place, between steps from its recorded bytes.
-
-        Args:
-            detail: Facts that must be equal on all ranks.
-            perform: Executes the collective in a group of several ranks, with tensors on a device.
-            alone: Returns the result for a single rank.
-        """
+        """Return the result of a collective: in a step as tensors in place, between steps from its recorded bytes."""
         session = session_of_thread()
         if session is None:
             check_thread()
@@ -431,11 +425,7 @@ class SoloGroup(DefaultGroup):
 
 
 class Transfer(EndedWork):
-    """Point-to-point transfer of a tensor; in a lost step nothing is sent or received.
-
-    Args:
-        come: Called when a received tensor has arrived; None for a sent one.
-    """
+    """Point-to-point transfer of a tensor; in a lost step nothing is sent or received."""
 
     def __init__(
         self, start: Callable[[Communicator], Any], peer: int, tag: int, come: Callable[[], None] | None = None

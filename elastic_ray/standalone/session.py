@@ -46,11 +46,6 @@ def env_store(rank: int, timeout_s: float) -> Any:
 
     ``torchrun``'s agent hosts a store and sets ``TORCHELASTIC_USE_AGENT_STORE`` to indicate this. Under ``srun``,
     ``mpirun`` and similar launchers there is no agent, so rank 0 hosts the store, on that address only.
-
-    Args:
-        timeout_s: Longest wait for the store, and for each request to it [s].
-
-    Raises RuntimeError: the store cannot be reached or hosted; the message names its address.
     """
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -110,11 +105,7 @@ _FITS_PART = 5  # as many times what the look before took
 
 
 class StandaloneController:
-    """Local substitute for the controller, which logs reports and adapts the batch size with rank 0's own planner.
-
-    Args:
-        post: Delivers a message to this process's membership.
-    """
+    """Local substitute for the controller, which logs reports and adapts the batch size with rank 0's own planner."""
 
     paced = False
 
@@ -258,12 +249,7 @@ def standalone_session() -> Session:
 
 
 def own_gpu(local_rank: int, chosen: int, count: int) -> int:
-    """Return the index of the GPU that this process uses: the chosen one, else ``local_rank`` modulo ``count``.
-
-    Args:
-        chosen: Index of the current GPU; 0 unless user code has chosen another.
-        count: Number of GPUs visible to the process.
-    """
+    """Return the index of the GPU that this process uses: the chosen one, else ``local_rank`` modulo ``count``."""
     return chosen or local_rank % count
 
 
@@ -272,7 +258,7 @@ def _place() -> RankInfo:
     if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
         return RankInfo()
     rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
-    local_size = _local_size(world_size)
+    local_size = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))) if world_size > 1 else 1
     return RankInfo(
         rank=rank,
         world_size=world_size,
@@ -280,10 +266,6 @@ def _place() -> RankInfo:
         local_world_size=min(local_size, world_size),
         node_rank=rank // local_size,
     )
-
-
-def _local_size(world_size: int) -> int:
-    return 1 if world_size == 1 else max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
 
 
 def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
@@ -300,17 +282,14 @@ def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
 
 
 def _form(prefix: str, departures: Departures, gpu: int | None, spec: GenerationSpec, rank: int) -> Communicator:
-    """Form the group's communicator; ``gpu`` is the index of the GPU that this process trains on.
-
-    Raises CommunicationFailedError: the store cannot be reached, or a rank did not arrive.
-    """
+    """Form the group's communicator; ``gpu`` is the index of the GPU that this process trains on."""
     try:
         store = env_store(rank, _FORM_TIMEOUT_S) if spec.world_size > 1 else None
     except (RuntimeError, OSError) as error:
         raise CommunicationFailedError(f"rank {rank} has found no store: {error}") from error
     if store is not None:
         departures.use(store)
-    group = Communicator(
+    return Communicator(
         store,
         prefix,
         rank=rank,
@@ -320,7 +299,6 @@ def _form(prefix: str, departures: Departures, gpu: int | None, spec: Generation
         host=_own_host() if spec.nodes > 1 else "127.0.0.1",
         gpu=gpu,
     )
-    return group
 
 
 def _own_host() -> str:
@@ -329,11 +307,7 @@ def _own_host() -> str:
 
 # All that gloo tells the others is that a connection was closed.
 class Departures:
-    """Record, in the group's store, of the first rank that left the group.
-
-    Args:
-        prefix: Name of the group in the store.
-    """
+    """Record, in the group's store, of the first rank that left the group."""
 
     def __init__(self, prefix: str, rank: int, world_size: int) -> None:
         self._key = f"{prefix}/left"

@@ -134,11 +134,7 @@ def packed(layout: Mapping[str, str]) -> bytes:
 
 
 def difference(layouts: Mapping[int, bytes]) -> str:
-    """Return an error text on how the layouts of two ranks differ.
-
-    Args:
-        layouts: Packed layouts of the two ranks, keyed by rank.
-    """
+    """Return an error text on how the layouts of two ranks differ."""
     (one, ones), (other, others) = ((rank, json.loads(text)) for rank, text in sorted(layouts.items()))
     names = [name for name in dict.fromkeys([*ones, *others]) if ones.get(name) != others.get(name)]
     told = [
@@ -189,6 +185,24 @@ class DataPlan(Facts):
             raise ReplicasDifferError(
                 f"every worker must train on the same data in the same order, but {text}. {_WAY_OUT}"
             )
+
+
+class MergeLayout:
+    """Layout of the tensors that replicas will merge, compared so that ranks that hold the same only add them up.
+
+    Attributes:
+        fingerprint: Digest of the layout.
+        alike: True once all ranks are known to have the same layout.
+    """
+
+    __slots__ = ("alike", "fingerprint")
+
+    def __init__(self, fingerprint: int) -> None:
+        self.fingerprint, self.alike = fingerprint, False
+
+    def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
+        """Compare the fingerprints that all ranks have announced; layouts may differ."""
+        self.alike = len(set(fingerprints)) == 1
 
 
 def check_ends(fingerprints: Sequence[int]) -> None:

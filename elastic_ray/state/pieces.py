@@ -63,9 +63,6 @@ def shared_out(tree: Any, rank: int, world_size: int) -> Any:
     Rows (elements along the first dimension) of each tensor are divided evenly. A tensor with fewer rows than ranks is
     written by a single rank; such tensors are assigned to the ranks in turn.
 
-    Args:
-        tree: Dicts, lists and tuples of tensors and plain values.
-
     Returns the tree with `Pieces` instead of tensors. On all ranks but the first, it contains nothing else.
     """
     count = 0

@@ -26,9 +26,6 @@ class Replicas:
     """Wrapped models of one rank, for comparison with the other ranks.
 
     A check is due depending only on numbers that all ranks share, so that all ranks check at the same point.
-
-    Args:
-        drift: Returns True if replicas differ by design.
     """
 
     def __init__(self, drift: Callable[[], bool] = lambda: False) -> None:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import io
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.membership.messages import StateVersion, transfer_rounds
-from elastic_ray.state.codec import NotPlainError, encode
 from elastic_ray.state.generators import Generators
 from elastic_ray.state.layout import ReplicasDifferError, check_samples, difference, digest, packed
 from elastic_ray.state.pieces import WrittenInParts, shared_out
 from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.registered import Remembered
 from elastic_ray.state.replicas import named_tensors
 from elastic_ray.state.resume_point import UnreadableStateError
 from elastic_ray.state.tree import (
@@ -53,6 +50,7 @@ class Exchanged:
 
     received: bool  # this rank was behind and took over another's state
     passes: int  # ended loader passes of the rank that is furthest (see ``RunProgress.ended_passes``)
+    behind: bool  # a rank with an equal state has given up the outermost pass that this rank is in
 
 
 @contextlib.contextmanager
@@ -82,9 +80,12 @@ class _Rollback:
     name: str
     capture: Callable[[], Any]
     restore: Callable[[Any], None]
+    nested: bool  # False if only the outermost step has a snapshot
 
-    def snapshot(self) -> Any:
-        """Return a copy of the current value."""
+    def snapshot(self, depth: int) -> Any:
+        """Return a copy of the current value, for a step within ``depth`` others."""
+        if depth and not self.nested:
+            return None
         try:
             found = self.capture()
             return copy.deepcopy(found) if found is not None else None
@@ -93,8 +94,10 @@ class _Rollback:
         except Exception as error:  # no context manager, for this is part of every step
             raise _named_error(self.name, "tell what it is at the beginning of a step", error) from error
 
-    def take_back(self, snapshot: Any) -> None:
-        """Restore the value of the snapshot."""
+    def take_back(self, snapshot: Any, depth: int) -> None:
+        """Restore the value of the snapshot of a step within ``depth`` others."""
+        if depth and not self.nested:
+            return
         with _named(self.name, "go back to the beginning of a step that is lost"):
             self.restore(copy.deepcopy(snapshot))
 
@@ -111,8 +114,8 @@ class SharedState:
         self.loaded = False  # that is from an automatic checkpoint, and no group has continued from it yet
         self._states: dict[str, Stateful] = {}
         self._rollbacks: list[_Rollback] = []
-        self._snapshots: list[Any] = []
-        self._before_round: tuple[RunProgress, Generators, list[Any]] | None = None
+        self._snapshots: list[list[Any]] = []  # of the outermost step, and of those nested in it
+        self._before_round: tuple[RunProgress, Generators, list[list[Any]]] | None = None
         self._round_lost = False  # its steps are to be undone, unless another rank has committed them
         self._copies = Remembered()  # of all states, as the round in progress found them
 
@@ -126,9 +129,14 @@ class SharedState:
         """True if user code has registered this object as a state."""
         return any(isinstance(state, DictState) and state.target is target for state in self._states.values())
 
-    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
-        """Register small state (schedulers, scalers), captured before each step and restored if that step is lost."""
-        self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore))
+    def register_rollback(
+        self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "", *, nested: bool = True
+    ) -> None:
+        """Register small state (schedulers, scalers), captured before each step and restored if that step is lost.
+
+        With ``nested=False`` steps of a loop within a step neither capture nor restore it.
+        """
+        self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore, nested))
 
     def check_plain(self) -> None:
         """Check that all states can be sent to another rank.
@@ -137,12 +145,15 @@ class SharedState:
         """
         check_plain(self.capture())
 
-    def snapshot(self) -> None:
-        """Copy the state registered with :meth:`register_rollback`, at the start of a step.
+    def snapshot(self, depth: int = 0) -> None:
+        """Copy the state registered with :meth:`register_rollback`, at the start of a step within ``depth`` others.
 
         Raises RuntimeError: A state cannot be captured; the message names it.
         """
-        self._snapshots = [each.snapshot() for each in self._rollbacks]
+        around = self._snapshots[:depth]
+        if around:
+            around[-1] = [each.moved() if isinstance(each, Remembered) else each for each in around[-1]]
+        self._snapshots = [*around, [each.snapshot(depth) for each in self._rollbacks]]
 
     def discard_snapshot(self) -> None:
         """Drop the snapshots of a committed step, which no longer needs rollback."""
@@ -181,19 +192,20 @@ class SharedState:
             self._adopt_progress(progress)
             generators.restore()
 
-    def roll_back(self) -> None:
+    def roll_back(self, depth: int = 0) -> None:
         """Restore the state from :meth:`snapshot` or, within a round, all state from :meth:`start_round`.
 
         Raises RuntimeError: A state cannot be restored; the message names it.
         """
-        if self._before_round is not None:
+        if self._before_round is not None and not depth:
             self._undo_round()
         else:
-            self._take_back()
+            self._take_back(depth)
 
-    def _take_back(self) -> None:
-        for each, snapshot in zip(self._rollbacks, self._snapshots, strict=False):
-            each.take_back(snapshot)
+    def _take_back(self, depth: int = 0) -> None:
+        for snapshots in self._snapshots[depth : depth + 1]:
+            for each, snapshot in zip(self._rollbacks, snapshots, strict=False):
+                each.take_back(snapshot, depth)
 
     def capture(self) -> dict[str, Any]:
         """Return all states, keyed by name, and the run's progress; tensors are not copied."""
@@ -312,7 +324,6 @@ class SharedState:
             ledger: Ledger of this rank, which leaves a step if other ranks will draw it again or have completed it.
             replicas: Merges replicas that differ among ranks at the same progress. Before anything is sent, the ranks
                 that hold a state replace it by the mean over the ranks among them that completed the last average.
-            samples: Samples per epoch of this rank's training data; None if unknown.
 
         Raises:
             CommunicationFailedError: A peer was lost meanwhile. This rank's state is complete, or it has none.
@@ -361,7 +372,12 @@ class SharedState:
         self.progress.limit_memory(min(bounds, default=None))
         # Who is behind has taken over what the furthest have, and may have ended a pass that continues there.
         furthest = max(each.order() for each in everyone)
-        return Exchanged(received=received, passes=max(each.passes for each in everyone if each.order() == furthest))
+        furthest_rows = [row for row, each in zip(rows, everyone, strict=True) if each.order() == furthest]
+        return Exchanged(
+            received=received,
+            passes=max(row[3] for row in furthest_rows),
+            behind=max(row[7] for row in furthest_rows) > self.progress.place_in_epochs,
+        )
 
     def _gather_versions(
         self, communicator: Communicator, replicas: Registry, ledger: StepLedger, layout: int, samples: int | None
@@ -379,6 +395,7 @@ class SharedState:
                     int(self.complete),
                     replicas.marker,
                     layout,
+                    run.place_in_epochs,
                     depth,
                     run.memory_bound or 0,
                     -1 if samples is None else samples,
@@ -425,219 +442,3 @@ def _compare(communicator: Communicator, layout: bytes, digests: Sequence[int]) 
     other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
     if other is not None:
         raise ReplicasDifferError(difference({rank: communicator.broadcast_bytes(layout, rank) for rank in (0, other)}))
-
-
-logger = logging.getLogger(__name__)
-
-_EXTRA = "_extra_state"  # torch's name for it in a state dict
-_IN_MEMORY = "io.BytesIO"
-
-
-class Remembered:
-    """Copy of a tree of tensors in memory that is reused for the next copy.
-
-    ``copy.deepcopy`` returns the same object, because each state has a single copy, for the current step.
-    """
-
-    def __init__(self) -> None:
-        self._skeleton: Any = None
-        self._tensors: list[torch.Tensor] = []
-
-    @torch.no_grad()
-    def take(self, tree: Any) -> None:
-        """Copy a tree, replacing the previous copy."""
-        skeleton, tensors = pack(tree)
-        same = len(tensors) == len(self._tensors) and all(map(_alike, tensors, self._tensors))
-        if same:
-            for mine, theirs in zip(self._tensors, tensors, strict=True):
-                mine.copy_(theirs)
-        else:
-            self._tensors = [tensor.detach().clone() for tensor in tensors]
-        self._skeleton = copy.deepcopy(skeleton)
-
-    def tree(self) -> Any:
-        """Return a copy of the remembered tree, whose tensors belong to the caller."""
-        return unpack(copy.deepcopy(self._skeleton), [tensor.clone() for tensor in self._tensors])
-
-    def __deepcopy__(self, memo: Any) -> Remembered:
-        return self
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-
-
-class RegisteredState:
-    """Registered state, and everything needed to restore it after a lost step.
-
-    Args:
-        target: Object with ``state_dict`` and ``load_state_dict``.
-        warn: Warns the job's user of a state that cannot be sent.
-
-    Attributes:
-        state: The part of the state that all ranks share.
-        extras: For a module: modes, extra states, and sums of metrics; None for any other object.
-    """
-
-    def __init__(self, target: Any, warn: Callable[[str], None] = logger.warning) -> None:
-        is_module = isinstance(target, torch.nn.Module)
-        self.state: Stateful = ModuleState(target) if is_module else DictState(target)
-        self.extras = ModuleExtras(target, sums=True, warn=warn) if is_module else None
-        self._undone = self.extras if self.extras is not None and self.extras.holds_any else None
-        self._remembered = Remembered()
-
-    def remember(self) -> Remembered:
-        """Return a copy of the state's current values, for :meth:`roll_back`."""
-        self._remembered.take((self.state.capture(), self._undone.capture() if self._undone is not None else None))
-        return self._remembered
-
-    def roll_back(self, remembered: Remembered) -> None:
-        """Restore the values from :meth:`remember`."""
-        state, extras = remembered.tree()
-        self.state.restore(state)
-        if self._undone is not None:
-            self._undone.restore(extras)
-
-
-class ModuleExtras:
-    """Training modes of a ``module``'s submodules, and its state dict beyond parameters and buffers.
-
-    The latter consists of extra states (``get_extra_state``, such as FP8 scales) and entries that user classes add
-    themselves. Modules that keep sums with ``add_state``, as metrics do, keep them local to each rank. Submodules are
-    not asked for state that several ranks hold together, such as rows of tables: such state is captured separately, by
-    a call on every rank.
-
-    Args:
-        sums: Whether sums of metrics are included, because the user has declared that all ranks share them.
-        warn: Warns the job's user of a state that cannot be sent.
-    """
-
-    in_place = False
-
-    def __init__(self, module: nn.Module, *, sums: bool = False, warn: Callable[[str], None] = logger.warning) -> None:
-        self._module, self._sums, self._warn = module, sums, warn
-        self._left_out: set[str] = set()
-
-    @property
-    def holds_any(self) -> bool:
-        """True if the module has extra states or sums of metrics, and not only training modes."""
-        return any(_has_own(part) or (self._sums and _keeps_sums(part)) for part in self._module.modules())
-
-    def capture(self) -> Any:
-        """Return training modes, extra states and sums of metrics, each keyed by submodule name."""
-        parts = dict(self._module.named_modules())
-        return {
-            "training": {name: part.training for name, part in parts.items()},
-            "states": {name: kept for name, part in parts.items() if (kept := self._plain(name, _own_state(part)))},
-            "sums": {name: _sums_of(part) for name, part in parts.items() if self._sums and _keeps_sums(part)},
-        }
-
-    def restore(self, tree: Any) -> None:
-        """Restore a captured state. Submodules without a captured mode keep their mode.
-
-        Raises RuntimeError: The module lacks a submodule that has a state, or a submodule rejects its state.
-        """
-        parts = dict(self._module.named_modules())
-        if unknown := {*tree["states"], *tree["sums"]} - parts.keys():
-            raise RuntimeError(
-                "train_loop_per_worker must build the same model on every worker, but this one has no part "
-                f"{', '.join(sorted(unknown)[:5])}"
-            )
-        for name, training in tree["training"].items():
-            if name in parts:
-                setattr(parts[name], "training", training)  # noqa: B010  # train() would reach what is below it
-        for name, state in tree["states"].items():
-            if errors := _load_state(parts[name], _as_given(state)):
-                raise RuntimeError(f"part {name!r} does not take its state: {'; '.join(errors)}")
-        for name, sums in tree["sums"].items():
-            for attribute, value in sums.items():
-                setattr(parts[name], attribute, value)
-
-    def _plain(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of a submodule's state that can be sent: plain values, tensors, and in-memory bytes."""
-        kept = {}
-        for key, value in state.items():
-            if isinstance(value, io.BytesIO):
-                value = {_IN_MEMORY: torch.frombuffer(bytearray(value.getvalue() or b"\0"), dtype=torch.uint8)}
-            try:
-                encode(pack(value)[0])
-            except NotPlainError as error:
-                self._leave_out(name, key, str(error))
-            else:
-                kept[key] = value
-        return kept
-
-    def _leave_out(self, name: str, key: str, error: str) -> None:
-        """Warn once that a submodule's state is not sent."""
-        if name not in self._left_out:
-            self._left_out.add(name)
-            self._warn(
-                f"the state {key!r} of module {name or 'model'!r} reaches neither workers that join nor automatic "
-                f"checkpoints: what is sent between workers is never unpickled, but it is more than tensors and plain "
-                f"values ({error}). Have get_extra_state() give numbers, strings, lists, dicts and tensors"
-            )
-
-
-def _own_state(part: nn.Module) -> dict[str, Any]:
-    """Return a module's own entries of a state dict, without its parameters and buffers."""
-    found: dict[str, Any] = {}
-    if _saves_itself(part):
-        part._save_to_state_dict(found, "", False)
-    elif has_extra_state(part):
-        found[_EXTRA] = part.get_extra_state()
-    known = {*part._parameters, *part._buffers}
-    return {key: _detached(value) for key, value in found.items() if key not in known}
-
-
-def _saves_itself(part: nn.Module) -> bool:
-    """True if a module's class writes its own part of a state dict, and a single rank may call it."""
-    kind = type(part)
-    own = kind._save_to_state_dict is not nn.Module._save_to_state_dict
-    return own and not getattr(kind, "travels_by_itself", False)
-
-
-def _has_own(part: nn.Module) -> bool:
-    return _saves_itself(part) or has_extra_state(part)
-
-
-def _load_state(part: nn.Module, state: dict[str, Any]) -> list[str]:
-    """Load a state from :func:`_own_state` into a module; return the errors that the module reports."""
-    errors: list[str] = []
-    if type(part)._load_from_state_dict is nn.Module._load_from_state_dict or set(state) == {_EXTRA}:
-        # Hooks of a sharded module would look for its parameters, and wait for other ranks.
-        if _EXTRA in state:
-            part.set_extra_state(state[_EXTRA])
-    else:
-        part._load_from_state_dict(state, "", {}, False, [], [], errors)
-    return errors
-
-
-def _as_given(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a captured state with in-memory bytes converted back to ``BytesIO``."""
-    return {
-        key: io.BytesIO(bytes(value[_IN_MEMORY].cpu().numpy()))
-        if isinstance(value, dict) and set(value) == {_IN_MEMORY}
-        else value
-        for key, value in state.items()
-    }
-
-
-def has_extra_state(part: nn.Module) -> bool:
-    """True if a module's class defines both ``get_extra_state`` and ``set_extra_state``."""
-    kind = type(part)
-    gives = kind.get_extra_state is not nn.Module.get_extra_state
-    return gives and kind.set_extra_state is not nn.Module.set_extra_state
-
-
-def _keeps_sums(part: nn.Module) -> bool:
-    """True for modules that keep sums like ``torchmetrics.Metric``."""
-    return isinstance(getattr(part, "_defaults", None), dict) and callable(getattr(part, "add_state", None))
-
-
-def _sums_of(part: Any) -> dict[str, Any]:
-    names = [*part._defaults, *(name for name in ("_update_count",) if hasattr(part, name))]
-    return {name: _detached(getattr(part, name)) for name in names}
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value

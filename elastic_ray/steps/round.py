@@ -19,6 +19,7 @@ class StepRound:
         position: Samples of the pass used before the round.
         loader_steps: Steps committed before the round.
         counts: Samples of each step of the round; empty if unknown.
+        ends_pass: True if the pass has no step after the round.
         left: Remaining steps of this rank.
         steps: Steps that this rank has completed.
         trained: True if any step has trained.
@@ -31,6 +32,7 @@ class StepRound:
     loader_steps: int
     counts: Sequence[int]
     left: int
+    ends_pass: bool = False
     steps: int = 0
     trained: bool = False
     last: LoaderStep | None = None

@@ -83,8 +83,6 @@ class SpeedTrace(Trace):
 
         Args:
             work: Number of samples (or tokens) of each rank; the step is ignored if any rank has none.
-            busy_s: Time of each rank from the step's start until its gradients were complete [s].
-            data_s: Part of ``busy_s`` spent waiting for data [s].
             among: Ranks not known to be slow; their median work is the reference.
         """
         if min(work) <= 0 or min(busy_s) <= 0:
@@ -176,13 +174,7 @@ class SendTrace(Trace):
     slow: tuple[int, ...] = ()  # the present verdict, ranks in order
 
     def add(self, *, sending_s: Sequence[float], mib: Sequence[float], seconds: float) -> SendTrace:
-        """Return the trace after one more step of all ranks.
-
-        Args:
-            sending_s: Time that each rank spent sending [s].
-            mib: Data that each rank passed to collectives [MiB].
-            seconds: Duration of the step [s].
-        """
+        """Return the trace after one more step of all ranks."""
         sums = dataclasses.replace(
             self, seconds=self.seconds + seconds, sending_s=plus(self.sending_s, sending_s), mib=plus(self.mib, mib)
         )
@@ -245,10 +237,7 @@ class StragglerCause(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerConfig:
-    """Configuration of how a job responds to stragglers.
-
-    Raises ValueError: the response is unknown, or the time is not above 0.
-    """
+    """Configuration of how a job responds to stragglers."""
 
     response: Response = "ignore"  # see :data:`Response`
     patience_s: float = 60.0  # how long a worker must have been slow before it is replaced [s]

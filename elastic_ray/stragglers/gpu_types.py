@@ -39,8 +39,6 @@ class TypeShares:
     compared with each other only within a type.
 
     Args:
-        members: Function that returns the group's members in rank order; empty before the first group.
-        measured: Function that returns the members' measures of the latest step.
         equal: Function that returns True if the current group must have equal shares, because unequal shares did not
             fit into memory.
     """
@@ -101,11 +99,7 @@ class TypeShares:
         )
 
     def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
-        """Record the measures of a committed training step.
-
-        Args:
-            sizes: ``sizes[rank][micro]`` is the number of samples in each rank's micro-batches.
-        """
+        """Record the measures of a committed training step."""
         members, measured = self._members(), self._measured()
         if not self.mixed or not len(members) == len(measured) == len(sizes):
             return

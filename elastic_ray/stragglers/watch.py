@@ -50,12 +50,8 @@ class StragglerWatch:
 
     Args:
         config: Response to stragglers, unless :meth:`ask` requests more.
-        members: Function that returns the group's members in rank order; empty before the first group.
         equal: Function that returns True if the current group must have equal shares, because unequal shares did not
             fit into memory. From then on, all later groups have equal shares too.
-        measured: Function that returns the members' measures of the latest step.
-        tell: Function that sends a message to the job's user.
-        measure: Function that enables the measurement of steps.
     """
 
     def __init__(
@@ -120,11 +116,7 @@ class StragglerWatch:
         return self.weights is not None
 
     def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
-        """Record the measures of a committed training step.
-
-        Args:
-            sizes: ``sizes[rank][micro]`` is the number of samples (or tokens) in each rank's micro-batches.
-        """
+        """Record the measures of a committed training step."""
         if not self._config.watches:
             return
         members, measured = self._members(), self._measured()

@@ -37,12 +37,31 @@ class StrategyBuilder(Protocol):
         """Return the strategy for a model and a group; it must depend only on the arguments, which all ranks share."""
 
 
+class _Dense:
+    """Base of strategies that synchronise all dense gradients alike."""
+
+    __slots__ = ()
+    _NAME: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        _ = self._sync  # refuses what is out of range
+
+    @property
+    def _sync(self) -> Reduce | Owner:
+        raise NotImplementedError
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """Return the strategy for a model and a group, by the builder's settings."""
+        return dense(self._sync, profile, self._NAME)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduce:
+class AllReduce(_Dense):
     """All-reduce of every gradient in flat buckets, as torch DDP does (AutoDist: AllReduce).
 
     Attributes:
-        bucket_bytes: Size at which a new bucket starts [bytes]; AutoDist's ``chunk_size`` counts variables instead.
+        bucket_bytes: Size at which a new bucket starts [bytes]; None chooses it, see ``Reduce``. AutoDist's
+            ``chunk_size`` counts variables instead.
         wire: Format in which gradients are sent.
         topology: Algorithm of the all-reduce: ``"native"``, ``"two_level"``, ``"ring"``, ``"tree"`` or ``"star"``
             (KungFu's strategies).
@@ -53,25 +72,21 @@ class AllReduce:
         1048576
     """
 
-    bucket_bytes: int = 25 << 20
+    bucket_bytes: int | None = None
     wire: Wire = NATIVE
     topology: str = "native"
 
-    def __post_init__(self) -> None:
-        _ = self._reduce  # refuses what is out of range
-
     @property
-    def _reduce(self) -> Reduce:
+    def _sync(self) -> Reduce:
         return Reduce(bucket_bytes=self.bucket_bytes, wire=self.wire, topology=self.topology)
 
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy that all-reduces all gradients, by the builder's settings."""
-        way = "all_reduce" if self.topology == "native" else self.topology
-        return dense(self._reduce, profile, self.wire.name or way)
+    @property
+    def _NAME(self) -> str:  # type: ignore[override]
+        return self.wire.name or ("all_reduce" if self.topology == "native" else self.topology)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PowerSGD:
+class PowerSGD(_Dense):
     """Low-rank compression of gradient matrices, with error feedback (Vogels et al., NeurIPS 2019).
 
     Attributes:
@@ -84,39 +99,44 @@ class PowerSGD:
     """
 
     rank: int = 4
+    _NAME: ClassVar[str] = "powersgd"
 
     def __post_init__(self) -> None:
         check_whole("rank", self.rank, least=1, error=StrategyError)
 
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy that compresses gradient matrices to low rank, by the builder's settings."""
-        return dense(Reduce(wire=Wire(rank=self.rank)), profile, "powersgd")
+    @property
+    def _sync(self) -> Reduce:
+        return Reduce(wire=Wire(rank=self.rank))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PS:
+class PS(_Dense):
     """Reduction of all gradients to rank 0, which sends the mean back, as one parameter server does (AutoDist: PS).
 
     Every rank applies the update itself. In AutoDist, the server holds and updates the parameters, possibly
     asynchronously.
     """
 
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy in which rank 0 owns all tensors."""
-        return dense(Owner(placement="first"), profile, "ps")
+    _NAME: ClassVar[str] = "ps"
+
+    @property
+    def _sync(self) -> Owner:
+        return Owner(placement="first")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PSLoadBalancing:
+class PSLoadBalancing(_Dense):
     """Variant of ``PS`` in which each rank owns some of the tensors, balanced by bytes (AutoDist: PSLoadBalancing)."""
 
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy whose tensors are owned by all ranks, balanced by bytes."""
-        return dense(Owner(placement="balanced"), profile, "ps_balanced")
+    _NAME: ClassVar[str] = "ps_balanced"
+
+    @property
+    def _sync(self) -> Owner:
+        return Owner(placement="balanced")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionedAR:
+class PartitionedAR(_Dense):
     """Several concurrent all-reduces per bucket, for links that one stream cannot fill (AutoDist: PartitionedAR).
 
     Attributes:
@@ -125,17 +145,15 @@ class PartitionedAR:
     """
 
     parts: int = 4
+    _NAME: ClassVar[str] = "partitioned_ar"
 
-    def __post_init__(self) -> None:
-        Reduce(parts=self.parts)
-
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy that all-reduces each bucket in ``parts`` concurrent parts."""
-        return dense(Reduce(parts=self.parts), profile, "partitioned_ar")
+    @property
+    def _sync(self) -> Reduce:
+        return Reduce(parts=self.parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RandomAxisPartitionAR:
+class RandomAxisPartitionAR(_Dense):
     """Variant of ``PartitionedAR`` that divides each tensor along a random axis (AutoDist: RandomAxisPartitionAR).
 
     Attributes:
@@ -145,13 +163,11 @@ class RandomAxisPartitionAR:
 
     parts: int = 4
     seed: int = 0
+    _NAME: ClassVar[str] = "random_axis_partition_ar"
 
-    def __post_init__(self) -> None:
-        Reduce(parts=self.parts, axis=-1, seed=self.seed)
-
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy that divides each tensor along an axis drawn from ``seed``."""
-        return dense(Reduce(parts=self.parts, axis=-1, seed=self.seed), profile, "random_axis_partition_ar")
+    @property
+    def _sync(self) -> Reduce:
+        return Reduce(parts=self.parts, axis=-1, seed=self.seed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +323,7 @@ class PairAveraging(_Averaging):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveSGD:
+class AdaptiveSGD(_Averaging):
     """Strategy that starts with SMA and switches to all-reduce at a given step (KungFu: AdaptiveSGDOptimizer).
 
     Attributes:
@@ -322,17 +338,11 @@ class AdaptiveSGD:
 
     change_step: int
     alpha: float = 0.1
-
-    def __post_init__(self) -> None:
-        _ = self._average  # refuses what is out of range
+    algorithm: ClassVar[str] = "adaptive_sgd"
 
     @property
     def _average(self) -> Average:
         return Average(algorithm="sma", alpha=self.alpha, period=1, until=self.change_step)
-
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy that averages models by SMA until ``change_step``, and all-reduces gradients afterwards."""
-        return Strategy(average=self._average, name="adaptive_sgd")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,24 +386,16 @@ def dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Tiles:
+class _Tiles(_Dense):
     """Base of the builders that divide optimizer state into tiles."""
 
     copies: int = 2
-    _NAME: ClassVar[str]
     _GRADIENTS: ClassVar[str] = "full"
     _CUT: ClassVar[str] = "equal"
 
-    def __post_init__(self) -> None:
-        _ = self._owner  # refuses what is out of range
-
     @property
-    def _owner(self) -> Owner:
+    def _sync(self) -> Owner:
         return Owner(unit="tile", gradients=self._GRADIENTS, copies=self.copies, cut=self._CUT)
-
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy for a model and a group."""
-        return dense(self._owner, profile, self._NAME)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -496,25 +498,14 @@ NAMED: Mapping[str, Callable[[], StrategyBuilder]] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Ready:
-    """Builder that returns a given strategy."""
+class _Given:
+    """Builder that returns a given strategy, or applies one synchronisation to all dense parameters."""
 
-    strategy: Strategy
-
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the given strategy unchanged."""
-        return self.strategy
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Everywhere:
-    """Builder that applies one `sync` to all dense parameters."""
-
-    sync: Reduce | Owner
+    given: Strategy | Reduce | Owner
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy; parameters with sparse gradients are excluded."""
-        return dense(self.sync, profile, "")
+        """Return the strategy, whatever the group."""
+        return self.given if isinstance(self.given, Strategy) else dense(self.given, profile, "")
 
 
 def resolve_strategy(given: object) -> StrategyBuilder:
@@ -528,12 +519,10 @@ def resolve_strategy(given: object) -> StrategyBuilder:
         StrategyError: the name is unknown, or the file does not exist or does not contain a valid strategy.
         TypeError: `given` has none of these types.
     """
-    if isinstance(given, Strategy):
-        return _Ready(given)
-    if isinstance(given, (Reduce, Owner)):
-        return _Everywhere(given)
+    if isinstance(given, (Strategy, Reduce, Owner)):
+        return _Given(given)
     if isinstance(given, os.PathLike) or (isinstance(given, str) and (given.endswith(".json") or os.sep in given)):
-        return _Ready(_read(Path(given)))
+        return _Given(_read(Path(given)))
     if isinstance(given, str):
         if given not in NAMED:
             raise StrategyError(

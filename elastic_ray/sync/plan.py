@@ -136,7 +136,7 @@ def _numbers(names: Sequence[object]) -> tuple[int, ...]:
 
 
 # As torch DDP: a small first bucket starts the communication early, later ones amortise its latency.
-FIRST_BUCKET_BYTES = 1 << 20
+FIRST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1 << 20, 25 << 20
 # What the last bucket holds cannot travel before backward is over: of a small model, at most this share.
 _MOST_OF_MODEL = 8
 
@@ -325,18 +325,24 @@ def _cut(mine: Sequence[int], params: Sequence[ParamInfo], sync: Sync, *, first:
     """Return parameters of one kind, bucket by bucket; each table is alone in its bucket."""
     if isinstance(sync, Rows):
         return [[i] for i in mine]
-    together = isinstance(sync, Reduce) or sync.owns_tiles
-    full = sync.bucket_bytes if together else sync.bucket_bytes // 4
-    full = min(full, max(FIRST_BUCKET_BYTES, sum(params[i].nbytes for i in mine) // _MOST_OF_MODEL))
+    full = limit = sync.bucket_bytes or _bucket_bytes(sync, sum(params[i].nbytes for i in mine))
+    if first and sync.bucket_bytes is None:
+        limit = min(FIRST_BUCKET_BYTES, full)
     cuts: list[list[int]] = [[]]
-    size, limit = 0, min(FIRST_BUCKET_BYTES, full) if first else full
+    size = 0
     for i in mine:
-        if cuts[-1] and size + params[i].nbytes > limit:
+        if size >= limit:  # not before: a bias would be alone if the matrix after it did not fit
             cuts.append([])
             size, limit = 0, full
         cuts[-1].append(i)
         size += params[i].nbytes
     return cuts
+
+
+def _bucket_bytes(sync: Reduce | Owner, total: int) -> int:
+    """Return the size of buckets that the user leaves open, of ``total`` bytes of gradients."""
+    full = _MOST_BUCKET_BYTES if isinstance(sync, Reduce) or sync.owns_tiles else _MOST_BUCKET_BYTES // 4
+    return min(full, max(FIRST_BUCKET_BYTES, total // _MOST_OF_MODEL))
 
 
 def _owners(cuts: Sequence[tuple[Sync, int]], topology: Topology) -> list[int]:

@@ -168,9 +168,6 @@ def preconditioner(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> Flat
     gradient would have a factor of up to 1 / eps = 1e8 and, once active, dominate the whole gradient. Denominators
     are therefore floored at a hundredth of the root mean square of their parameter's denominators.
 
-    Args:
-        optimizer: Object with ``state`` and ``param_groups``.
-
     Returns None (the identity) if no parameter has second moments yet or the optimizer keeps none (SGD).
     """
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}

@@ -89,8 +89,8 @@ class Reduce:
     """All-reduce of gradients in flat buckets.
 
     Attributes:
-        bucket_bytes: Size at which a new bucket starts [bytes], capped at an eighth of the total size of all
-            gradients with this synchronisation, or at 1 MiB if that is larger.
+        bucket_bytes: Size at which a new bucket starts [bytes]. None chooses it: at most 25 MiB, less for a small
+            model (see "Buckets" in docs/synchronisation.md).
         parts: Number of concurrent collectives per bucket. Use more than 1 if a single stream does not saturate the
             link.
         axis: Axis along which tensors are divided into parts; -1 picks an axis for each tensor at random, from
@@ -104,7 +104,7 @@ class Reduce:
     """
 
     kind: ClassVar[str] = "reduce"
-    bucket_bytes: int = 25 << 20
+    bucket_bytes: int | None = None
     parts: int = 1
     axis: int = 0
     seed: int = 0
@@ -113,7 +113,8 @@ class Reduce:
 
     def __post_init__(self) -> None:
         check_one_of("topology", self.topology, TOPOLOGIES)
-        check_count("bucket_bytes", self.bucket_bytes, least=1024, most=_MOST_BYTES)
+        if self.bucket_bytes is not None:
+            check_count("bucket_bytes", self.bucket_bytes, least=1024, most=_MOST_BYTES)
         check_count("parts", self.parts, least=1, most=_MOST_PARTS)
         check_count("axis", self.axis, least=-1, most=16)
         check_count("seed", self.seed, least=0, most=1 << 31)
@@ -151,13 +152,13 @@ class Owner:
             divide each tensor as AutoDist does. Tensors are kept whole if the optimizer is not element-wise.
         placement: For whole tensors only. ``"balanced"`` balances the owned bytes over the ranks; with ``"first"``,
             rank 0 owns all tensors.
-        bucket_bytes: Size at which a new bucket starts [bytes]; each bucket has a single owner.
+        bucket_bytes: Size at which a new bucket starts [bytes]; each bucket has a single owner. None chooses it.
         wire: Format in which gradients are sent: native, bf16 or fp16.
     """
 
     kind: ClassVar[str] = "owner"
     placement: str = "balanced"
-    bucket_bytes: int = 25 << 20
+    bucket_bytes: int | None = None
     wire: Wire = NATIVE
     unit: str = "tensor"
     gradients: str = "full"
@@ -170,7 +171,8 @@ class Owner:
         check_one_of("gradients", self.gradients, ("full", "sliced"))
         check_one_of("cut", self.cut, CUTS)
         check_count("copies", self.copies, least=1, most=_MOST_COPIES)
-        check_count("bucket_bytes", self.bucket_bytes, least=1024, most=_MOST_BYTES)
+        if self.bucket_bytes is not None:
+            check_count("bucket_bytes", self.bucket_bytes, least=1024, most=_MOST_BYTES)
         check_type("wire", self.wire, Wire)
         if self.wire.rank or self.wire.dtype == "int8":
             raise StrategyError("Owner.wire must be native, bf16 or fp16: owned tensors keep no residuals")

@@ -29,12 +29,7 @@ _ANSWER_S = 2.0  # a cold process takes not much longer than waiting for a pool 
 
 
 class PoolClient:
-    """Client of the pool of warm processes, which claims processes, and starts new ones when the pool requests it.
-
-    Args:
-        environment: Ray runtime environment of the processes, added to that of this Ray job.
-        start: Starts a process without an owner, given a node and a name.
-    """
+    """Client of the pool of warm processes, which claims processes, and starts new ones when the pool requests it."""
 
     def __init__(self, owner: ProcessOwner, environment: Mapping[str, Any], start: Callable[[str, str], Any]) -> None:
         self.on = read_config(os.environ).on
@@ -44,11 +39,7 @@ class PoolClient:
         self._witnesses: dict[str, Any] = {}
 
     async def take(self, node: str, *, starting: bool = True) -> tuple[Any, str] | None:
-        """Claim a warm (pre-started) process on a node, and return it with its name; None if none is available.
-
-        Args:
-            starting: Whether to accept a process that is still starting, and wait for it.
-        """
+        """Claim a warm (pre-started) process on a node, and return it with its name; None if none is available."""
         while self.on:
             try:
                 pool = await asyncio.to_thread(find_pool)
@@ -101,10 +92,7 @@ class PoolClient:
 
 
 def environment_key(environment: Mapping[str, Any]) -> str:
-    """Return a key that is equal for processes with the same runtime environment and version of this package.
-
-    Local directories have already been uploaded under names derived from their contents.
-    """
+    """Return a key that is equal for processes of one runtime environment and version of this package."""
     inherited = ray.get_runtime_context().get_runtime_env_string()  # type: ignore[no-untyped-call]
     text = json.dumps([json.loads(inherited or "{}"), environment, _code()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -66,10 +66,7 @@ def get_or_create_pool() -> Any:
 
 
 def close_pool(timeout_s: float = _CLOSE_S) -> None:
-    """End the cluster's pool and all unclaimed processes; running jobs keep theirs, and may create a new pool.
-
-    Raises TimeoutError if the pool has not ended in time.
-    """
+    """End the cluster's pool and all unclaimed processes; running jobs keep theirs, and may create a new pool."""
     deadline_s = time.monotonic() + timeout_s
     for _, controller in actors_named(CONTROLLERS):
         controller.leave.remote()
@@ -88,18 +85,6 @@ class _PoolEntry:
     process: PooledProcess
     actor: Any = None
     until_s: float = 0.0
-
-    def start(self, actor: Any) -> None:
-        """Store the actor that a controller has started."""
-        self.actor = actor
-
-    def is_ready(self) -> None:
-        """Mark the process as ready, with all modules imported."""
-        self.process = dataclasses.replace(self.process, ready=True)
-
-    def measure(self, memory_bytes: int) -> None:
-        """Store the process's resident memory."""
-        self.process = dataclasses.replace(self.process, memory_bytes=memory_bytes)
 
 
 class WarmPool:
@@ -126,8 +111,6 @@ class WarmPool:
 
         Args:
             job: Job or sweep of the caller. For a new job, the pool starts no other process on the node for a while.
-            environment: Key of the process's runtime environment.
-            starting: Whether a process that is still starting is acceptable.
         """
         await self._found
         if job not in self._requests:
@@ -147,10 +130,7 @@ class WarmPool:
         """Record how many processes a job would use on each node, and return the processes to start.
 
         Args:
-            environment: Key of the job's runtime environment.
             nodes: Number of processes that the job has and may want again, keyed by node.
-            first: True if the job has just started training.
-            over: True if the job has ended, so that this is its last call.
 
         Returns the name and node of each process that the caller must start now, and, keyed by node, a process that
         can check other processes there.
@@ -180,7 +160,7 @@ class WarmPool:
         if entry is None:  # too late
             ray.kill(actor)
             return
-        entry.start(actor)
+        entry.actor = actor
         self._background.start(self._await_ready(entry))
 
     async def close(self) -> None:
@@ -267,7 +247,7 @@ class WarmPool:
 
     async def _await_ready(self, entry: _PoolEntry) -> None:
         if await self._ask(entry, _START_S):
-            entry.is_ready()
+            entry.process = dataclasses.replace(entry.process, ready=True)
 
     async def _ask(self, entry: _PoolEntry, timeout_s: float) -> bool:
         """True if a process answers and is unclaimed; any other process is dropped from the pool."""
@@ -282,7 +262,7 @@ class WarmPool:
         if memory is None:
             self._entries.pop(name, None)
             return False
-        entry.measure(memory)
+        entry.process = dataclasses.replace(entry.process, memory_bytes=memory)
         return True
 
     async def _find_again(self) -> None:

@@ -51,8 +51,6 @@ def read_config(environment: Mapping[str, str]) -> PoolConfig:
 
     ``ELASTIC_RAY_POOL=off`` disables the pool; ``ELASTIC_RAY_POOL=per_node=2,total=16,memory_share=0.05`` sets fields
     of :class:`PoolConfig`. Fields that are not set have their defaults.
-
-    Raises ValueError if the variable contains an unknown field or an invalid value.
     """
     text = environment.get(VARIABLE, "").strip()
     if text.lower() in _OFF:
@@ -154,10 +152,6 @@ def plan(
     now_s: float,
 ) -> tuple[Start | End, ...]:
     """Return the processes to start and to end now.
-
-    Args:
-        processes: Unclaimed processes, including those that are still starting.
-        busy: Time until which a node's CPUs are reserved for jobs that have just started, keyed by node [s].
 
     Returns:
         All ends, followed by at most one start per node. A start that needs the space of an ended process happens in

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic_ray.worker.lazy_patch import patched
+from elastic_ray.late_patch import patched
 
 _HOME = "ray.train.v2._internal.execution.train_fn_utils"
 _TORCH_HOME = "ray.train.v2.torch.train_loop_utils"

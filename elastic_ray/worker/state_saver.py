@@ -40,7 +40,6 @@ class StateSaver:
     Args:
         told: Called with each saved checkpoint; returns the job's mean time between worker losses [s].
         interval_s: Time between two checkpoints [s]; None derives it from their cost and the observed losses.
-        calls: Storage calls of the run; None creates new ones.
         timeout_s: Longest time [s] to wait for unresponsive storage in a preempted job, or for a rank's missing part.
         saving: Agreement between ranks on checkpoints that all of them write; None if rank 0 writes everything.
         workers: Returns the current group's workers in rank order; empty while the group changes.
@@ -148,11 +147,7 @@ class StateSaver:
             )
 
     def save_last(self, until: Callable[[], bool]) -> None:
-        """Save the final state after the train function has returned; a storage failure is reported but not raised.
-
-        Args:
-            until: Polled while saving; the wait ends once it returns True.
-        """
+        """Save the final state after the train function has returned; a storage failure is reported but not raised."""
         problem = self.save(until)
         if problem:
             logger.warning("job %s: the end of the run was not saved: %s", self._session.job, problem)

@@ -77,7 +77,6 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
     """Pickle ``(train_loop, config)`` by value; the config is None if the function accepts no argument.
 
     Args:
-        config: Argument for the train function; None if there is none.
         policies: Adaptation policies that the run consults between steps, before the policies of its models.
 
     Raises TypeError if the function requires more than one argument or cannot be pickled; the message names the

@@ -43,10 +43,6 @@ class WorkerActors:
     Each worker's resources are reserved by its own placement group. Its process is an actor outside that group, which
     requests no resources. Both are detached: they outlive a controller that Ray restarts, and the restarted
     controller adopts them.
-
-    Args:
-        on_result: Called with a worker and how its run ended.
-        on_refusal: Called with a worker, the reason why it got no process, and whether a retry is certain to fail.
     """
 
     def __init__(
@@ -59,7 +55,7 @@ class WorkerActors:
     ) -> None:
         self._spec, self._tell, self._on_refusal, self._on_result = spec, tell, on_refusal, on_result
         self._token = secrets.token_hex(8)  # of two jobs that a process serves one after the other, both have a "w1"
-        self._processes = Processes(spec, controller, self._token)
+        self.supply = Processes(spec, controller, self._token)
         self._tokens: dict[str, str] = {}
         self._groups: dict[str, Any] = {}
         self._room = groups.Room()
@@ -112,11 +108,8 @@ class WorkerActors:
         return counts
 
     def processes(self) -> dict[str, str]:
-        """Return the name of each worker's process, keyed by worker.
-
-        The name is empty for a process that a sweep started itself and has lent out.
-        """
-        return {worker: self._processes.name_of(actor) for worker, actor in self._actors.items()}
+        """Return the name of each worker's process, keyed by worker; empty for one that a sweep has lent out."""
+        return {worker: self.supply.name_of(actor) for worker, actor in self._actors.items()}
 
     def homes(self) -> dict[str, str]:
         """Return the node of each worker's process, keyed by process name."""
@@ -132,21 +125,18 @@ class WorkerActors:
         types = {self.process_infos[m.worker].gpu_type for m in spec.members if m.worker in self.process_infos}
         return next(iter(types), "") if len(types) <= 1 else None
 
-    def with_domains(self, spec: GenerationSpec) -> GenerationSpec:
-        """Return the generation with the network domain of each member filled in, if any domain is known."""
-        known = {name: info.domain for name, info in self.process_infos.items() if info.domain}
-        if not known:
-            return spec
-        members = (dataclasses.replace(each, domain=known.get(each.worker, "")) for each in spec.members)
-        return dataclasses.replace(spec, members=tuple(members))
+    def with_facts(self, spec: GenerationSpec, speeds: Mapping[str, float] | None) -> GenerationSpec:
+        """Return the generation with what is known of its members' processes.
 
-    def with_gpu_types(self, spec: GenerationSpec, speeds: Mapping[str, float]) -> GenerationSpec:
-        """Return the generation with each member's GPU type and its speed [samples/s] filled in (0 if unknown)."""
+        This is the network domain of each and, unless ``speeds`` is None, the GPU type and its speed [samples/s].
+        """
         members = []
         for member in spec.members:
-            info = self.process_infos.get(member.worker)
-            gpu = info.gpu_type if info is not None else ""
-            members.append(dataclasses.replace(member, gpu_type=gpu, speed=speeds.get(gpu, 0.0)))
+            if (info := self.process_infos.get(member.worker)) is not None:
+                gpu = info.gpu_type if speeds is not None else ""
+                speed = speeds.get(gpu, 0.0) if speeds is not None else 0.0
+                member = dataclasses.replace(member, domain=info.domain, gpu_type=gpu, speed=speed)
+            members.append(member)
         return dataclasses.replace(spec, members=tuple(members))
 
     def launch(self, assignment: Assignment) -> None:
@@ -158,11 +148,11 @@ class WorkerActors:
         worker, node = assignment.worker, assignment.node
         try:
             homes = nodes_of(node, self._unit)
-            taken = await asyncio.gather(*(self._processes.take(home) for home in homes))
+            taken = await asyncio.gather(*(self.supply.take(home) for home in homes))
             group = self._groups.get(worker)
             if group is None:  # given back meanwhile
                 for home, (actor, _) in zip(homes, taken, strict=True):
-                    self._processes.rest(home, actor)
+                    self.supply.rest(home, actor)
                 return
             for name, (actor, process_info) in zip(process_names(worker, self._unit), taken, strict=True):
                 self._actors[name], self.process_infos[name] = actor, process_info
@@ -264,7 +254,7 @@ class WorkerActors:
         self._tokens[worker] = first.token
         for told in unit:
             self._actors[told.name], self.process_infos[told.name] = told.actor, told.process_info
-            self._processes.adopt(told.actor, told.process, lent=told.lent)
+            self.supply.adopt(told.actor, told.process, lent=told.lent)
         if len(unit) > 1:
             running = [None] * len(unit)
             self._background.start(self._watch_unit(worker, [told.actor for told in unit], first.token, running))
@@ -312,9 +302,9 @@ class WorkerActors:
                 and result.memory_bytes <= _WARM_MEMORY_BYTES
             )
             if fit:
-                self._processes.rest(node, actor)
+                self.supply.rest(node, actor)
             else:
-                self._processes.end(actor)
+                self.supply.end(actor)
 
     async def is_running(self, worker: str, timeout_s: float) -> bool | None:
         """Return whether the worker's process is running, as seen by another process on its node; None if unknown.
@@ -324,7 +314,7 @@ class WorkerActors:
         """
         node, process_info = self._node_of(worker), self.process_infos.get(worker)
         others = [actor for other, actor in self._actors.items() if other != worker and self._node_of(other) == node]
-        witness = self._processes.witness(node) or next(iter(others), None)
+        witness = self.supply.witness(node) or next(iter(others), None)
         if witness is None or process_info is None:
             return None
         try:
@@ -340,16 +330,12 @@ class WorkerActors:
                 if actor is not None:
                     actor.post.remote(self._tokens.get(worker, self._token), worker, message)
 
-    def keep_warm(self, nodes: Mapping[str, int]) -> None:
-        """Keep warm processes on these nodes only; ``nodes`` is the number of the job's workers on each node."""
-        self._processes.keep_warm(nodes)
-
     def disband(self) -> None:
         """Release all resources and end all processes."""
         for worker in list(self._nodes):
             self.release(worker, kill=True)
         self._background.cancel()
-        self._processes.close(fit=False)
+        self.supply.close(fit=False)
 
     async def vacate(self) -> None:
         """Release all resources, and leave the processes reusable for another trial.
@@ -362,16 +348,12 @@ class WorkerActors:
         for worker in list(self._nodes):
             self.release(worker, kill=worker not in self._results)
         self._background.cancel()
-        self._processes.close(fit=True)
+        self.supply.close(fit=True)
         await self.withdrawn()
 
     async def withdrawn(self) -> None:
         """Wait until pending reservations are withdrawn; they would otherwise count for the next job of this name."""
         await self._withdrawals.finish(_WITHDRAWN_S)
-
-    async def refilled(self) -> None:
-        """Wait until the pool knows that the job has ended, and has been refilled for the next job."""
-        await self._processes.refilled()
 
     def _may_come_out(self, worker: str) -> bool:
         process_info = self.process_infos.get(worker)

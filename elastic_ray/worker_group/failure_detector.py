@@ -15,7 +15,6 @@ class FailureDetector:
     """Detector of silent workers (or drivers). Its clock stops while the controller itself is blocked.
 
     Args:
-        timeout_s: Time of silence after which a member of a group counts as hung [s].
         alone_s: Timeout of a sole member, and of a worker whose process was seen running [s]; None uses ``timeout_s``.
     """
 
@@ -89,8 +88,6 @@ class ExpectedRanks:
 
         Args:
             nodes: Node of every living worker, including this one, keyed by worker id; oldest first.
-            spec: The current generation; None before the first.
-            target: Number of workers that the job should have.
         """
         self._told = {each: rank for each, rank in self._told.items() if each in nodes and each != worker}
         # Members that have died are not members of the generation that the worker will join.

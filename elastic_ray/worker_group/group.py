@@ -28,7 +28,6 @@ from elastic_ray.membership.instructions import (
 )
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import Cancel, ControllerMessage, StrategiesKnown
-from elastic_ray.membership.recovery import SurvivingWorker
 from elastic_ray.membership.signals import Allocated, Lost, Stimulus, TimePassed
 from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.record.losses import SizeHistory
@@ -99,10 +98,7 @@ class WorkerGroup:
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
 
     def is_member(self, generation: int, worker: str) -> bool:
-        """True if the worker is a member of ``generation``, and this is the current or the announced one.
-
-        Generation 0 stands for the group of the worker's own unit.
-        """
+        """True if the worker is a member of ``generation`` (0: its own unit), the current or the announced one."""
         if generation == 0:
             return worker in self.machine.workers and worker not in self._given_up
         flight = self.machine.in_flight
@@ -139,7 +135,7 @@ class WorkerGroup:
         for instruction in self.machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
         if waits:
-            self.actors.keep_warm({})
+            self.actors.supply.keep_warm({})
 
     def recover(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
         """Continue with an earlier controller's surviving workers, given all their registrations and its ``state``."""
@@ -152,7 +148,7 @@ class WorkerGroup:
                 self._planner.open(each.ready.loader)
         self.goal = Allocated(nodes=state.nodes, reason=state.reason)
         instructions = self.machine.recover(
-            [_survivor(each) for each in speakers],
+            speakers,
             self.goal,
             issued=state.issued,
             world_size=state.world_size,
@@ -168,11 +164,7 @@ class WorkerGroup:
             self._perform(instruction)
 
     def heard(self, worker: str, position: int = 0) -> bool:
-        """Record a sign of life from a worker; return False if its message must be ignored.
-
-        Messages from workers that were killed, for example because they were declared lost, are ignored; ``position``
-        is the sending process's index in the worker's unit.
-        """
+        """Record a sign of life from a worker; return False if its message must be ignored."""
         if worker in self._given_up:
             return False
         self._detector.heard(process_names(worker, position + 1)[position])
@@ -205,7 +197,7 @@ class WorkerGroup:
         settled = now_s - self.history.settled_s > _WARM_UP_AFTER_S and not self.machine.expects_joiners
         if settled and self.machine.current is not None:  # a process for later would slow the change that is under way
             places = collections.Counter(member.node for member in self.machine.current.members)
-            self.actors.keep_warm({node: math.ceil(workers) for node, workers in by_node(places).items()})
+            self.actors.supply.keep_warm({node: math.ceil(workers) for node, workers in by_node(places).items()})
 
     async def _check_silent(self, worker: str) -> None:
         """Check through its node whether a silent worker's process is stopped or only starved."""
@@ -253,9 +245,8 @@ class WorkerGroup:
                     equal_shares=self._planner.equal_shares,
                     critical_batch=self._planner.critical_batch or 0,
                 )
-                told = self.actors.with_domains(told)
-                if self._spec.scheduling.mixed_gpu_types:
-                    told = self.actors.with_gpu_types(told, self._planner.type_speeds)
+                mixed = self._spec.scheduling.mixed_gpu_types
+                told = self.actors.with_facts(told, self._planner.type_speeds if mixed else None)
                 if (known := self._planner.known_strategies) is not None:
                     self.actors.post(to, StrategiesKnown(strategies=known))
                 self.actors.post(to, told)
@@ -307,21 +298,3 @@ class WorkerGroup:
                 self.machine.target_workers,
             ),
         )
-
-
-def _survivor(told: WorkerReregistration) -> SurvivingWorker:
-    """Return a surviving worker in the form that the membership machine expects."""
-    ready, failed = told.ready, told.failed
-    return SurvivingWorker(
-        worker=told.worker,
-        node=told.node,
-        spec=told.spec,
-        switched=told.switched,
-        ready=ready is not None,
-        has_state=ready is not None and ready.has_state,
-        loaded=ready.loaded if ready is not None else 0,
-        failed=failed.generation if failed is not None else -1,
-        cause=failed.cause if failed is not None else "",
-        pause=told.pause,
-        starts_over=told.starts_over,
-    )

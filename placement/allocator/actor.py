@@ -71,22 +71,22 @@ class PolicyConflictError(ValueError):
 
 
 def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | None = None) -> ActorHandle[Any]:
-    """Return the handle of the cluster's allocator, creating the allocator (on the head node) if there is none.
+    """Return a handle to the cluster's allocator, creating the allocator (on the head node) if none exists.
 
-    A cluster has one policy and one configuration at a time. The arguments take effect only if no allocator exists
-    or the existing one has no jobs, in which case it is replaced. An argument that is None keeps its current value.
+    A cluster has one policy and one configuration at a time. The arguments take effect only if no allocator exists, or
+    if the existing one has no jobs and is replaced. An argument that is None keeps its current value.
 
     Args:
         policy: Any policy that ``make_policy`` accepts: a registered name, ``module:name``, a function, class or
-            object. None keeps the current policy, or selects ``"goodput"`` if there is no allocator.
+            object. None keeps the current policy, or selects ``"goodput"`` if no allocator exists.
         config: Timing, tenants and node types; None keeps the current configuration. While jobs are running, the
             configuration is not changed and a warning is logged.
 
     Raises:
-        PolicyConflictError: Jobs are running under another policy.
+        PolicyConflictError: Jobs are running under a different policy.
         ValueError: The policy name is unknown.
         TypeError: The object is not a policy.
-        VersionError: The running allocator belongs to another release.
+        VersionError: The running allocator is from a different release.
     """
     packed = pack_policy(
         _DEFAULT_POLICY if policy is None else policy
@@ -116,7 +116,7 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
 
 
 def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> None:
-    """Warn that running jobs keep their allocator's configuration, or raise if another policy is wanted."""
+    """Warn that running jobs keep their allocator's configuration, or raise an error if they use another policy."""
     running = ", ".join(rule.running)
     if wanted is not None and wanted.identity != rule.packed.identity:
         raise PolicyConflictError(
@@ -132,7 +132,7 @@ def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> N
 
 
 def find_allocator() -> Any:
-    """Return the handle of the cluster's allocator at once; create one with the default policy if there is none."""
+    """Return a handle to the cluster's allocator, creating one with the default policy if none exists."""
     return _named_actor(pack_policy(_DEFAULT_POLICY), None)
 
 
@@ -150,7 +150,7 @@ class AllocatorSettings:
 
 
 def _equal(one: AllocatorConfig, other: AllocatorConfig | None) -> bool:
-    """True if two configurations print alike; a user's objective may be a copy that does not compare equal."""
+    """True if two configurations have the same repr; a user's objective may be a copy that does not compare equal."""
     said = [_ADDRESS.sub("", repr(each)) for each in (one, other or AllocatorConfig())]
     return said[0] == said[1]
 
@@ -203,7 +203,6 @@ class Allocator:
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
     def _open_nodes(self) -> None:
-        """Apply the current settings for the cluster's size."""
         scaling, constraints = self._ruling.scaling, self._ruling.constraints
         self._scaler = ClusterScaler(scaling, self._packed.open(), constraints) if scaling is not None else None
         self._demand = WaitingDemand() if self._ruling.autoscaling == "auto" else None
@@ -218,10 +217,7 @@ class Allocator:
             self._dashboard = None
 
     async def settings(self, wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-        """Return the operator's effective settings, or those that would be effective if ``wanted`` were applied.
-
-        Raises InputError: a quota names a resource that no node has.
-        """
+        """Return the operator's effective settings, or those that would be effective if ``wanted`` were applied."""
         core, ruling = await self._start(), self._ruling
         if wanted is not None:
             ruling = wanted.over(self._config or AllocatorConfig())
@@ -233,10 +229,7 @@ class Allocator:
         return in_force(ruling).to_plain()
 
     async def apply(self, wanted: OperatorSettings) -> Mapping[str, Any]:
-        """Apply and store an operator's settings, and return the effective ones; allocators created later use them too.
-
-        Raises InputError: a quota names a resource that no node has.
-        """
+        """Apply and store an operator's settings, also for later allocators, and return the effective ones."""
         async with self._applying:  # of two operators one comes after the other
             await self.settings(wanted)
             await asyncio.to_thread(notes.keep_settings, wanted.to_plain())
@@ -250,25 +243,21 @@ class Allocator:
             return in_force(ruling).to_plain()
 
     async def _withdraw_nodes(self) -> None:
-        """Withdraw all requests for nodes from Ray."""
         for asks in (self._scaler, self._demand):
             if asks is not None:
                 await asks.withdraw()
 
     async def speak(self, theirs: Spoken) -> None:
-        """Check the protocol version of a controller or driver, which must call this first.
-
-        Raises VersionError: the versions differ.
-        """
+        """Check the protocol version of a controller or driver, which must call this first."""
         check_spoken(theirs, "a job", "the cluster's allocator")
 
     async def heartbeat(
         self, view: JobView, controller: ActorHandle[Any], root: StorageRoot | None = None
     ) -> HeartbeatReply:
-        """Handle a heartbeat of a job's controller, which is sent every second and immediately after a change.
+        """Handle a heartbeat from a job's controller, sent every second and immediately after a change.
 
         Args:
-            root: Storage location of the job's results. Controllers send it until a reply confirms it.
+            root: Storage location of the job's results. Controllers send it until a reply confirms receipt.
         """
         core = await self._start()
         if root is not None and not self._knowledge_sync.knows(view.job):
@@ -286,7 +275,7 @@ class Allocator:
             priors=self._knowledge.priors(view, time.time()),
             strategies=self._knowledge.strategies(view, time.time()),
             knows_root=self._knowledge_sync.knows(view.job),
-            bill=self._scaler.bill(view.job) if self._scaler is not None else None,
+            bill=self._scaler.autoscaler.bill(view.job) if self._scaler is not None else None,
             note="; ".join(filter(None, (self._remarks(view), avoids.figures if avoids is not None else ""))),
             start_s=None if view.workers else self._starts.of(view.job, time.time()),
             nodes=len(possible_nodes(view, core.cluster)),
@@ -300,7 +289,7 @@ class Allocator:
         return self._scaler.decision.note(view.job) if self._scaler.decision is not None else ""
 
     async def ended(self, job: str, view: JobView | None = None) -> None:
-        """Handle the end of a job; ``view`` is the job's final state, None if it is not known."""
+        """Handle a job's end; ``view`` is its final state, or None if unknown."""
         await self._start()
         self._discard(job, view)
 
@@ -332,14 +321,11 @@ class Allocator:
         )
 
     async def dashboard(self) -> str:
-        """Return the address of the web page; empty if the page is not served."""
+        """Return the web page's address; empty if the page is not served."""
         return self._dashboard.address if self._dashboard is not None else ""
 
     async def explain(self, job: str) -> Explanation:
-        """Explain why a job has its current workers, and the effect of one more worker.
-
-        Raises KeyError: there is no such job; the message lists the known ones.
-        """
+        """Explain why a job has its current workers, and the effect of one more worker."""
         found, decision = (
             (await self._start()).explain(job),
             self._scaler.decision if self._scaler is not None else None,
@@ -348,7 +334,7 @@ class Allocator:
 
     async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
         """Return the latest decision about the cluster's size, or None, and the cost so far [USD], keyed by job."""
-        return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
+        return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.autoscaler.spent_usd))
 
     async def forgive(self, node: str) -> bool:
         """Clear a node's record of failures; return True if there were any."""
@@ -357,10 +343,10 @@ class Allocator:
         return had
 
     async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> AllocatorSettings | None:
-        """Return None if the requested policy and configuration are in force, else the current settings.
+        """Return None if the requested policy and configuration are already in effect, otherwise the current settings.
 
-        ``identity`` identifies the requested policy; None for either argument accepts the current one. If the
-        settings differ and no jobs exist, all knowledge is saved first, so the caller may replace this actor.
+        ``identity`` identifies the requested policy; None for either argument accepts the current one. If the settings
+        differ and no jobs exist, all state is saved first, so the caller may replace this actor.
         """
         core = await self._start()
         if identity in (None, self._packed.identity) and (config is None or _equal(config, self._config)):
@@ -375,7 +361,7 @@ class Allocator:
         return AllocatorSettings(packed=self._packed, config=self._config, running=core.jobs)
 
     async def _start(self) -> AllocatorCore:
-        """Return the core, created when the nodes are known. Existing groups mean that jobs have yet to report."""
+        """Return the core, creating it once the nodes are known. Existing groups mean that jobs have yet to report."""
         async with self._started:
             if self._core is None:
                 while (nodes := await self._read()) is None:
@@ -409,10 +395,7 @@ class Allocator:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
     async def _read(self) -> tuple[RawNode, ...] | None:
-        """Read Ray's nodes and append them to the history.
-
-        None if they cannot be read, or if there are none.
-        """
+        """Read Ray's nodes and append them to the history; return None if they cannot be read or there are none."""
         try:
             nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), timeout=_READ_TIMEOUT_S)
         except Exception as error:  # the control store may be away for a moment; the last view stays
@@ -459,12 +442,12 @@ class Allocator:
                 self._scaler.poll(self._core.views_to_scale_for(now_s), self._present(), steady_s)
 
     def _discard(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
-        """Discard an ended job; with ``cluster``, resources that its workers still hold count as others' use."""
+        """Discard an ended job; with ``cluster``, resources still held by its workers count as used by others."""
         self._controllers.discard(job)
         if cluster is None:
             self._ended_s[job] = time.monotonic()
         if self._scaler is not None:
-            logger.info("job %s has cost %.4f USD", job, self._scaler.discard(job))
+            logger.info("job %s has cost %.4f USD", job, self._scaler.autoscaler.discard(job))
         self._handle(events.JobEnded(job=job, view=view, cluster=cluster))
         self._knowledge_sync.ended(job)
         self._controllers.spawn(self._knowledge_sync.save())
@@ -487,7 +470,6 @@ class Allocator:
             self._alarm = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def _ring(self) -> None:
-        """Make one decision for all events since the first urgent one."""
         self._alarm = None
         self._handle(events.TimePassed())
 

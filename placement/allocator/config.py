@@ -1,4 +1,4 @@
-"""Configuration of the allocator: timing, tenants, priorities and optional cluster services."""
+"""Configuration for the allocator: timing, tenants, priorities and optional cluster services."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ _NO_NUMBERS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig(NamesArguments):
-    """Configuration of the allocator: its timing [s], tenants, priorities and optional cluster services.
+    """Configuration for the allocator: its timing [s], tenants, priorities and optional cluster services.
 
     Attributes:
         gather_s: Delay between an event (a job arrives or ends, limits change, a node is lost) and the resulting
             decision. One decision covers all events within the delay.
-        min_interval_s: Minimum time between two decisions if the reason for the second one is not urgent (a changed
-            model, more free resources).
+        min_interval_s: Minimum time between two decisions if the second is not urgent (a changed model, more free
+            resources).
         refresh_s: Maximum time between two decisions, even if nothing has happened.
         silence_s: Time without a heartbeat from a job's controller after which the job is dropped.
-        orphan_timeout_s: Maximum time for which workers keep their slots to save the job after its controller is
+        orphan_timeout_s: Maximum time that workers keep their slots, in order to save the job, after its controller is
             permanently lost. A slot is freed at once when its process ends.
         log_length: Number of decision records to keep.
         rounds: True to decide only at fixed intervals (on ``TimePassed`` events), as the published schedulers do.
         tenants: Tenants, with their weights and quotas.
         priorities: Priority per job name or pattern (``prod-*``). It overrides the priority that the job requests;
             the first match wins.
-        one_multi_node_job_per_node: True if no node may hold workers of two multi-node jobs. None enforces this rule
-            only while two such jobs slow each other down over shared links
-            (``placement.planning.multi_node.held_up``), and not if it would stop a job.
-        avoid_slow_nodes: True to move a job off a node on which it has measured slow steps, if all its workers fit
+        one_multi_node_job_per_node: True if no node may hold workers from two multi-node jobs. None enforces this rule
+            only while two such jobs slow each other down over shared links (``placement.planning.multi_node.held_up``),
+            and not if it would stop a job.
+        avoid_slow_nodes: True to move a job off a node where it has measured slow steps, if all its workers fit
             elsewhere, and to move all jobs off a node that two jobs have measured as slow.
         notices: Configuration of the watch for spot nodes that the cloud is about to reclaim.
-        autoscaling: Node types and prices with which the allocator sizes the cluster. ``"auto"`` requests nodes for
+        autoscaling: Node types and prices that the allocator uses to size the cluster. ``"auto"`` requests nodes for
             waiting jobs from Ray's autoscaler, if one is running. None requests no nodes.
         dashboard: True to serve the web page that shows the cluster (``elastic-ray dashboard``) from the head node, on
             loopback and read-only. The allocator logs its address.
         metrics: True to export metrics to Prometheus through Ray, and to install the Grafana dashboard where Ray's own
             Grafana finds it (docs/metrics.md).
-        record: File on the head node to which the allocator appends all its events and decisions, for the simulator
+        record: File on the head node where the allocator appends all its events and decisions, for the simulator
             (docs/simulator.md). None records nothing.
-        storage: Storage path whose interrupted jobs (those running when their head node died) are resubmitted to this
+        storage: Storage path with interrupted jobs (running when their head node died) to be resubmitted to this
             cluster, as by ``elastic-ray resume --all``. None resumes nothing.
 
     Examples:
@@ -108,7 +108,7 @@ class AllocatorConfig(NamesArguments):
 
     @property
     def scaling(self) -> Autoscaling | None:
-        """Node types and objective with which the allocator sizes the cluster; None if it does not size the cluster."""
+        """Node types and objective for sizing the cluster; None if the allocator does not size the cluster."""
         return None if isinstance(self.autoscaling, str) else self.autoscaling
 
     def priority_of(self, job: str) -> int | None:

@@ -20,7 +20,7 @@ _QUIET_S = 2.5  # after so long without a heartbeat the controller is asked whet
 
 
 class Controllers:
-    """Handles of the jobs' controllers, with the instructions that are still to be sent to them.
+    """Handles of the jobs' controllers, with the instructions still to be sent to them.
 
     Args:
         on_death: Callback that receives the name of a job whose controller has died for good.
@@ -35,7 +35,7 @@ class Controllers:
         self._sending: set[tuple[str, type[Instruction]]] = set()
 
     def heard(self, job: str, controller: ActorHandle[Any]) -> None:
-        """Record a heartbeat of the job from this controller, to which later instructions are sent."""
+        """Record a heartbeat for the job from this controller, which will receive later instructions."""
         self._handles[job] = controller
         self._heard_s[job] = time.monotonic()
 
@@ -45,7 +45,7 @@ class Controllers:
         self._heard_s.pop(job, None)
 
     def post(self, instruction: Instruction) -> None:
-        """Send an instruction to its job's controller; of several that wait, only the newest of each type is sent."""
+        """Send an instruction to its job's controller; of those waiting, only the newest of each type is sent."""
         address = (instruction.job, type(instruction))
         self._outbox[address] = instruction
         if address not in self._sending:
@@ -53,14 +53,14 @@ class Controllers:
             self.spawn(self._send(address))
 
     def ask_the_quiet(self) -> None:
-        """Ping silent controllers, so that a dead one is found, and its slots freed, before ``silence_s`` is up."""
+        """Ping silent controllers, so that a dead one is detected, and its slots freed, before ``silence_s`` ends."""
         now_s = time.monotonic()
         for job, heard_s in self._heard_s.items():
             if now_s - heard_s > _QUIET_S and job in self._handles:
                 self.spawn(self._call(job, lambda controller: controller.__ray_ready__.remote()))
 
     def spawn(self, call: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background, holding a strong reference, since the event loop holds a weak one."""
+        """Run a coroutine in the background, holding a strong reference, since the event loop holds only a weak one."""
         task = asyncio.get_running_loop().create_task(call)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
@@ -73,7 +73,7 @@ class Controllers:
             self._sending.discard(address)
 
     async def _carry_out(self, instruction: Instruction) -> None:
-        """Send one instruction to its controller: a size with its reason as text, or an impossibility with figures."""
+        """Send one instruction to its controller, with the reason: an allocation, or a notice of impossibility."""
         if isinstance(instruction, Allocate):
             nodes = dict(instruction.nodes)
             await self._call(

@@ -42,8 +42,8 @@ class NodesChanged:
     """Event: the cluster's nodes have changed.
 
     Attributes:
-        obtainable: Nodes that do not exist yet but that the autoscaler could request. A job that fits onto these
-            waits instead of being rejected as impossible.
+        obtainable: Nodes that do not exist yet but that the autoscaler could request. A job that fits on these waits
+            instead of being rejected as impossible.
     """
 
     cluster: Cluster
@@ -71,7 +71,7 @@ class NodeForgiven:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsChanged:
-    """Event: an operator has changed the settings of the cluster."""
+    """Event: an operator has changed the cluster's settings."""
 
     tenants: tuple[Tenant, ...] = ()  # as ``AllocatorConfig`` has them
     priorities: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -82,7 +82,7 @@ Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | NodeForgiven | Setti
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allocate:
-    """Instruction: the job's controller must bring its workers to these nodes; idempotent."""
+    """Instruction: the job's controller must place its workers on these nodes; idempotent."""
 
     job: str
     nodes: Mapping[str, int]  # workers per node id; empty lets the job wait
@@ -92,9 +92,9 @@ class Allocate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Unsatisfiable:
-    """Instruction: the job's controller learns that no node, even if empty, could run the job's minimum.
+    """Instruction: the job's controller must be informed that no node, even if empty, could run the job's minimum.
 
-    If ``final``, nodes that the autoscaler could add were considered too, so waiting is useless.
+    If ``final``, nodes that the autoscaler could add were considered too, so there is no point in waiting.
     """
 
     job: str
@@ -107,7 +107,7 @@ Instruction: TypeAlias = Allocate | Unsatisfiable
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatReply:
-    """Reply of the allocator to a heartbeat of a job's controller."""
+    """Allocator's reply to a heartbeat from a job's controller."""
 
     # by GPU type, what others of the job's model have measured where the job has no model of its own
     priors: Mapping[str, Prior]

@@ -1,13 +1,12 @@
-"""Explanations, for people, of why a job has its workers and of the effect of one more."""
+"""Human-readable explanations of why a job has its workers, and of the effect of one more."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from placement.cluster.cluster import Cluster, Node
+from placement.cluster.cluster import Cluster, Node, satisfying
 from placement.cluster.jobs import JobView, speeds
-from placement.cluster.labels import satisfying
 from placement.cluster.packing import FreeResources
 from placement.planning.problem import Plan
 from placement.planning.spans import find_places, spans_nodes
@@ -20,7 +19,7 @@ EXTRA = "one-more-worker"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Explanation of a job's size for people; ``str()`` returns it as a short text."""
+    """Human-readable explanation of a job's size; ``str()`` returns it as short text."""
 
     job: str
     nodes: Mapping[str, int]  # workers per node id that it is to have
@@ -60,12 +59,7 @@ def explain(
     decide: Callable[[Sequence[JobView], Cluster], Plan],
     cluster: Cluster,
 ) -> Explanation:
-    """Explain a job's size, by deciding once more with a hypothetical node for one more worker of the job.
-
-    Args:
-        view: The job, with its planned workers as ``allocation``.
-        views: All jobs that take part in decisions, also with planned workers; ``decide`` returns a plan for them.
-    """
+    """Explain a job's size, by deciding once more with a hypothetical node for one more worker of the job."""
     workers = view.workers
     slots = FreeResources(cluster).slots(view).tolist()
     if spans_nodes(view, cluster):
@@ -88,7 +82,7 @@ def explain(
 
 
 def _extra(view: JobView, cluster: Cluster) -> Node:
-    """Return an imagined node for one worker, like the nodes that the job uses or could use."""
+    """Return a hypothetical node for one worker, like the nodes that the job uses or could use."""
     nodes = cluster.by_id()
     own = [nodes[node] for node in sorted(view.allocation) if node in nodes]
     like = next(iter(own or [node for node in cluster.nodes if node.matches(view.selector)]), None)

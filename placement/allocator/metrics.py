@@ -49,12 +49,7 @@ def cluster_samples(
     node_types: Sequence[NodeType] = (),
     prices: Mapping[str, float] = _NO_PRICES,
 ) -> tuple[Sample, ...]:
-    """Return the current values of all gauges.
-
-    Args:
-        scaling: Latest decision about the cluster's size; None if the allocator does not size the cluster.
-        prices: Dual price per slot (the price at which jobs request no more slots than exist), keyed by GPU type.
-    """
+    """Return the current values of all gauges."""
     found = _slot_samples(core.cluster.nodes, core.jobs.values())
     phases = collections.Counter(map(_phase, core.jobs.values()))
     found += [sample for phase in _PHASES for sample in JOBS.sample(phases[phase], phase)]
@@ -72,23 +67,18 @@ def cluster_samples(
     return tuple(found)
 
 
-def decision_samples(trigger: Trigger, cpu_s: float) -> tuple[Sample, ...]:
-    """Return the metric samples of one decision, which had this trigger and used `cpu_s` seconds of CPU time."""
-    return (*DECISIONS.sample(1, trigger.value), *DECISION_SECONDS.sample(cpu_s))
-
-
 def _phase(job: JobState) -> str:
-    """Return the phase of a job: running if it holds workers' resources, starting if it only has a target."""
+    """Return a job's phase: running if it holds resources for workers, starting if it only has a target."""
     if job.view.paused and not job.target:
         return "paused"
     return "running" if job.view.allocation else "starting" if job.target else "waiting"
 
 
 def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sample]:
-    """Return slots by GPU type and state; the states of a type sum to all its slots.
+    """Return slots by GPU type and state; a type's states add up to all its slots.
 
-    ``starting`` slots are granted to jobs that do not hold them yet, ``draining`` ones are unused on nodes that will
-    go away, ``other`` ones are held by users other than elastic jobs.
+    ``starting`` slots have been granted to jobs that do not hold them yet, ``draining`` ones are unused on nodes that
+    will go away, and ``other`` ones are held by users other than elastic jobs.
     """
     held, granted = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
     by_id = {node.node_id: node for node in nodes}
@@ -119,17 +109,12 @@ def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sampl
 
 
 def _amount(amounts: Resources, total: Resources) -> float:
-    """Return the GPUs among these amounts, or the CPUs on a node that has no GPU in all."""
+    """Return the number of GPUs in these amounts, or of CPUs if the node has no GPU at all."""
     return amounts.get("GPU" if total.get("GPU") else "CPU", 0.0)
 
 
 class AllocatorMetrics:
-    """Writer of the allocator's metrics at regular intervals.
-
-    Args:
-        write: Function that writes samples; None writes nothing.
-        node_types: Node types that the allocator may request.
-    """
+    """Writer of the allocator's metrics at regular intervals."""
 
     def __init__(self, write: WriteSamples | None, node_types: Sequence[NodeType] = ()) -> None:
         self._write, self._node_types = write, node_types
@@ -137,10 +122,10 @@ class AllocatorMetrics:
         self._guarded = Guarded("the allocator")
 
     def decided(self, trigger: Trigger | None, cpu_s: float) -> None:
-        """Write the metric samples of one decision, which had this trigger and used `cpu_s` seconds of CPU time."""
+        """Write metric samples for one decision, which had this trigger and used `cpu_s` seconds of CPU time."""
         if self._write is not None and trigger is not None:
             write, cause = self._write, trigger
-            self._guarded(lambda: write(decision_samples(cause, cpu_s)))
+            self._guarded(lambda: write((*DECISIONS.sample(1, cause.value), *DECISION_SECONDS.sample(cpu_s))))
 
     def tick(self, now_s: float, core: AllocatorCore, scaling: ScalingDecision | None) -> None:
         """Write the gauges at most once a second; ``now_s`` is monotonic [s]."""

@@ -16,7 +16,7 @@ from placement.policies import Policy, make_policy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPolicy:
-    """Policy in a form that any process of the cluster can unpack."""
+    """Policy in a form that any process in the cluster can unpack."""
 
     name: str
     identity: str  # equal for the same code with the same settings, in whichever process it was packed
@@ -29,12 +29,7 @@ class PackedPolicy:
 
 
 def pack_policy(policy: object) -> PackedPolicy:
-    """Return a policy, given in any form that ``make_policy`` accepts, pickled for the allocator's process.
-
-    Raises:
-        ValueError: The name of a policy is unknown.
-        TypeError: The object is not a policy, or cannot be pickled.
-    """
+    """Return a policy, given in any form that ``make_policy`` accepts, pickled for the allocator's process."""
     if isinstance(policy, PackedPolicy):
         return policy
     made = make_policy(policy)

@@ -2,8 +2,8 @@
 
 A recording holds one or more lives of an allocator. A life starts with a line about the core's configuration, followed
 by one line for each event and each decision, in order. The first line includes all default values, so that a replay
-uses the values of that time even if defaults have changed since. Other lines omit fields that have their default.
-Numbers keep all digits, so that a replay decides on exactly the same values.
+uses the values of that time even if defaults have changed since. Other lines omit fields that have their default value.
+Numbers keep all digits, so that decisions in a replay are based on exactly the same values.
 """
 
 from __future__ import annotations
@@ -64,11 +64,7 @@ class Life:
     steady_s: tuple[float, ...] = ()
 
     def make_policy(self) -> Policy:
-        """Return a new instance of the recorded policy, in its initial state.
-
-        Raises:
-            InputError: The package does not include the policy.
-        """
+        """Return a new instance of the recorded policy, in its initial state."""
         if self.policy not in POLICIES:  # a name in a file must not have us import whatever it names
             raise InputError(
                 f"policy of a recording must be one of {', '.join(sorted(POLICIES))}, but got {self.policy!r}; "
@@ -87,7 +83,7 @@ class Life:
 
 
 def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> str:
-    """Return the line that starts the recording of an allocator; ``policy`` must not have made a decision yet."""
+    """Return the line that starts an allocator's recording; ``policy`` must not have made a decision yet."""
     core = config or AllocatorConfig()
     known = type(policy) in {type(make()) for make in POLICIES.values()}
     said = {
@@ -113,11 +109,7 @@ def decision_line(record: DecisionRecord) -> str:
 
 
 class Recorder:
-    """Recorder of a core's events and decisions as lines.
-
-    Args:
-        write: Function that writes lines; None records nothing.
-    """
+    """Recorder of a core's events and decisions as lines."""
 
     def __init__(self, write: Callable[[Iterable[str]], None] | None) -> None:
         self._write = write
@@ -156,10 +148,7 @@ def _number(value: Any) -> Any:
 
 
 def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
-    """Return a value of this type in a form that JSON can store.
-
-    A dataclass becomes a mapping of all fields, or only of those that differ from their defaults.
-    """
+    """Return a value of this type for JSON; a dataclass with all fields or with those that differ from defaults."""
     if value is None:
         return None
     plain = functools.partial(_plain, whole=whole)
@@ -182,12 +171,7 @@ def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
 
 
 def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
-    """Read the lives of a recording.
-
-    An incomplete last line is ignored, since the allocator may have died while writing it.
-
-    Raises InputError: a line is invalid; the message has its number.
-    """
+    """Read the lives of a recording; an incomplete last line, left by an allocator that died, is ignored."""
     lives: list[tuple[dict[str, Any], list[tuple[float, float, Event]], list[DecisionRecord]]] = []
     for number, line in enumerate(lines, start=1):
         if not line.endswith("\n"):
@@ -211,10 +195,7 @@ def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
 
 
 def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decided: list[DecisionRecord]) -> Life:
-    """Return a life from its first line and its events and decisions.
-
-    Raises KeyError, TypeError or ValueError if the first line is invalid.
-    """
+    """Return a life from its first line and its events and decisions."""
     was_set = any(steady_s != now_s for now_s, steady_s, _ in events)
     if start["format"] != FORMAT:
         raise ValueError(f"format must be {FORMAT}, but got {start['format']!r}")
@@ -230,12 +211,12 @@ def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decid
 
 
 def _variable(plain: Any) -> dict[str, Any]:
-    """Return recorded settings without those that are constants of this value today."""
+    """Return recorded settings without those that are now constants with the same value."""
     return {name: value for name, value in _checked(plain, dict).items() if _CONSTANT.get(name, ...) != value}
 
 
 def _built(kind: Any, plain: Any) -> Any:
-    """Return a value of this type, the inverse of ``_plain``. Raise TypeError or ValueError if it is invalid."""
+    """Return a value of this type (inverse of ``_plain``); raise TypeError or ValueError if it is invalid."""
     if kind is Any:
         return plain
     if _is_dataclass(kind):
@@ -261,7 +242,7 @@ def _built(kind: Any, plain: Any) -> Any:
 
 
 def _object(kind: Any, plain: Any) -> Any:
-    """Build a dataclass; one whose constructor names its arguments differently gets them by position."""
+    """Build a dataclass, passing arguments by position if its constructor gives them different names."""
     given = _checked(plain, dict)
     fields = _fields(kind)
     unknown = sorted(given.keys() - {field.name for field, _ in fields})
@@ -301,7 +282,6 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _some(arguments: tuple[Any, ...]) -> Any:
-    """Return the type in ``type | None``."""
     (kind,) = (each for each in arguments if each is not types.NoneType)
     return kind
 
@@ -323,7 +303,7 @@ def replay(
         policy: The recorded policy, required if the package does not include it; None creates it from the recording.
         watch: Function that is called with the core after each event.
 
-    Raises InputError: the recording names a policy that the package does not include.
+    Raises InputError if the recording names a policy that the package does not include.
     """
     config = dataclasses.replace(life.config, log_length=_ENDLESS)  # decisions do not depend on how many are kept
     core = AllocatorCore(policy or life.make_policy(), config, settling=life.settling, knowledge=Knowledge())
@@ -339,10 +319,7 @@ _STEP_S = 0.5  # that the two clocks differ by more between two readings only if
 
 
 class SteadyClock:
-    """Pair of clocks: the time of day for display and storage, and a steady clock for measuring intervals.
-
-    Both are in seconds since the epoch, and equal until the time of day is adjusted for the first time.
-    """
+    """Pair of clocks: the time of day for display and storage, and a steady clock for measuring intervals."""
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._wall, self._monotonic = wall, monotonic
@@ -351,7 +328,7 @@ class SteadyClock:
         self._steady_s = self._last[0]
 
     def read(self) -> tuple[float, float]:
-        """Return the time of day, and the time of the steady clock, which never decreases [s]."""
+        """Return the wall-clock time, and the time of the steady clock, which never decreases [s]."""
         wall_s, monotonic_s = self._wall(), self._monotonic()
         step_s = (wall_s - self._last[0]) - (monotonic_s - self._last[1])
         if abs(step_s) > _STEP_S:

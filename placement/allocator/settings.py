@@ -1,4 +1,4 @@
-"""Settings of the cluster's operator, from a file ``cluster-policy.yaml``; they may change while jobs run."""
+"""Settings of the cluster's operator, from a ``cluster-policy.yaml`` file; they may change while jobs are running."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _AUTOSCALING = ("cluster_file", *(field.name for field in dataclasses.fields(Aut
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSettings:
-    """Settings that override those of ``AllocatorConfig``; None keeps the value of the configuration."""
+    """Settings that override ``AllocatorConfig``; None keeps the configured value."""
 
     tenants: tuple[Tenant, ...] | None = None  # weights and quotas
     # priority by name of a job, or by pattern (``prod-*``); ``AllocatorConfig.priorities``
@@ -35,11 +35,7 @@ class OperatorSettings:
 
     @classmethod
     def from_file(cls, path: str | Path) -> OperatorSettings:
-        """Read an operator's settings from a file.
-
-        Raises InputError: the file cannot be read, or has invalid content; the message names the location and a correct
-        value.
-        """
+        """Read an operator's settings from a file."""
         with reading(str(path), yaml.YAMLError):
             plain = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         return cls.from_plain({} if plain is None else plain, where=str(path), folder=Path(path).parent)
@@ -51,8 +47,6 @@ class OperatorSettings:
         Args:
             where: Name of the source in error messages.
             folder: Folder that ``cluster_file`` is relative to; None if no file may be read.
-
-        Raises InputError: the content is invalid.
         """
         said = _mapping(plain, where, _SECTIONS)
         page, tenants, priorities = said.get("page"), said.get("tenants"), said.get("priorities")
@@ -69,7 +63,7 @@ class OperatorSettings:
         )
 
     def over(self, config: AllocatorConfig) -> AllocatorConfig:
-        """Return the configuration with the values that these settings specify; a setting of None changes nothing."""
+        """Return the configuration with these settings applied; a setting of None changes nothing."""
         names = {"tenants": "tenants", "priorities": "priorities", "autoscaling": "autoscaling", "page": "dashboard"}
         said = {ours: getattr(self, name) for name, ours in names.items() if getattr(self, name) is not None}
         if said.get("autoscaling") == "off":
@@ -105,7 +99,7 @@ def check_quotas(tenants: Collection[Tenant], known: Collection[str]) -> None:
     """Raise InputError if a quota names a resource that no node has.
 
     Args:
-        known: Names of the resources of all nodes, including nodes that could be requested.
+        known: Resource names from all nodes, including nodes that could be requested.
     """
     for tenant in tenants:
         for resource in tenant.quota:
@@ -128,7 +122,7 @@ def _mapping(value: object, where: str, known: Collection[str] | None = None) ->
 
 
 def _made(where: str, make: Callable[..., _Made], *arguments: Any, **fields: Any) -> _Made:
-    """Return the result of ``make``; its TypeError or ValueError becomes an InputError that names the place."""
+    """Return the result of ``make``; its TypeError or ValueError becomes an InputError that names the location."""
     try:
         return make(*arguments, **fields)
     except (TypeError, ValueError) as error:
@@ -136,7 +130,7 @@ def _made(where: str, make: Callable[..., _Made], *arguments: Any, **fields: Any
 
 
 def _tenants(plain: object, where: str) -> tuple[Tenant, ...]:
-    """Return tenants with weight and quota from a mapping by name; an empty entry means the defaults."""
+    """Return tenants with weights and quotas from a mapping by name; an empty entry means the defaults."""
     found = []
     for name, said in _mapping(plain, where).items():
         body = _mapping({} if said is None else said, f"{where}: {name}", _TENANT)
@@ -174,19 +168,15 @@ def _autoscaling(plain: object, where: str, folder: Path | None) -> Autoscaling 
         types = file.types
     else:
         known = [field.name for field in dataclasses.fields(NodeType)]
-        bodies = [_mapping(each, f"{where}: node_types", known) for each in _list(listed, f"{where}: node_types")]
+        if not isinstance(listed, list):
+            raise InputError(f"{where}: node_types must be a list, but got {listed!r:.80}")
+        bodies = [_mapping(each, f"{where}: node_types", known) for each in listed]
         types = tuple(_made(where, NodeType, **each) for each in bodies)
     if "times" in body:
         known = [field.name for field in dataclasses.fields(AutoscalerConfig)]
         times = _mapping(body["times"], f"{where}: times", known)
         body["times"] = _made(where, AutoscalerConfig, **times)
     return _made(where, Autoscaling, node_types=types, **body)
-
-
-def _list(value: object, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{where} must be a list, but got {value!r:.80}")
-    return value
 
 
 def _scaling_as_plain(scaling: Autoscaling) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Significance of a job's heartbeat: decides which changes call for a new decision (pure)."""
+"""Significance of a job's heartbeat: which changes call for a new decision (pure)."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class KnownJob:
 
     @classmethod
     def arrived(cls, view: JobView, now_s: float) -> KnownJob:
-        """Return the record of a new job, whose planned workers are those that it already holds."""
+        """Return the record of a new job, with the workers it already holds as its planned workers."""
         reason = Reason(Cause.CAME if view.allocation else Cause.ARRIVED)
         return cls(view=view, decided_on=view, target=dict(view.allocation), reason=reason, heard_s=now_s)
 
@@ -104,11 +104,11 @@ class KnownJob:
         self.view, self.heard_s = view, now_s
 
     def excuse(self, now_s: float) -> None:
-        """Count the job as heard from at ``now_s`` [s, monotonic], although no heartbeat arrived."""
+        """Treat the job as heard from at ``now_s`` [s, monotonic], although no heartbeat arrived."""
         self.heard_s = now_s
 
     def decided(self, *, forced: bool) -> None:
-        """Record that a decision used the job's current view; ``forced`` if not only measured speeds caused it."""
+        """Record that a decision used the job's current view; ``forced`` if measured speeds are not its only cause."""
         self.decided_on = self.view
         self.sways = 0 if forced else self.sways
 
@@ -135,7 +135,7 @@ class KnownJob:
         return again
 
     def must_report_impossible(self, now_s: float, after_s: float) -> bool:
-        """True if no node could have held the job for ``after_s`` [s]; only once per such time, to notify the user."""
+        """True, but only once, if no node could have held the job for ``after_s`` [s]: the user is then notified."""
         since_s = self.impossible_since_s
         if since_s is None or self.told_impossible or now_s - since_s < after_s:
             return False

@@ -1,6 +1,6 @@
-"""Snapshot of the allocator: its jobs, its decision log, and predicted start times of waiting jobs.
+"""Snapshot of the allocator: its jobs, its decision log, and predicted start times for waiting jobs.
 
-All are plain values. Start times are predicted from the ends of running jobs, which release their slots.
+All are plain values. Start times are predicted from the times when running jobs end and release their slots.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from placement.text import printable
 
 
 class Trigger(str, enum.Enum):
-    """Trigger of a decision; if there were several, the first one is recorded."""
+    """Trigger of a decision; if there were several, only the first is recorded."""
 
     ARRIVAL = "arrival"
     """A job has come."""
@@ -93,7 +93,7 @@ class CoreSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorLook:
-    """State of the allocator as polled by the web page, with only the new records of the decision log."""
+    """State of the allocator as polled by the web page, with only the new records from the decision log."""
 
     core: CoreSnapshot  # its ``log`` holds the records that are new, oldest first
     recorded: int  # decision records so far, those that are kept no more included: the number of the last one
@@ -109,7 +109,7 @@ EVERY_S = 5.0
 
 
 class StartTimes:
-    """Cache of the estimated start times of waiting jobs."""
+    """Cache of estimated start times for waiting jobs."""
 
     def __init__(self, look: Callable[[], CoreSnapshot]) -> None:
         self._poll = look
@@ -117,11 +117,7 @@ class StartTimes:
         self._looked_s: float | None = None
 
     def of(self, job: str, now_s: float) -> float | None:
-        """Return the estimated time until a waiting job gets its smallest size [s]; None if it cannot be estimated.
-
-        Args:
-            now_s: Current time [s since the epoch]. A time before the last estimate causes a new estimate.
-        """
+        """Return the estimated time until a waiting job gets its smallest size [s]; None if it cannot be estimated."""
         if self._looked_s is None or not 0.0 <= now_s - self._looked_s < EVERY_S:
             self._starts, self._looked_s = self._estimate(), now_s
         start_s = self._starts.get(job)
@@ -139,14 +135,10 @@ def start_times(
 ) -> dict[str, float]:
     """Return the time until each waiting job's smallest size fits [s], keyed by job, omitting unpredictable jobs.
 
-    The estimate is rough. It assumes that every running job keeps its current size and goodput until its end, that a
+    The estimate is rough. It assumes that every running job keeps its current size and goodput until it ends, that a
     job without a declared length or a fitted model never ends, that nodes and the set of jobs do not change, and that
     jobs started in the meantime do not end. Waiting jobs are served by priority, then by arrival; among jobs with the
     same kind of worker, each waits for the jobs before it.
-
-    Args:
-        running: Running jobs, with their workers keyed by node id.
-        cluster: The nodes, with all resources that elastic jobs may use.
     """
     room = FreeResources(cluster)
     for view, target in running:

@@ -39,9 +39,9 @@ class AutoscalerConfig(NamesArguments):
     """Timing of the autoscaler [s].
 
     Attributes:
-        linger_s: Time for which a node is kept after the last job stopped needing it, in case a job needs it again.
-        launch_timeout_s: Time beyond a node type's start-up time after which a launch counts as failed and another
-            type (for example on-demand instead of spot) is requested.
+        linger_s: Time that a node is kept after the last job stops needing it, in case a job needs it again.
+        launch_timeout_s: Time allowed beyond a node type's start-up time before a launch counts as failed and another
+            type (for example, on-demand instead of spot) is requested.
         retry_s: Time after which a failed type is requested again. It doubles with each failure, up to 8 x.
 
     Examples:
@@ -61,7 +61,7 @@ class AutoscalerConfig(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingDecision:
-    """Decision on which nodes the cluster should have: nodes to add, keep and release, with reasons."""
+    """Decision about the cluster's nodes: those to add, keep and release, with reasons."""
 
     nodes: Mapping[str, int]  # by type, how many there should be; those that are there and stay included
     add: Mapping[str, int]  # by type, how many of these are not there yet; 0 is left out
@@ -76,11 +76,11 @@ class ScalingDecision:
     usd_per_h: float  # price of these nodes [USD/h]
 
     def note(self, job: str) -> str:
-        """Return the messages for a job's user (such as an unreachable deadline) as one text; empty without any."""
+        """Return the messages for a job's user (such as an unreachable deadline) as one text, which may be empty."""
         return "; ".join(map(str, self.notes.get(job, ())))
 
     def explained(self, job: str) -> str:
-        """Return a detailed explanation of the size wanted for a job, with the messages for its user; empty if none."""
+        """Return a detailed explanation of a job's wanted size, with any messages for its user; it may be empty."""
         want = self.wants.get(job)
         said = (*((want.reason,) if want is not None else ()), *self.notes.get(job, ()))
         return "; ".join(each.explained for each in said)
@@ -97,11 +97,6 @@ class Autoscaler:
 
     Args:
         policy: The allocator's policy. Nodes that the policy would not use are not requested.
-        most_nodes: Maximum number of nodes of all types together; None for no limit.
-
-    Raises:
-        InputError: There is no node type, or two have the same name.
-        ValueError: The objective is unknown.
     """
 
     def __init__(
@@ -128,47 +123,33 @@ class Autoscaler:
         self._targets: collections.deque[tuple[float, Mapping[str, int]]] = collections.deque()
         self._bills: dict[str, Bill] = {}
         self._forgotten: set[str] = set()
-        self._account = Account()
+        self.account = Account()  # recent cost of all nodes and mean number of jobs, for the objective "budget"
         self._counted_s: float | None = None
 
     @property
     def spent_usd(self) -> Mapping[str, float]:
-        """Cost of each job so far [USD]: its share of the cost of the nodes on which it had workers."""
+        """Cost of each job so far [USD]: its share of the cost of the nodes its workers ran on."""
         return {job: bill.usd for job, bill in tuple(self._bills.items())}
-
-    @property
-    def account(self) -> Account:
-        """Recent cost of all nodes and mean number of jobs, for the objective "budget"."""
-        return self._account
 
     def resume(self, account: Account) -> None:
         """Continue from the recent costs that an earlier autoscaler kept in its ``account``."""
-        self._account = account
+        self.account = account
 
     def bill(self, job: str) -> Bill | None:
-        """Return the costs charged to a job so far; None if the job is unknown. Fast enough for every heartbeat."""
+        """Return the costs charged to a job so far; None if the job is unknown. Fast enough for each heartbeat."""
         return self._bills.get(job)
 
     def discard(self, job: str) -> float:
-        """Remove a job that has ended and return its cost [USD]; safe while ``decide`` runs in another thread."""
+        """Remove a job that has ended and return its cost [USD]; safe while ``decide`` is running in another thread."""
         self._forgotten.add(job)
         return self._bills.pop(job, Bill()).usd
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """Record that the provider cannot supply nodes of type ``name`` now, so that other types are requested.
-
-        ``why`` is the provider's message; ``now_s`` is the current time [s].
-        """
+        """Record that the provider cannot supply nodes of type ``name`` now, so that other types are requested."""
         self._launches.refuse(name, why, now_s)
 
     def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:
-        """Decide which nodes the cluster should have.
-
-        Args:
-            views: Every running and waiting job, with its target allocation (``AllocatorCore.views``).
-            cluster: The existing nodes; nodes that will go away soon are marked as draining.
-            now_s: Current time [s since the epoch], never decreasing.
-        """
+        """Decide which nodes the cluster should have."""
         there = self._there(cluster)
         present = {name: len(nodes) for name, nodes in there.items()}
         self._lifetimes.watch(cluster, self._released, now_s)
@@ -201,7 +182,7 @@ class Autoscaler:
         return there
 
     def _order(self, there: Mapping[str, Sequence[Node]], views: Sequence[JobView]) -> dict[str, list[Node]]:
-        """Return nodes by type, best to keep first: those not released before, then those with most workers."""
+        """Return nodes by type, best to keep first: those not released before, then those with the most workers."""
         load: collections.defaultdict[str, float] = collections.defaultdict(float)
         for view in views:
             for node_id, workers in by_node(view.allocation).items():
@@ -223,7 +204,7 @@ class Autoscaler:
         )
 
     def _foreseen(self, views: Sequence[JobView], cluster: Cluster) -> list[JobView]:
-        """Return the jobs with the batches that they will have when new nodes have started."""
+        """Return the jobs with the batches that they will have once new nodes have started."""
         gpus = {node.node_id: node.gpu_type for node in cluster.nodes}
         start_s = max(each.startup_s for each in self._types)
         return [
@@ -244,7 +225,7 @@ class Autoscaler:
             offers={view.job: offers(view, types, lasts_h, self._cache) for view in jobs},
             spent_usd=self.spent_usd,
             gpus={view.job: next((gpus[node] for node in view.allocation if node in gpus), None) for view in jobs},
-            account=self._account,
+            account=self.account,
         )
 
     def _keep_account(self, jobs: int, cluster: Cluster, now_s: float) -> None:
@@ -252,20 +233,20 @@ class Autoscaler:
         hours = 0.0 if self._counted_s is None else min(max(now_s - self._counted_s, 0.0) / 3600.0, _MOST_HOURS)
         prices = {each.name: each.usd_per_h for each in self._types}
         usd_per_h = sum(prices.get(type_of(node, self._types) or "", 0.0) for node in cluster.nodes)
-        self._account = self._account.after(hours, usd_per_h, jobs, _ACCOUNT_H)
+        self.account = self.account.after(hours, usd_per_h, jobs, _ACCOUNT_H)
         self._counted_s = now_s
 
     def _count_costs(self, views: Sequence[JobView], cluster: Cluster) -> None:
         """Charge each job for its workers' share of their nodes since the last call, at current prices.
 
-        A job without workers now pays for those it had at the last call. A job seen for the first time brings its bill
-        from the previous allocator.
+        A job that no longer has workers pays for those it had at the last call. A job seen for the first time brings
+        its bill from the previous allocator.
 
-        The job reports the elapsed time from a monotonic clock. With this process's clock, setting a machine's clock
-        ten hours ahead would charge each job ten hours.
+        The job reports the elapsed time from a monotonic clock. If this process's clock were used, setting a machine's
+        clock ten hours ahead would charge each job for ten hours.
 
-        The views may be older than a job's end, which would bring the job back for good. A job that was forgotten
-        since the last call is therefore skipped; a new job of the same name pays for that time in the next call.
+        The views may predate a job's end, and charging the job would bring it back for good. A job that was discarded
+        since the last call is therefore skipped; a new job with the same name pays for that time in the next call.
         """
         forgotten = frozenset(self._forgotten)
         for job in forgotten:
@@ -313,7 +294,7 @@ class Autoscaler:
                 left[each.name] -= 1
 
     def _kept(self, target: Mapping[str, int], present: Mapping[str, int], now_s: float) -> dict[str, int]:
-        """Return how many existing nodes of each type to keep: the most wanted within the last ``linger_s``."""
+        """Return how many existing nodes of each type to keep: the most that were wanted in the last ``linger_s``."""
         if not self._targets:  # made anew beside jobs that it has yet to hear of: nothing goes at once
             self._targets.append((now_s, present))
         self._targets.append((now_s, target))
@@ -330,10 +311,10 @@ class Autoscaler:
         cluster: Cluster,
         now_s: float,
     ) -> tuple[str, ...]:
-        """Return the nodes to release beyond those that are kept.
+        """Return the nodes to release, out of those that exceed ``keep``.
 
-        While requested nodes are still missing, only empty nodes are released, because the missing ones may be meant
-        to take over the workers. No node is released if some running job would have to stop.
+        While requested nodes are still missing, only empty nodes are released, because the missing nodes may be needed
+        to take over workers. No node is released if some running job would have to stop.
         """
         busy = {node for view in views for node in by_node(view.allocation)}
         waits = any(target[name] > len(nodes) for name, nodes in order.items())
@@ -360,7 +341,7 @@ class Autoscaler:
         there: Mapping[str, Sequence[Node]],
         now_s: float,
     ) -> ScalingDecision:
-        """Return the decision, with reasons by node type and notes by job, and start to wait for its nodes."""
+        """Return the decision, with reasons by node type and notes by job, and start waiting for its nodes."""
         gone = set(release)
         stay = {name: sum(1 for node in nodes if node.node_id not in gone) for name, nodes in there.items()}
         nodes = {name: max(target[name], n) for name, n in stay.items()}
@@ -390,7 +371,7 @@ class Autoscaler:
 
 
 def _why(users: Sequence[str], wants: Mapping[str, WantedSize]) -> Reason:
-    """Return the reason of the job that wants most workers of this type."""
+    """Return why nodes of this type are needed, naming the job that wants the most workers on them."""
     if not users:
         return Reason(Cause.UNUSED)
     first = max(users, key=lambda job: wants[job].workers)
@@ -404,7 +385,7 @@ class Autoscaling(NamesArguments):
 
     Attributes:
         node_types: Node types that may be requested; :meth:`from_file` reads them from a cluster file.
-        max_nodes: Maximum number of nodes of all types together; None for no limit.
+        max_nodes: Maximum total number of nodes, across all types; None for no limit.
         objective: An objective object, or a name: "budget", "cost_per_progress", "utility_band", "utility_cost",
             "throughput_efficiency".
         budget_usd_per_h: Limit on the total cost of all nodes, averaged over a day [USD/h]; only for the objective
@@ -495,7 +476,7 @@ class Launches:
     keeps its existing nodes and gets no more. The failure count is reset only when a new node arrives.
 
     Args:
-        timeout_s: Time beyond the start-up time after which a launch counts as failed [s].
+        timeout_s: Time allowed beyond the start-up time before a launch counts as failed [s].
         retry_s: Time until a closed type is requested again [s]. It doubles with each failure, up to 8 x.
     """
 
@@ -563,11 +544,11 @@ class Lifetimes:
         self._leaving: frozenset[str] = frozenset()
 
     def watch(self, cluster: Cluster, given_up: Collection[str], now_s: float) -> None:
-        """Update the hours for which nodes were observed, and count nodes that the cloud has reclaimed.
+        """Update the observed node hours, and count nodes that the cloud has reclaimed.
 
         Args:
             given_up: Ids of nodes that the last decision released, except draining ones. The loss of a released node
-                does not count, even if the node has been draining in between.
+                does not count, even if the node was draining in the meantime.
         """
         ours = self._leaving.union(given_up)
         here = {n.node_id: kind for n in cluster.nodes if (kind := type_of(n, tuple(self._types.values()))) is not None}

@@ -1,8 +1,8 @@
-"""Node types of a cluster file (Ray's ``cluster.yaml`` or a KubeRay ``RayCluster``), validated when it is read.
+"""Node types from a cluster file (Ray's ``cluster.yaml`` or a KubeRay ``RayCluster``), validated when it is read.
 
-``python -m placement.autoscaling.cluster_file cluster.yaml`` checks a file and prints its node types. It checks what
-``ray up``, which validates only Ray's own schema, does not: that the file has a worker type, a price for it, and the
-labels by which jobs and the allocator choose nodes.
+``python -m placement.autoscaling.cluster_file cluster.yaml`` checks a file and prints its node types. Unlike
+``ray up``, which validates only Ray's own schema, it checks that the file has a worker type, a price for it, and the
+labels that jobs and the allocator use to choose nodes.
 """
 
 from __future__ import annotations
@@ -61,11 +61,7 @@ class _Raw:
 
 
 def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> ClusterFile:
-    """Read the worker types of a cluster file, with their prices.
-
-    Args:
-        path: YAML file for ``ray up``, or manifest of a ``RayCluster``.
-        prices: Prices keyed by instance type; None uses built-in approximate prices.
+    """Read the worker types from a cluster file, with their prices.
 
     Raises InputError: the file cannot be read, has no worker type, an instance type without a price, a label that
     contradicts its market, a head that accepts work, or a field that is empty or of the wrong type. The message names
@@ -99,10 +95,7 @@ def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> Clu
 
 
 def _node_type(raw: _Raw, prices: PriceTable, path: str) -> NodeType:
-    """Return the node type with the price for its market.
-
-    Raises InputError unless labels and GPUs agree with market and instance type.
-    """
+    """Return the node type with the price for its market."""
     where = f"cluster file {path}, node type {raw.name!r}"
     try:
         price = prices.instance(raw.instance)
@@ -133,7 +126,7 @@ def _node_type(raw: _Raw, prices: PriceTable, path: str) -> NodeType:
 
 
 def _of_ray_up(found: Mapping[str, Any], path: str) -> list[_Raw]:
-    """Return the worker types of a ``ray up`` file, including the head's only if its ``max_workers`` is above 0."""
+    """Return the worker types of a ``ray up`` file, including the head's type if its ``max_workers`` is above 0."""
     types = found.get("available_node_types")
     if not isinstance(types, dict) or not types:
         raise InputError(f"cluster file {path} must have node types under available_node_types, but has none")

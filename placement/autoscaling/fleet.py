@@ -1,4 +1,4 @@
-"""Choice of nodes for given job sizes: the cheapest nodes on which every job can have its workers."""
+"""Choice of nodes for given job sizes: the cheapest nodes that can hold every job's workers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Builder:
                 self._add(name)
 
     def place(self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, on_demand: bool) -> int:
-        """Place workers of a job, on nodes chosen before if possible; return how many find no room."""
+        """Place a job's workers, on already chosen nodes if possible; return how many do not fit."""
         for each in self._open:
             if workers and each.node.gpu_type == gpu and each.node.matches(view.selector):
                 if on_demand and each.node.spot:
@@ -81,10 +81,7 @@ class _Builder:
     def _cheapest(
         self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, on_demand: bool
     ) -> str | None:
-        """Return the cheapest node type for this number of workers.
-
-        A type that already has nodes is preferred if it is hardly more expensive.
-        """
+        """Return the cheapest node type for these workers, or one that has nodes and is hardly more expensive."""
         best: tuple[float, int, str] | None = None
         if self._most is not None and sum(self.counts.values()) >= self._most:
             return None
@@ -115,14 +112,6 @@ def build(
     Jobs are served by priority, running jobs before waiting ones, and then by arrival. A job first uses the room that
     earlier jobs leave on chosen nodes. A job whose ``spot`` is ``mixed`` has its minimum on on-demand nodes. If several
     types fit, the cheapest is used, where the cost includes expected losses by preemption.
-
-    Args:
-        wants: Wanted size of each job, keyed by job.
-        types: Available node types, with their current limits.
-        static: Nodes that exist regardless of requests.
-        present: Number of existing nodes, keyed by type.
-        lasts_h: Mean time until a node is reclaimed [h], keyed by type.
-        most: Maximum number of nodes of all types together; None for no limit.
     """
     builder = _Builder(types, static, present, most)
     short: dict[str, int] = {}

@@ -1,13 +1,13 @@
-"""Nodes of a cluster, and allocations: the number of workers of each job on each node."""
+"""Nodes of a cluster, and allocations: each job's number of workers on each node."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Collection, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from placement.cluster.labels import matches
 from placement.errors import check_once
 
 Resources: TypeAlias = Mapping[str, float]
@@ -37,7 +37,7 @@ TOLERANCE = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """Node of the cluster, with its resources and labels.
+    """Node in the cluster, with its resources and labels.
 
     Attributes:
         node_id: Ray's hex node id.
@@ -88,7 +88,7 @@ class Node:
         return slots(self.free, bundle)
 
     def matches(self, label_selector: Mapping[str, str]) -> bool:
-        """True if this node satisfies every condition of the selector (``placement.cluster.labels``)."""
+        """True if this node satisfies every condition of the selector (``placement.cluster.cluster``)."""
         return matches(self.labels, label_selector)
 
 
@@ -162,9 +162,9 @@ def is_split(place: str) -> bool:
 
 
 def by_node(places: Mapping[str, float]) -> dict[str, float]:
-    """Return the number of workers on each node, keyed by node id; a worker on several nodes counts on each in part.
+    """Return the number of workers on each node, keyed by node id; a worker on several nodes counts partially on each.
 
-    ``places`` are workers keyed by place: a node id, or text such as ``n1*4+n2*2`` (six processes on two nodes).
+    ``places`` are workers keyed by place: a node id, or a string such as ``n1*4+n2*2`` (six processes on two nodes).
     """
     found: dict[str, float] = {}
     for place, workers in places.items():
@@ -175,22 +175,19 @@ def by_node(places: Mapping[str, float]) -> dict[str, float]:
 
 
 def slots(amounts: Resources, bundle: Resources) -> int:
-    """Return the number of bundles that fit into the amounts; 10**9 for an empty bundle, which always fits."""
+    """Return how many bundles fit into the amounts; 10**9 for an empty bundle, which always fits."""
     fits = [int(amounts.get(name, 0.0) / need + TOLERANCE) for name, need in bundle.items() if need > 0]
     return min(fits, default=10**9)
 
 
 def add_amounts(totals: dict[str, float], bundle: Resources, workers: float) -> None:
-    """Add the resources of this many workers, each with one ``bundle``, to the totals; a negative number subtracts."""
+    """Add the resources of this many workers, one ``bundle`` each, to the totals; a negative number subtracts."""
     for name, need in bundle.items():
         totals[name] = totals.get(name, 0.0) + workers * need
 
 
 def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Cluster) -> None:
-    """Raise AllocationError if the cluster cannot hold an allocation; the message names rule and job or node.
-
-    Workers may use only nodes' ``free`` resources. ``bundles`` are the resources of one worker, keyed by job.
-    """
+    """Raise AllocationError if the cluster cannot hold an allocation; the message names rule and job or node."""
     nodes = cluster.by_id()
     used: dict[str, dict[str, float]] = {}
     for job, placed in sorted(allocation.items()):
@@ -214,7 +211,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
 
 
 def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
-    """Return the resources that these workers use, keyed by node id; ``bundles`` is one worker's, keyed by job."""
+    """Return the resources that these workers use, keyed by node id; ``bundles`` gives one worker's, by job."""
     used: dict[str, dict[str, float]] = {}
     for job, placed in allocation.items():
         for node_id, workers in by_node(placed).items():
@@ -223,9 +220,9 @@ def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> d
 
 
 def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Resources]) -> Cluster:
-    """Return the cluster minus the resources that the workers of an allocation use.
+    """Return the cluster minus the resources used by an allocation's workers.
 
-    ``bundles`` holds the resources of one worker, keyed by job.
+    ``bundles`` gives the resources of one worker, keyed by job.
     """
     used = used_on_nodes(allocation, bundles)
     return Cluster(
@@ -243,7 +240,7 @@ def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Reso
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Change of one job's workers from one allocation to the next; both are workers keyed by node id."""
+    """Change in one job's workers from one allocation to the next; both are workers keyed by node id."""
 
     job: str
     before: Mapping[str, int]
@@ -251,10 +248,56 @@ class Change:
 
 
 def diff(before: Allocation, after: Allocation) -> tuple[Change, ...]:
-    """Return a change for each job whose workers differ between two allocations: shrinking jobs first, then by name."""
+    """Return a change for each job whose workers differ between two allocations, shrinking jobs first, then by name."""
     changes = [
         Change(job=job, before=dict(before.get(job, {})), after=dict(after.get(job, {})))
         for job in sorted({*before, *after})
         if dict(before.get(job, {})) != dict(after.get(job, {}))
     ]
     return tuple(sorted(changes, key=lambda change: sum(change.after.values()) >= sum(change.before.values())))
+
+
+_VALUE = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"  # as ray._private.label_utils has it
+_CONDITION = re.compile(rf"(!?)(?:in\(({_VALUE}(?:, ?{_VALUE})*)\)|({_VALUE})|)")
+
+
+def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """True if a node with these labels satisfies a valid selector; ``!T4`` needs no label, as in Ray."""
+    for label, condition in selector.items():
+        negated, values = _parsed(condition)
+        if (labels.get(label) in values) == negated:
+            return False
+    return True
+
+
+def check_selector(selector: Mapping[Any, Any], what: str) -> None:
+    """Raise an error for a selector that Ray would not accept.
+
+    Args:
+        what: Name of the selector in the error message, such as ``ScalingConfig(label_selector)``.
+    """
+    for label, condition in selector.items():
+        if not isinstance(label, str) or not isinstance(condition, str):
+            raise TypeError(f"{what} must map text to text, but got {dict(selector)!r}")
+        if not label:
+            raise ValueError(f"{what} must name labels, but got '' for {condition!r}")
+        if condition == "!" or _CONDITION.fullmatch(condition) is None:
+            raise ValueError(
+                f"{what} must hold 'value', '!value', 'in(a,b)' or '!in(a,b)', each value of at most 63 letters, "
+                f"digits and _.- that begins and ends with a letter or digit, but got {condition!r} for {label!r}"
+            )
+
+
+def satisfying(selector: Mapping[str, str]) -> dict[str, str]:
+    """Return labels for an example node that satisfies the selector."""
+    parsed = {label: _parsed(condition) for label, condition in selector.items()}
+    return {label: min(values) for label, (negated, values) in parsed.items() if not negated}
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(condition: str) -> tuple[bool, frozenset[str]]:
+    """Return whether the condition is negated, and its values."""
+    found = _CONDITION.fullmatch(condition)
+    assert found is not None, f"{condition!r} was not checked"
+    bang, several, single = found.groups()
+    return bool(bang), frozenset(re.split(", ?", several)) if several else frozenset({single or ""})

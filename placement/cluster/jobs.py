@@ -1,21 +1,20 @@
-"""Views of jobs for allocation policies, and the speed of each job by number of workers."""
+"""Views of jobs for allocation policies, and each job's speed by number of workers."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.checks import check_number
-from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources
-from placement.cluster.labels import check_selector
+from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources, check_selector
 from placement.cluster.node_record import NodeFailure
-from placement.cluster.progress import Progress
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.cluster.utility import Utility
 
@@ -23,6 +22,40 @@ if TYPE_CHECKING:
     from placement.goodput.fitting import Observation
     from placement.goodput.forecast import BatchForecast
     from placement.goodput.model import GoodputModel
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Progress of a job in scale-invariant iterations, each the progress of one step at the initial batch M0."""
+
+    done: float  # iterations so far, measured
+    epoch_ends: tuple[float, ...] = ()  # ``done`` at the end of each finished epoch
+    epochs: float | None = None  # how many epochs the user declared; None if training has no declared end
+    first_epochs: float | None = None  # how many it declared first, in the unit of ``epochs``, as far as that is known
+    # how many epochs each of ``epoch_ends``, and each of ``epochs``, stands for; 1 before any has ended
+    stride: int = 1
+    # iterations that an epoch took other jobs of the same model, until the first one here has ended
+    usual_epoch: float | None = None
+    usual_ends: tuple[float, ...] = ()  # iterations after which earlier jobs of the same model ended
+    # parts of the length first declared after which those ended that have the same declarer, above 1 where they went on
+    # beyond it
+    usual_parts: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_number("done", self.done, least=0, unit="iterations")
+        if any(b < a for a, b in itertools.pairwise((0.0, *self.epoch_ends))):
+            raise ValueError(f"epoch_ends must never fall, but got {self.epoch_ends}")
+        if self.epochs is not None:
+            check_number("epochs", self.epochs, above=0)
+        if self.first_epochs is not None:
+            check_number("first_epochs", self.first_epochs, above=0)
+        check_number("stride", self.stride, least=1, unit="epoch")
+        if self.usual_epoch is not None:
+            check_number("usual_epoch", self.usual_epoch, above=0, unit="iterations")
+        for field in ("usual_ends", "usual_parts"):
+            for each in getattr(self, field):
+                check_number(field, each, above=0, finite=True)
+
 
 SpotUse = Literal["avoid", "prefer", "mixed"]
 """How a job uses spot nodes: not at all; wherever they are to be had; all but ``min_workers`` of its workers."""
@@ -47,7 +80,7 @@ class Bill:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FoundStrategy:
-    """Fastest strategy found for synchronising a model's gradients on one form of group, with its step time."""
+    """Fastest strategy found for synchronising a model's gradients for one form of group, with its step time."""
 
     name: str
     step_s: float  # [s]
@@ -73,12 +106,12 @@ _LEAST_IF_SAID = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """View of one job, as its controller reports it with every heartbeat.
+    """View of one job, as reported by its controller in every heartbeat.
 
     Attributes:
         job: Name of the job, unique in the cluster.
         bundle: Resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``.
-        min_workers: Minimum number of workers with which the job can run.
+        min_workers: Minimum number of workers that the job can run with.
         max_workers: Maximum number of workers that the job accepts.
         submitted_s: Time of submission [s since the epoch]; earlier jobs are admitted first.
         held_at: Exact number of workers set by the user; None leaves the number to the policy.
@@ -101,7 +134,7 @@ class JobView:
         resize_cost_s: Training time lost by one resize [s], measured or estimated.
         stop_cost_s: Training time lost by stopping the job and restarting it later [s]. None if a stop would lose
             work; the job is then stopped only by limits, lack of room or the user.
-        label_selector: Conditions on the labels of a worker's node (``placement.cluster.labels``); for instance,
+        label_selector: Conditions on the labels of a worker's node (``placement.cluster.cluster``); for instance,
             ``{"ray.io/accelerator-type": "in(T4,A100)"}`` selects GPU types.
         growth_limit: Largest number of workers that exploration currently allows, for policies that use only the
             job's own measurements; None for no limit.
@@ -114,26 +147,26 @@ class JobView:
         observations: Measured step times, keyed by GPU type, oldest first.
         atomic_bsz_ranges: ``atomic_bsz_range`` keyed by GPU type, if it differs between types.
         priority: Priority; jobs with a higher priority get their minimum, and later their growth, first.
-        tenant: Tenant that owns the job; tenants share the cluster by their weights.
+        tenant: Tenant that owns the job; tenants share the cluster according to their weights.
         user: User who submitted the job.
         preemptible: True if the running job may be stopped in favour of a job of higher precedence.
-        deadline_s: Time by which the job should end [s since the epoch]; None for no deadline.
-        whole_nodes: True if the job prefers whole nodes that it shares with no other job.
+        deadline_s: Deadline for the job to end [s since the epoch]; None for no deadline.
+        whole_nodes: True if the job prefers whole nodes, shared with no other job.
         weight: Weight of the job's speed relative to other jobs in the same call to a policy.
         tenant_weight: Weight of the job's tenant, used if the cluster's configuration does not list the tenant; None
             if not declared.
         spot: How the job uses spot nodes; ignored on a cluster that has none.
         budget_usd: Limit on the job's cost [USD]; None for no limit.
         utility: Value of the job's completion as a function of the time since ``submitted_s``; None if not declared.
-        slow_nodes: Slowdown factor of the job's steps, keyed by node id, for slow nodes that the job uses or has just
-            left.
+        slow_nodes: Slowdown factor of the job's steps, keyed by node id, for slow nodes that the job is using or has
+            just left.
         node_failures: Failures of the job's workers, with their nodes (``placement.cluster.node_record``).
         mixed_gpu_types: True if the job's workers may run on several GPU types, with work divided by speed. Policies
             that keep a job on one type, or ignore types, ignore this field.
         sizes: Numbers of workers that the job can train with, if some between the minimum and the maximum are invalid
             (``placement.planning.constraints``).
-        unit: Number of processes that form one worker, to which ``bundle`` applies. They run on one node if any node
-            is large enough (``placement.planning.spans``). Reasons call such a worker a unit.
+        unit: Number of processes that form one worker; ``bundle`` applies to the whole worker. The processes run on one
+            node if any node is large enough (``placement.planning.spans``). Reasons call such a worker a unit.
         strategies: Fastest synchronisation strategies found for the job's model, keyed by form of the group.
 
     Examples:
@@ -244,6 +277,12 @@ class JobView:
                 f"atomic_bsz_range {where} must be (least, most) with 1 <= least <= most, but got {bounds}"
             )
 
+    def at_most(self, workers: int) -> JobView:
+        """Return a copy of the view in which the job needs, uses, is held at and wishes for at most ``workers``."""
+        names = ("min_workers", "max_workers", "held_at", "wished")
+        limits: dict[str, Any] = {name: min(n, workers) for name in names if (n := getattr(self, name)) is not None}
+        return dataclasses.replace(self, **limits)
+
     def placed(self, allocation: Mapping[str, int]) -> JobView:
         """Return a copy of the view with this ``allocation`` (workers keyed by node id)."""
         return self if self.allocation == allocation else dataclasses.replace(self, allocation=allocation)
@@ -260,7 +299,7 @@ class JobView:
 
     @property
     def workers(self) -> int:
-        """Number of workers that the job currently holds."""
+        """Number of workers that the job has, or is planned to have, as in ``allocation``."""
         return sum(self.allocation.values())
 
     @property
@@ -272,10 +311,10 @@ class JobView:
     def useful_workers(self) -> int:
         """Largest number of workers that the job can use now, never below ``min_workers``.
 
-        The number is limited by ``max_workers``, and by the number at which the largest global batch still gives each
-        worker the smallest micro-batch. Before a goodput model exists, the speed of larger sizes is unknown. The number
-        is then also limited to twice the most workers that the job has run with (2 -> 4..., as Pollux explores), or to
-        the next allowed size.
+        The number is limited by ``max_workers``, and by how many workers can each get the smallest micro-batch from the
+        largest global batch. Before a goodput model exists, the speed of larger sizes is unknown. The number is then
+        also limited to twice the most workers that the job has run with (2 -> 4..., as Pollux explores), or to the next
+        allowed size.
         """
         most = self._most_with_samples
         if self.goodput is None:
@@ -295,7 +334,7 @@ class JobView:
 
     @property
     def _most_with_samples(self) -> int:
-        """Most workers, up to ``max_workers``, that can each get the smallest micro-batch of the largest batch."""
+        """Most workers, up to ``max_workers``, that can each get the smallest micro-batch from the largest batch."""
         batch = self.max_batch_size if self.max_batch_size is not None else self.init_batch_size
         if batch is None:
             return self.max_workers
@@ -303,7 +342,7 @@ class JobView:
 
 
 def worker_kind(view: JobView) -> WorkerKind:
-    """Return the kind of a job's workers, a key of the fields that determine on which nodes they fit.
+    """Return the kind of a job's workers: a key of the fields that determine which nodes they fit on.
 
     Many jobs share few kinds, so results are cached by kind.
     """
@@ -311,7 +350,7 @@ def worker_kind(view: JobView) -> WorkerKind:
 
 
 def alike(views: Iterable[JobView]) -> bool:
-    """True if the workers of all jobs are interchangeable, with the same bundle and label selector."""
+    """True if all jobs' workers are interchangeable, with the same bundle and label selector."""
     return len({worker_kind(view) for view in views}) <= 1
 
 
@@ -327,9 +366,10 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
         most: Largest size of interest; ``view.useful_workers`` by default.
 
     Returns an array of length n + 1, n = min(most, sum(slots)). speed[0] = 0, and all entries are finite and at least
-    0. An entry is 0 if no batch size is possible, and may fall with k if communication outweighs the gain. The speed of
-    a size that is not allowed is interpolated from the allowed sizes around it, so that a policy that adds one worker
-    at a time gets past it; ``placement.planning.constraints`` ensures that no job ends up with such a size.
+    0. An entry is 0 if no batch size is possible, and entries may fall with k if communication outweighs the gain. The
+    speed of a size that is not allowed is interpolated from the allowed sizes around it, so that a policy that adds one
+    worker at a time gets past it; ``placement.planning.constraints`` ensures that no job ends up with a size that is
+    not allowed.
     """
     n = min(view.useful_workers if most is None else most, int(sum(slots)))
     if view.goodput is None or n == 0:
@@ -365,10 +405,7 @@ def _shapes(slots: Sequence[int], most: int) -> tuple[Shape, ...]:
 def shape_goodputs(
     view: JobView, model: GoodputModel, wanted: tuple[Shape, ...], atomic_bsz_range: tuple[int, int] | None
 ) -> NDArray[np.float64]:
-    """Return a read-only array of the goodput [useful samples/s] in each shape (nodes, workers); 0 if no batch fits.
-
-    Each shape uses the batch at which the job is held, or else the best batch within the limits.
-    """
+    """Return a read-only array of the goodput [useful samples/s] in each shape (nodes, workers); 0 if no batch fits."""
     limit = view.max_batch_size
     if limit is not None:
         limit = max(limit, model.init_batch_size)
@@ -417,7 +454,7 @@ class Oracle:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJobView(JobView):
-    """View of a job that comes from a trace, with its ground truth and the size that its user requested."""
+    """View of a job from a trace, with its ground truth and the size that its user requested."""
 
     oracle: Oracle | None = None  # what is true of it; None if it is to be measured
     # what its user asked for; a scheduler of rigid jobs gives exactly that or nothing
@@ -442,16 +479,16 @@ def requested_workers(view: JobView) -> int | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Recent cost of all nodes and number of jobs, both with exponentially decaying weight."""
+    """Recent total node cost and number of jobs, both with exponentially decaying weight."""
 
     hours: float = 0.0  # that are counted [h]
     spent_usd: float = 0.0  # for nodes in that time [USD]
     job_hours: float = 0.0  # number of jobs x hours
 
     def after(self, hours: float, usd_per_h: float, jobs: int, memory_h: float) -> Account:
-        """Return the account after ``hours`` more, in which nodes cost ``usd_per_h`` and there were ``jobs`` jobs.
+        """Return the account after another ``hours`` when nodes cost ``usd_per_h`` and there were ``jobs`` jobs.
 
-        An hour that lies ``memory_h`` hours back has the weight 1/e.
+        An hour that is ``memory_h`` hours old has a weight of 1/e.
         """
         kept = math.exp(-hours / memory_h)
         fresh = -memory_h * math.expm1(-hours / memory_h)  # not 1 - kept, which has no digits after a short while

@@ -1,6 +1,6 @@
 """Record of worker failures by node, which determines how long a node is avoided (pure).
 
-A node that was lost entirely has no record, since it would return under another id.
+A node that was lost entirely has no record, since it would return under a different id.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NodeFailure:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHistory:
-    """Summary of the failures on a node, for display."""
+    """Summary of a node's failures, for display."""
 
     node: str
     failures: int  # how many are remembered
@@ -87,7 +87,7 @@ class AvoidedNodes:
     """Nodes that are currently avoided, each with the reason.
 
     Attributes:
-        broken: Nodes on which a disk or GPU made a job's workers fail, keyed by job.
+        broken: Nodes where a disk or GPU made a job's workers fail, keyed by job.
     """
 
     by_job: Mapping[JobKey, Mapping[str, str]]
@@ -122,7 +122,7 @@ class NodeRecord:
             self._nodes[told.node] = sorted([*known, noted], key=lambda each: each.at_s)[-_MOST_FAILURES:]
 
     def ended(self, view: JobView) -> None:
-        """Discard the failures of a finished job that its last report omits, since its own program caused these."""
+        """Discard a finished job's failures that its last report omits, since its own program caused them."""
         key, kept = (view.job, view.submitted_s), {(each.node, each.worker) for each in view.node_failures}
         for node, noted in list(self._nodes.items()):
             self._keep(node, [each for each in noted if each.job != key or (node, each.worker) in kept])
@@ -188,12 +188,11 @@ def _reason(node: str, noted: Sequence[_Noted], whose: str) -> str:
 
 
 def _rests_until(noted: Sequence[_Noted], *, of_jobs: bool) -> float:
-    """Return the time until which a node is avoided for these failures [s]; minus infinity for never.
+    """Return when a node will no longer be avoided for these failures [s, monotonic]; minus infinity for never.
 
     Args:
-        noted: Failures, in the order of time.
-        of_jobs: True to require failures in training of jobs of two programs within the window; False to require two
-            workers, or one at its start.
+        of_jobs: True to require that jobs running two different programs failed in training within the window; False to
+            require two failed workers, or one that failed while starting.
     """
     until_s, rest_s = -math.inf, 0.0
     if of_jobs:

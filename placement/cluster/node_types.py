@@ -7,9 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from placement.checks import check_number
-from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, Resources, slots
+from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, Resources, matches, slots
 from placement.cluster.jobs import JobView
-from placement.cluster.labels import matches
 from placement.errors import InputError, check_once
 
 GROUP_LABEL = "ray.io/node-group"
@@ -23,8 +22,8 @@ class NodeType:
     Attributes:
         name: Name of the type, as in ``available_node_types`` of a cluster file.
         resources: All resources of one node, in Ray's units.
-        labels: Labels of every node of this type. ``ray.io/market-type`` marks a spot node;
-            ``ray.io/accelerator-type`` is the type of its GPUs.
+        labels: Labels on every node of this type. ``ray.io/market-type`` marks a spot node; ``ray.io/accelerator-type``
+            is the type of its GPUs.
         usd_per_h: Price of one node [USD/h].
         min_nodes: Number of nodes that are always kept.
         max_nodes: Maximum number of nodes of this type.
@@ -94,7 +93,7 @@ def obtainable(types: Sequence[NodeType]) -> tuple[Node, ...]:
 
 
 def check_types(types: Sequence[NodeType]) -> None:
-    """Raise InputError if there is no node type, or a name occurs twice."""
+    """Raise InputError if there are no node types, or a name occurs twice."""
     if not types:
         raise InputError("node types must name one or more, but there are none: nothing could be asked for")
     check_once("node type", [each.name for each in types])
@@ -103,7 +102,7 @@ def check_types(types: Sequence[NodeType]) -> None:
 def type_of(node: Node, types: Sequence[NodeType]) -> str | None:
     """Return the name of the node's type; None if the node matches no type (usually the head node).
 
-    Ray labels a node that its autoscaler started with the type's name. A node without that label is matched to the
+    Ray labels each node started by its autoscaler with the type's name. A node without that label is matched to the
     first type whose labels and resources it has.
     """
     group = node.labels.get(GROUP_LABEL)

@@ -1,7 +1,7 @@
-"""Packing of workers onto nodes, with the free resources and occupancy of nodes during a decision.
+"""Packing of workers onto nodes, with each node's free resources and occupancy during a decision.
 
-``best_fit`` selects the tightest node that holds all workers, so that large gaps stay whole; ``worst_fit`` selects the
-roomiest, so that a job spans few nodes. Both are known from bin packing. The caller decides which jobs keep their
+``best_fit`` selects the tightest node that holds all workers, so that large gaps are preserved; ``worst_fit`` selects
+the roomiest, so that a job spans few nodes. Both are standard in bin packing. The caller decides which jobs keep their
 nodes and which are placed first.
 """
 
@@ -20,7 +20,7 @@ from placement.cluster.jobs import JobView, WorkerKind, worker_kind
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Result of packing: the nodes of all placed workers, and the workers that were not placed."""
+    """Result of packing: the nodes of placed workers, and the workers that were not placed."""
 
     allocation: Allocation  # workers per job and node
     short: Mapping[str, int]  # per job, how many of its wanted workers found no place (0 is left out)
@@ -30,15 +30,11 @@ def pack(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster) -
     """Place every job's workers on nodes.
 
     In order of importance: (1) a bundle must fit entirely on one node, and draining nodes get nothing; (2) workers stay
-    where they are, and a shrinking job leaves the nodes where it has fewest; (3) new workers join the job's nodes, then
-    as few other nodes as possible, preferring the tightest fit; (4) a node holds at most one multi-node job, as a
+    where they are, and a shrinking job leaves the nodes where it has the fewest; (3) new workers join the job's nodes,
+    then as few other nodes as possible, preferring the tightest fit; (4) a node holds at most one multi-node job, as a
     preference that never leaves a worker unplaced. If some workers cannot be placed in this way (bundles of different
     sizes, scattered room), everything is placed again from scratch, largest bundles first, and that result is used if
     it places more. A job that cannot get its minimum gets nothing.
-
-    Args:
-        counts: Wanted number of workers, keyed by job; jobs that are left out get none.
-        jobs: The jobs, with their current workers in ``allocation``.
 
     Returns the placements of all jobs that have any, and the number of workers that were not placed.
     """
@@ -52,7 +48,7 @@ def pack(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster) -
 
 
 def _missing(packing: Packing, counts: Mapping[str, int], jobs: Sequence[JobView]) -> tuple[int, int, int]:
-    """Rank a packing by fewest stopped running jobs, then fewest jobs without workers, then fewest missing workers."""
+    """Rank a packing: fewest running jobs stopped, then fewest jobs without workers, then fewest workers missing."""
     without = {job for job, short in packing.short.items() if short == counts[job]}
     stopped = sum(1 for view in jobs if view.workers and view.job in without)
     return stopped, len(without), sum(packing.short.values())
@@ -98,14 +94,14 @@ def _minimums_first(
 
 
 class _Packer:
-    """Placement of jobs one after the other: jobs keep their nodes, and growth uses the best fit."""
+    """Placement of jobs one after another: jobs keep their nodes, and growth uses the best fit."""
 
     def __init__(self, free: FreeResources) -> None:
         self._free = free
         self.occupied = Occupancy(free)
 
     def keep(self, view: JobView, wanted: int) -> None:
-        """Keep up to ``wanted`` workers where they are, preferring the nodes with most of them."""
+        """Keep up to ``wanted`` workers where they are, preferring the nodes with the most of them."""
         if not view.allocation:
             return
         fits = self.occupied.slots(view)
@@ -120,7 +116,7 @@ class _Packer:
                 self.occupied.put(view, index, stay)
 
     def grow(self, view: JobView, wanted: int) -> None:
-        """Add the missing workers: on own nodes, then the tightest node that holds all, else the roomiest."""
+        """Add the missing workers: on the job's own nodes, then the tightest node that holds all, else the roomiest."""
         missing = wanted - self.occupied.workers(view)
         while missing > 0:
             fits = self.occupied.slots(view)
@@ -170,7 +166,7 @@ _KeyCo = TypeVar("_KeyCo", bound=Hashable, covariant=True)
 
 
 class Free(Protocol[_JobContra, _KeyCo]):
-    """Protocol of free room on nodes: ``FreeResources`` if workers differ in kind, else ``FreeSlots``."""
+    """Protocol for free room on nodes: ``FreeResources`` if workers differ in kind, else ``FreeSlots``."""
 
     def key(self, job: _JobContra) -> _KeyCo:
         """Return a key that identifies the job."""
@@ -181,12 +177,12 @@ class Free(Protocol[_JobContra, _KeyCo]):
         ...
 
     def take(self, job: _JobContra, index: int, workers: int) -> None:
-        """Reserve room for workers of the job on the node with this index; a negative number releases room."""
+        """Reserve room for the job's workers on the node with this index; a negative number releases room."""
         ...
 
 
 class FreeSlots:
-    """Free slots (room for one worker each) of each node, for jobs (identified by number) whose workers are alike."""
+    """Free slots (room for one worker each) on each node, for jobs (identified by number) whose workers are alike."""
 
     def __init__(self, slots: Sequence[int] | Ints) -> None:
         self._free = np.array(slots, dtype=np.int64)
@@ -196,19 +192,19 @@ class FreeSlots:
         return job
 
     def slots(self, job: int) -> Ints:
-        """Return the free slots of each node, which are the same for every job."""
+        """Return the number of free slots on each node, which is the same for every job."""
         return self._free.copy()
 
     def take(self, job: int, index: int, workers: int) -> None:
-        """Reserve slots for workers of the job on the node with this index; a negative number releases slots."""
+        """Reserve slots for the job's workers on the node with this index; a negative number releases slots."""
         self._free[index] -= workers
 
 
 class Occupancy(Generic[_Job, _Key]):
-    """Workers of each job on each node, with the room that is left.
+    """Each job's workers on each node, with the room that is left.
 
     Args:
-        free: Remaining room on the nodes. From now on, it must be changed only through this object.
+        free: Remaining room on the nodes. After construction, it must be changed only through this object.
     """
 
     def __init__(self, free: Free[_Job, _Key]) -> None:
@@ -230,7 +226,7 @@ class Occupancy(Generic[_Job, _Key]):
         return sum(self.place(job).values())
 
     def put(self, job: _Job, index: int, workers: int) -> None:
-        """Add workers of the job on one node, without checking that they fit (see ``slots``)."""
+        """Add workers for the job on one node, without checking that they fit (see ``slots``)."""
         self._free.take(job, index, workers)
         key = self._free.key(job)
         place = self._places.setdefault(key, {})
@@ -240,7 +236,7 @@ class Occupancy(Generic[_Job, _Key]):
             self._multi_node.add(key)
 
     def put_all(self, job: _Job, place: Mapping[int, int]) -> None:
-        """Add workers of the job on several nodes."""
+        """Add workers for the job on several nodes."""
         for index, workers in place.items():
             self.put(job, index, workers)
 
@@ -259,7 +255,7 @@ class Occupancy(Generic[_Job, _Key]):
         return frozenset(self._on.get(index, ()))
 
     def multi_node_nodes(self, beside: _Job | None = None) -> set[int]:
-        """Return the indices of nodes with workers of a job that uses several nodes, other than the job ``beside``."""
+        """Return the indices of nodes used by multi-node jobs other than the job ``beside``."""
         own = None if beside is None else self._free.key(beside)
         return {index for key in self._multi_node if key != own for index in self._places[key]}
 
@@ -291,7 +287,7 @@ _FEW = 16  # changed nodes up to which they are looked at one by one
 
 @dataclasses.dataclass(slots=True)
 class _KindSlots:
-    """Slots for workers of one bundle and label selector. Thousands of jobs share a few kinds."""
+    """Slots for workers with one bundle and label selector. Thousands of jobs share a few kinds."""
 
     needs: tuple[tuple[int, float], ...] | None  # column and amount of each resource; None if no node has one of them
     share: float  # dominant share of one worker
@@ -319,7 +315,7 @@ class FreeResources:
         self._changed: list[int] = []  # the node of every change, so that slots are not counted anew for all nodes
 
     def key(self, view: JobView) -> str:
-        """Return a text that identifies the job: its name."""
+        """Return the job's name, which identifies it."""
         return view.job
 
     def index(self, node_id: str) -> int | None:
@@ -340,7 +336,7 @@ class FreeResources:
         return kind.slots.copy()
 
     def take(self, view: JobView, index: int, workers: float) -> None:
-        """Reserve resources for workers on the node with this index, without a check; negative workers release them."""
+        """Reserve resources for workers on the node with this index, unchecked; a negative number releases them."""
         needs = self._kind(view).needs
         assert needs is not None, f"job {view.job} has no slot to take"
         for column, amount in needs:
@@ -362,7 +358,7 @@ class FreeResources:
         return True
 
     def share(self, view: JobView) -> float:
-        """Return the dominant share of one worker: the largest fraction of any cluster resource that it uses."""
+        """Return one worker's dominant share: the largest fraction of any cluster resource that it uses."""
         return self._kind(view).share
 
     def _kind(self, view: JobView) -> _KindSlots:
@@ -372,7 +368,7 @@ class FreeResources:
         return self._kinds[key]
 
     def _new_kind(self, view: JobView) -> _KindSlots:
-        """Return the job's kind of worker, with slots counted on all nodes.
+        """Return the slots for the job's kind of worker, counted on all nodes.
 
         If no node has one of the resources, ``needs`` is None and there are no slots.
         """

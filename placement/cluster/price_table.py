@@ -18,7 +18,7 @@ COLUMNS = ("type", "on_demand", "spot")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Hourly on-demand and spot price of one GPU of a type, or of a whole instance [USD/h]."""
+    """Hourly on-demand and spot price of one GPU, or of a whole instance [USD/h]."""
 
     on_demand: float  # of one that stays
     spot: float  # of one that may be taken away
@@ -36,10 +36,7 @@ class Price:
 
 
 def _defaults() -> dict[str, Price]:
-    """Return rounded prices [USD/h].
-
-    GPU types have the price of one GPU, instance types that of the whole machine.
-    """
+    """Return rounded prices [USD/h]: of one GPU by GPU type, of the whole machine by instance type."""
     cards = {
         ("aws", "t4"): Price(on_demand=0.98, spot=0.35),
         ("rtx",): Price(on_demand=0.50, spot=0.20),
@@ -71,7 +68,7 @@ def _defaults() -> dict[str, Price]:
 class PriceTable:
     """Prices keyed by GPU type and by instance type.
 
-    The built-in prices are rounded and approximate; replace them if money matters. On-demand prices are close to the
+    The built-in prices are rounded and approximate; replace them if accuracy matters. On-demand prices are close to the
     list prices of clouds that rent the GPU (g4dn.12xlarge / 4, p4d.24xlarge / 8, p3.16xlarge / 8; 0.50 and 1.25 for
     GPUs that no cloud rents). Spot prices are 33 to 40 % of these.
     """
@@ -80,10 +77,7 @@ class PriceTable:
     prices: Mapping[str, Price] = dataclasses.field(default_factory=_defaults)  # by GPU type, and by instance type
 
     def rates(self, types: Collection[str], spot: Collection[str] = ()) -> dict[str, float]:
-        """Return the price per GPU [USD/h], keyed by GPU type: the spot price for types in ``spot``, else on-demand.
-
-        Raises InputError: a type is not in the table, or its row has no GPUs.
-        """
+        """Return the price per GPU [USD/h], keyed by GPU type: the spot price for types in ``spot``, else on-demand."""
         missing = sorted(set(types) - set(self.prices))
         if missing:
             raise InputError(
@@ -96,10 +90,7 @@ class PriceTable:
         return {t: self.prices[t].usd_per_h(spot=t in spot) / self.prices[t].gpus for t in sorted(types)}
 
     def instance(self, name: str) -> Price:
-        """Return the on-demand and the spot price of an instance type.
-
-        Raises InputError: the table has no such row; the message lists the known instance types.
-        """
+        """Return the on-demand and the spot price of an instance type."""
         if name not in self.prices:
             raise InputError(
                 f"instance type {name!r} is unknown: {self.source} has {', '.join(sorted(self.prices))}; "
@@ -109,11 +100,7 @@ class PriceTable:
 
 
 def read_prices(path: str | Path) -> PriceTable:
-    """Read a price table from a CSV file, or a JSON list of objects, that has the columns listed in ``COLUMNS``.
-
-    The columns gpu and gpus are optional. Raises InputError: the file cannot be read, lacks a column, repeats a type or
-    has an invalid price; the message names the file and row.
-    """
+    """Read a price table from a CSV file, or a JSON list of objects, that has the columns listed in ``COLUMNS``."""
     with reading(f"prices {path}", ValueError):
         text = Path(path).read_text(encoding="utf-8")
         rows: Any = json.loads(text) if Path(path).suffix == ".json" else list(csv.DictReader(text.splitlines()))
@@ -123,10 +110,7 @@ def read_prices(path: str | Path) -> PriceTable:
 
 
 def _prices(rows: Iterable[Mapping[str, Any]], source: str) -> dict[str, Price]:
-    """Return prices by type.
-
-    Raises InputError, with the row number, if a row lacks a column, repeats a type or is invalid.
-    """
+    """Return prices by type."""
     prices: dict[str, Price] = {}
     for number, row in enumerate(rows, start=1):
         where = f"prices {source}, row {number}"

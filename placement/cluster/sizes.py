@@ -1,4 +1,4 @@
-"""Allowed numbers of workers of a job, and the memory per worker as a function of group size (pure)."""
+"""Allowed numbers of workers for a job, and the memory per worker as a function of group size (pure)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from placement.checks import check_whole
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedSizes:
-    """Group sizes with which a job can train, restricted for instance by shard groups, pipelines or the batch.
-
-    Raises TypeError, ValueError: sizes are not whole numbers from 1, or contradict each other.
-    """
+    """Group sizes with which a job can train, restricted for instance by shard groups, pipelines or the batch."""
 
     sizes: tuple[int, ...] = ()  # these only, each once and ascending; empty allows any
     multiple_of: int = 1  # only multiples of this
@@ -43,7 +40,7 @@ class AllowedSizes:
         self._check_memory()
 
     def _check_memory(self) -> None:
-        """Raise TypeError or ValueError if ``memory`` has another type, or no element of ``sizes`` fits into it."""
+        """Raise TypeError or ValueError if ``memory`` has the wrong type, or no element of ``sizes`` fits into it."""
         if self.memory is None:
             return
         if not isinstance(self.memory, MemoryNeed):
@@ -56,7 +53,7 @@ class AllowedSizes:
 
     @property
     def fitting(self) -> int:
-        """Smallest group size in which each worker has enough memory, even if that size is not allowed."""
+        """Smallest group size that gives each worker enough memory, even if that size is not allowed."""
         return 1 if self.memory is None else self.memory.least_workers
 
     @property
@@ -69,7 +66,7 @@ class AllowedSizes:
         return self.at_most(workers) == workers
 
     def at_most(self, workers: int) -> int:
-        """Return the largest allowed size that is at most ``workers``; 0 if there is none."""
+        """Return the largest allowed size that is at most ``workers``; 0 if none exists."""
         if self.sizes:
             place = bisect.bisect_right(self.sizes, workers)
             found = self.sizes[place - 1] if place else 0
@@ -78,7 +75,7 @@ class AllowedSizes:
         return found if found >= self.fitting else 0
 
     def at_least(self, workers: int) -> int | None:
-        """Return the smallest allowed size that is at least ``workers``; None if there is none."""
+        """Return the smallest allowed size that is at least ``workers``; None if none exists."""
         least = max(workers, self.fitting)
         if not self.sizes:
             return -(-least // self.multiple_of) * self.multiple_of
@@ -86,7 +83,7 @@ class AllowedSizes:
         return self.sizes[place] if place < len(self.sizes) else None
 
     def within(self, least: int, most: int) -> tuple[int, int]:
-        """Return the smallest and largest allowed size from ``least`` to ``most``. Raises ValueError: there is none."""
+        """Return the smallest and largest allowed size from ``least`` to ``most``; raise ValueError if none exists."""
         low, high = self.at_least(least), self.at_most(most)
         if low is None or not low <= high:
             why = ""
@@ -96,15 +93,12 @@ class AllowedSizes:
         return low, high
 
     def or_any(self, least: int, most: int) -> tuple[AllowedSizes, int, int]:
-        """Return these sizes, with the smallest and largest of them from ``least`` to ``most``.
-
-        If none lies in that range, return sizes without restriction, with ``least`` and ``most`` themselves.
-        """
+        """Return these sizes, with the smallest and largest of them from ``least`` to ``most``."""
         low, high = self.at_least(least), self.at_most(most)
         return (self, low, high) if low is not None and low <= high else (AllowedSizes(), least, most)
 
     def floors(self, most: int) -> NDArray[np.int64]:
-        """Return the largest allowed size up to k for k = 0, 1, ... ``most``; 0 if there is none."""
+        """Return the largest allowed size up to k for k = 0, 1, ... ``most``; 0 if none exists."""
         every = np.arange(most + 1, dtype=np.int64)
         if self.sizes:
             known = np.array([0, *self.sizes], dtype=np.int64)
@@ -127,20 +121,20 @@ ANY_SIZE = AllowedSizes()
 class MemoryNeed:
     """Bytes that one worker needs in a group of W workers: ``replicated + ceil(sharded * min(copies, W) / W)``.
 
-    The need falls as W grows, so a job fits if the group is large enough. With shard groups (HSDP) it falls only up to
-    ``copies`` groups, since each worker then holds its part of one group.
+    The need falls as W grows, so a job fits if the group is large enough. With shard groups (HSDP), it falls only up to
+    ``copies`` groups, since each worker then holds its part of a single group's state.
 
     Attributes:
-        available_bytes: Memory of one worker, at least 1.
+        available_bytes: Memory available to one worker, at least 1.
         sharded_bytes: Size of one complete copy of the state that the workers divide among themselves.
-        replicated_bytes: Memory that each worker needs regardless of group size: activations, modules gathered
-            at the same time, buffers.
+        replicated_bytes: Memory that each worker needs regardless of group size: activations, modules gathered at the
+            same time, and buffers.
         copies: Number of workers that hold each sharded byte, if the group is that large; 2 in
             ``elastic_ray.fully_shard``.
         shard_size: Number of workers in a shard group; None for a single group.
 
     Raises:
-        ValueError: A value is not a whole number in its range, or no group size gives a worker enough memory.
+        ValueError: A value is not a whole number within its range, or no group size gives a worker enough memory.
 
     Examples:
         >>> from placement.cluster.sizes import MemoryNeed
@@ -173,14 +167,14 @@ class MemoryNeed:
 
     @property
     def _most(self) -> int | None:
-        """Number of workers above which the need stays constant; None if it always falls."""
+        """Number of workers beyond which the need stays constant; None if it always falls."""
         return None if self.shard_size is None else self.copies * self.shard_size
 
     def need_bytes(self, workers: int) -> int:
         """Return the bytes that each worker needs in a group of `workers`.
 
         Raises:
-            ValueError: `workers` is not a whole number from 1.
+            ValueError: `workers` is not a whole number of at least 1.
         """
         check_whole("workers", workers, least=1)
         workers = workers if self._most is None else min(workers, self._most)
@@ -188,13 +182,13 @@ class MemoryNeed:
 
     @property
     def least_workers(self) -> int:
-        """Smallest group size in which each worker has enough memory."""
+        """Smallest group size that gives each worker enough memory."""
         room = self.available_bytes - self.replicated_bytes
         # Who has no room for a whole copy has none in groups of ``copies`` either: there the quotient is above them.
         return 1 if self.sharded_bytes <= room else -(-self.sharded_bytes * self.copies // room)
 
     def shortage(self, workers: int) -> str:
-        """Return a clause for messages: a worker's memory need in a group of this size, and the memory that it has."""
+        """Return a clause for messages: a worker's memory need in a group of this size, and the memory it has."""
         need = bytes_text(self.need_bytes(workers))
         return f"a worker needs {need} in a group of {workers} and has {bytes_text(self.available_bytes)}"
 

@@ -22,10 +22,6 @@ class Utility:
 
     The function is piecewise linear. It is constant before the first point; after the last point, the last segment is
     extrapolated.
-
-    Raises:
-        TypeError: The points are not pairs of numbers.
-        ValueError: There are fewer than two points, times do not increase, or the value ever grows or never falls.
     """
 
     points: tuple[tuple[float, float], ...]  # (time [s], value [USD])
@@ -56,7 +52,7 @@ class Utility:
         return found
 
     def surplus(self, age_s: float, left_s: NDArray[np.float64], usd_per_h: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the value of completing the job in ``left_s`` [s], less the workers' cost until then [USD].
+        """Return the value of completing the job in ``left_s`` [s], minus the workers' cost until then [USD].
 
             surplus = U(age + left) - price x left
 
@@ -69,15 +65,7 @@ class Utility:
     def best_size(
         self, age_s: float, left_s: NDArray[np.float64], usd_per_h: NDArray[np.float64], least: int, present: int
     ) -> int:
-        """Return the number of workers with the largest surplus, or the current number if it is about as good.
-
-        Args:
-            age_s: Time since the job's submission [s].
-            left_s: Time until completion on 1..n workers [s].
-            usd_per_h: Price of 1..n workers [USD/h].
-            least: Minimum number of workers of the job.
-            present: Current number of workers; 0 if the job is waiting.
-        """
+        """Return the number of workers with the largest surplus, or the current number if it is about as good."""
         if len(left_s) < least:
             return least
         surplus = self.surplus(age_s, left_s, usd_per_h)
@@ -102,11 +90,7 @@ def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> 
     >>> scaling_efficiency(4, 400.0, 5, 480.0)
     0.8
 
-    Args:
-        old, old_rate: The smaller number of workers, and the throughput R on them in any unit.
-        new, new_rate: The larger number of workers, and the throughput on them in the same unit.
-
-    Returns 1 for perfect scaling, 0 if nothing is gained, a negative number if throughput falls.
+    Returns 1 for perfect scaling, 0 if nothing is gained, and a negative number if throughput falls.
     """
     return (new_rate - old_rate) / (new - old) / (old_rate / old)
 

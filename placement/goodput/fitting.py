@@ -1,8 +1,7 @@
-"""Fit of the throughput model to measured steps, with optimistic priors for configurations never measured.
+"""Fit of the throughput model to measured steps, with optimistic priors for configurations not yet measured.
 
-Source of the priors: Pollux (OSDI 2021), section 4.1 ("prior-driven exploration"). A job that has never run on
-more resources is assumed to scale perfectly onto them, so that the allocator tries them and then has
-measurements.
+Source of the priors: Pollux (OSDI 2021), section 4.1 ("prior-driven exploration"). A job that has never run on more
+resources is assumed to scale perfectly onto them, so that the allocator tries them and thereby gets measurements.
 """
 
 from __future__ import annotations
@@ -38,12 +37,7 @@ _MOST_DAMPING = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Measured step time of a job in one configuration of nodes, replicas and batch.
-
-    Raises:
-        TypeError: A value is not a real number.
-        ValueError: A value is outside its range or not finite.
-    """
+    """Measured step time of a job in one configuration of nodes, replicas and batch."""
 
     nodes: int  # N >= 1
     replicas: int  # R >= N
@@ -74,8 +68,8 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
 
         sum_i w_i [(log T_step(i) - log step_time_i)^2 + (log T_grad(i) - log grad_time_i)^2]
 
-    with the second term only if grad_time was measured. Priors determine the parameters that the data leave open. If
-    the data contain
+    with the second term only if grad_time was measured. Priors determine any parameters that the data do not. If the
+    data contain
 
     - only one atomic batch size: alpha_c = beta_c m, half of the compute time each. With ``fixed_batch``, alpha_c =
       0: more replicas then mean smaller atomic batches, and sizes that were never tried are assumed to scale
@@ -83,21 +77,13 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
     - no more than one replica: synchronisation is free (alpha = beta = 0), gamma = 1;
     - no group on several nodes: synchronisation across nodes costs as much as within a node. No group of several
       replicas within a node: synchronisation within a node is free;
-    - no more than two replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen in one node only;
+    - no more than two replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen only within one node;
     - no micro-steps of one replica that were timed or varied in number: no fixed time per step (alpha_s = 0), since
       it cannot be distinguished from the constant part of a pass or from synchronisation;
     - several nodes (or replicas of one node) at one size only: synchronisation is mostly alpha, not beta, since a
-      time that grows with every replica would rule out all larger sizes before any was tried.
+      time that grows with every replica would rule out all larger sizes before any were tried.
 
     The fit is deterministic, and any valid observations give a model.
-
-    Args:
-        observations: Measured steps, at least one.
-        fixed_batch: True if the job keeps its global batch at any number of workers.
-
-    Raises:
-        TypeError: An element is not an Observation.
-        ValueError: There are no observations.
     """
     given = list(observations)
     if not given:
@@ -117,8 +103,8 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
 class _Regression:
     """Least squares over the free parameters z; the full parameter vector is p = ties @ z + offset.
 
-    Times are in units of the geometric mean step time, and beta_c in such units per mean atomic batch, so
-    that the unknowns are near 1 at any speed of the job.
+    Times are in units of the geometric mean step time, and beta_c in such units per mean atomic batch, so that the
+    unknowns are near 1 whatever the job's speed.
     """
 
     def __init__(self, observations: list[Observation], *, fixed_batch: bool) -> None:
@@ -144,10 +130,7 @@ class _Regression:
         self.bounds = least[self.free], most[self.free]
 
     def _tie(self, *, one_bsz: bool, fixed_batch: bool) -> tuple[Floats, Floats, list[int]]:
-        """Return (ties, offset, indices of the free parameters).
-
-        A parameter that the data do not determine is tied to another parameter, to 0, or (gamma) to 1.
-        """
+        """Return (ties, offset, free parameters); what the data leave open is tied to another, to 0 or (gamma) to 1."""
         local, third = ~self.remote & ~self.alone, self.beyond_two > 0
         seen_n, seen_r = self.remote.any(), local.any()
         grows_n, grows_r = (self.remote & third).any(), (local & third).any()
@@ -178,7 +161,7 @@ class _Regression:
         return ties, offset, free
 
     def starts(self) -> list[Floats]:
-        """Return starting points of the search: little and much synchronisation, with little and much overlap."""
+        """Return starting points for the search: little synchronisation with little overlap, and much of both."""
         micro = np.where(self.measured, self.log_grad, self.log_step - np.log1p(self.accum))
         compute = float(np.exp(np.median(micro))) / 2
         points = [(0.1, 1.5), (1.0, 3.0)] if _GAMMA in self.free else [(0.0, 1.0)]
@@ -199,7 +182,6 @@ class _Regression:
         return ThroughputModel(alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma, alpha_s)
 
     def _times(self, p: Floats) -> tuple[Floats, Floats]:
-        """Return T_grad and T_sync of each observation."""
         grad = p[_ALPHA_C] + p[_BETA_C] * self.bsz
         alpha = np.where(self.remote, p[_ALPHA_N], p[_ALPHA_R])
         beta = np.where(self.remote, p[_BETA_N], p[_BETA_R])
@@ -250,23 +232,13 @@ def least_squares(
 ) -> tuple[float, Floats]:
     """Minimise the cost from ``start`` by the Levenberg-Marquardt method, projected onto the bounds.
 
-    With errors e, slopes J = de/dx and g = J^T e, an unknown is fixed while it lies on a bound and -g points beyond
-    that bound. All other unknowns move by d, clipped at the bounds, with Marquardt's damping mu and a separate scale
-    for each unknown::
+    With errors e, slopes J = de/dx and g = J^T e, an unknown is fixed while it is on a bound and -g points beyond that
+    bound. All other unknowns move by d, clipped at the bounds, with Marquardt's damping mu and a separate scale for
+    each unknown::
 
         (J^T J + mu diag(J^T J)) d = -g
 
     A step that lowers the cost is accepted and mu falls; any other step is rejected and mu rises.
-
-    Args:
-        errors: Function that returns e for given unknowns.
-        slopes: Function that returns J: one row per error, one column per unknown.
-        start: Initial unknowns, within the bounds.
-        bounds: Lower and upper bounds of the unknowns.
-        ftol: Stop if a step lowers the cost by less than this fraction of it.
-        xtol: Stop if a step moves the unknowns by less than this fraction of their norm.
-        gtol: Stop if no free unknown has a larger absolute gradient.
-        steps: Maximum number of steps to try.
 
     Returns the cost, half of the sum of squared errors, and the unknowns.
     """
@@ -300,7 +272,7 @@ def _normal(j: Floats, e: Floats) -> tuple[Floats, Floats]:
 
 
 def _step(normal: Floats, g: Floats, free: npt.NDArray[np.bool_], damping: float) -> Floats:
-    """Return the step of the unknowns; it is 0 for those that are not free."""
+    """Return the step for the unknowns, which is 0 for those that are not free."""
     step = np.zeros_like(g)
     of_free = normal[np.ix_(free, free)]
     scale = np.maximum(np.diag(of_free), np.finfo(np.float64).tiny * 1e16)

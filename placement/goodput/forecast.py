@@ -23,10 +23,7 @@ _APART = 1.01  # least ratio of the training times of two values
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchForecast:
-    """Forecast of a job's global batch size as a function of the samples trained on from now on.
-
-    Raises ValueError: the forecast is empty, its samples do not rise from above 0, or a batch is below 1.
-    """
+    """Forecast of a job's global batch size as a function of the samples trained on from now on."""
 
     steps: tuple[tuple[float, int], ...]  # (samples from now on, batch from there on), by samples
 
@@ -47,13 +44,13 @@ class BatchForecast:
 
 
 class NoiseTrend:
-    """History of a job's gradient noise scale over its training time, from which growth is extrapolated."""
+    """History of a job's gradient noise scale over its training time, used to extrapolate its growth."""
 
     def __init__(self) -> None:
         self._seen = collections.deque[tuple[float, float]](maxlen=64)  # (training time [s], noise scale)
 
     def see(self, trained_s: float, noise: float) -> None:
-        """Record the noise scale after ``trained_s`` [s] of training, unless not positive or soon after the last."""
+        """Record the noise scale after ``trained_s`` [s] of training, if positive and not too soon after the last."""
         if 0 < noise < math.inf and trained_s > 0 and (not self._seen or trained_s >= _APART * self._seen[-1][0]):
             self._seen.append((trained_s, noise))
 
@@ -61,7 +58,7 @@ class NoiseTrend:
         """Return the expected growth factor of the noise scale over ``ahead_s`` seconds, from 1 to `MOST_GROWTH`.
 
         The last quarter of the training is divided into four parts. If the median of log(noise) rises from each part to
-        the next, the slowest of the three rises is extrapolated, at most for the length of that quarter. Otherwise the
+        the next, the slowest of the three rises is extrapolated, for at most the length of that quarter. Otherwise the
         factor is 1. It is rounded down to a quarter power of 2, so that small changes do not cause new decisions.
         """
         last_s = self._seen[-1][0] if self._seen else 0.0

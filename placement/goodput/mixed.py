@@ -1,4 +1,4 @@
-"""Throughput of a group of workers on several GPU types, each of which gets a share of the batch by its speed."""
+"""Throughput of a group of workers on several GPU types, which share the batch according to their speeds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ _WHOLE = 1e-9  # rounding of a quotient that is a whole number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypePart:
-    """Part of a group of workers: those on GPUs of one type.
-
-    Raises ValueError: a number is below 1.
-    """
+    """Part of a group of workers: those on GPUs of one type."""
 
     gpu: str
     workers: int  # how many, 1 or more
@@ -38,7 +35,7 @@ class TypePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedBatch:
-    """Best batch of a group on several GPU types, with the resulting goodput."""
+    """Best batch for a group on several GPU types, with the resulting goodput."""
 
     goodput: float  # useful samples per second; 0 where no batch fits, and the rest is 0 or empty then
     batch_size: int = 0  # samples of a step
@@ -48,13 +45,13 @@ class MixedBatch:
 
     @property
     def smallest_share(self) -> int:
-        """Smallest number of samples of any worker in a micro-step; 0 if some worker gets none or no batch fits."""
+        """Smallest number of samples for any worker in a micro-step; 0 if some worker gets none or no batch fits."""
         return min((min(each) for each in self.shares), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedGroup:
-    """A group of workers on GPUs of several types.
+    """Group of workers on GPUs of several types.
 
     Worker i of type k processes m_i whole samples in a micro-step, at most the type's ``most``, such that the
     micro-step is as short as possible::
@@ -66,8 +63,6 @@ class MixedGroup:
     with gamma of the type with the largest T_sync. Shares are thus proportional to speeds (exactly so for alpha_c =
     0, except for rounding). A worker whose alpha_c alone exceeds T_grad gets no samples: the group would be faster
     without it. With one type, the model equals ``ThroughputModel``.
-
-    Raises ValueError: there is no part, or the number of nodes is out of range.
     """
 
     parts: tuple[TypePart, ...]  # the workers by type, one or more
@@ -81,7 +76,7 @@ class MixedGroup:
 
     @property
     def workers(self) -> int:
-        """Total number R of workers of all types."""
+        """Total number R of workers, across all types."""
         return sum(part.workers for part in self.parts)
 
     @property
@@ -90,18 +85,12 @@ class MixedGroup:
         return sum(math.inf if part.most is None else float(part.workers * part.most) for part in self.parts)
 
     def grad_time(self, samples: int) -> float:
-        """Return the compute time of a micro-step with ``samples`` samples in all [s]; infinity above ``most``.
-
-        Raises ValueError: samples is below 1.
-        """
+        """Return the compute time of a micro-step with ``samples`` samples in all [s]; infinity above ``most``."""
         check_number("samples", samples, least=1)
         return float(self._grad_times(np.array([samples], dtype=np.float64))[0][0])
 
     def shares(self, samples: int) -> tuple[tuple[int, ...], ...]:
-        """Return each worker's share of a micro-step of ``samples`` samples, grouped by part, in descending order.
-
-        Raises ValueError: samples is below 1, or above ``most``.
-        """
+        """Return each worker's share of a micro-step of ``samples`` samples, grouped by part, in descending order."""
         check_number("samples", samples, least=1)
         if samples > self.most:
             raise ValueError(f"samples must be at most {self.most:g}, what the workers can take, but got {samples}")
@@ -122,12 +111,7 @@ class MixedGroup:
         return self._sync()[0]
 
     def step_time(self, batch_size: int, accum_steps: int = 0) -> float:
-        """Return the time of a step that splits the batch into ``accum_steps`` + 1 micro-steps [s].
-
-        The time is infinity if a micro-step has more samples than the group can hold (``most``).
-
-        Raises ValueError: the batch is below 1, or accum_steps below 0.
-        """
+        """Return the time of a step of ``accum_steps`` + 1 micro-steps [s]; infinity if the batch exceeds ``most``."""
         check_number("batch_size", batch_size, least=1)
         check_number("accum_steps", accum_steps, least=0)
         micro = np.array([-(-batch_size // (accum_steps + 1))], dtype=np.float64)
@@ -145,13 +129,7 @@ class MixedGroup:
         """Return the batch with the highest goodput, defined as in ``GoodputModel.best`` and ``best_held``.
 
         Args:
-            noise: Gradient noise scale of the job.
-            init_batch_size: M0, the initial batch [samples].
             max_batch_size: Largest batch [samples]; None keeps the batch at M0.
-            held_batch: Batch to use if it fits [samples]; None always chooses the best batch.
-            accumulation: True if a step may have several micro-steps.
-
-        Raises ValueError: a size is below 1.
         """
         check_number("init_batch_size", init_batch_size, least=1, unit="sample")
         low, high = init_batch_size, max(init_batch_size, max_batch_size or init_batch_size)
@@ -182,7 +160,7 @@ class MixedGroup:
         )
 
     def _step_times(self, micro: Floats, accum_steps: Floats) -> Floats:
-        """Return T_step for each size of a micro-step."""
+        """Return T_step for each micro-step size."""
         grad, _ = self._grad_times(micro)
         sync, gamma = self._sync()
         once = max(part.model.alpha_s for part in self.parts)
@@ -192,13 +170,13 @@ class MixedGroup:
         return np.where(finite, step, np.inf)
 
     def _sync(self) -> tuple[float, float]:
-        """Return T_sync, and gamma of the type with the largest one."""
+        """Return T_sync, and the gamma of the type with the largest T_sync."""
         times = [(float(part.model.sync_time(self.nodes, self.workers)), -part.model.gamma) for part in self.parts]
         sync, gamma = max(times)
         return sync, -gamma
 
     def _grad_times(self, samples: Floats) -> tuple[Floats, Floats]:
-        """Return T_grad for each size of a micro-step, and the most samples of a worker of each type in it, (K, B)."""
+        """Return T_grad for each micro-step size, and the most samples for a worker of each type in it, (K, B)."""
         alpha, beta, count = (
             np.array(column, dtype=np.float64)[:, np.newaxis]
             for column in zip(*((p.model.alpha_c, p.model.beta_c, p.workers) for p in self.parts), strict=True)
@@ -222,10 +200,7 @@ class MixedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
-    """Measured times of the workers on one GPU type in the steps of a mixed group.
-
-    Raises ValueError: a number is out of range.
-    """
+    """Measured times of the workers on one GPU type in the steps of a mixed group."""
 
     gpu: str
     workers: int  # how many
@@ -240,10 +215,7 @@ class MeasuredPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedObservation:
-    """Measured step time of a group on several GPU types.
-
-    Raises ValueError: there is no part, or a number is out of range.
-    """
+    """Measured step time of a group on several GPU types."""
 
     parts: tuple[MeasuredPart, ...]  # what its types took, one or more
     nodes: int  # N
@@ -258,8 +230,8 @@ class MixedObservation:
     def by_type(self) -> dict[str, tuple[Observation, ...]]:
         """Return the measurement as observations keyed by GPU type, for ``fit``.
 
-        The step waits for the slowest type, so its time counts as that of a group of only that type with that type's
-        samples. Every other type gets an observation of one worker alone, for which T_step is T_grad.
+        A step waits for the slowest type, so its time counts as the time of an equally large group of only that type.
+        Every other type gets an observation of a single worker, with T_step equal to T_grad.
         """
         slowest = max(self.parts, key=lambda part: part.grad_time)
         replicas = sum(part.workers for part in self.parts)

@@ -1,8 +1,8 @@
 """Goodput of a training job on given resources: throughput x statistical efficiency, at its best batch.
 
-Source: Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021,
-sections 3.1 (statistical efficiency) and 3.2 (system throughput). The allocator, the batch tuner and the
-simulator all use this implementation; there is no other.
+Source: Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021, sections
+3.1 (statistical efficiency) and 3.2 (system throughput). This is the only implementation; the allocator, the batch
+tuner and the simulator all use it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,6 @@ class NoiseScale:
 
     Neither quantity can be negative, but their unbiased estimates can. Negative estimates are kept, because
     smoothing must average them unchanged, and count as 0 in `gain`.
-
-    Raises:
-        TypeError: A value is not a real number.
-        ValueError: A value is not finite.
     """
 
     sqr: float  # Squared norm of the true gradient
@@ -50,12 +46,8 @@ class NoiseScale:
 
             gain(scale) = (var + sqr) / (var / scale + sqr)
 
-        The gain never falls as the scale rises. For scale >= 1 it lies between 1 and `scale`: it is `scale` for a
+        The gain never falls as the scale rises. For scale >= 1 it is between 1 and `scale`: it is `scale` for a
         gradient of pure noise (sqr = 0), and 1 for a gradient without noise (var = 0) or if nothing is known (both 0).
-
-        Raises:
-            TypeError: A scale is not a real number.
-            ValueError: A scale is negative or not finite.
         """
         x = reals("scale", scale, at_least=0)
         positive = np.where(x > 0, x, 1.0)
@@ -102,10 +94,6 @@ class GoodputModel:
     `throughput_model`, since `throughput` is a method. Arguments of the methods are as in
     `ThroughputModel.step_time`: scalars give a Python float, arrays broadcast. Results are finite for all
     arguments: a rate too large for a float becomes the largest float.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: init_batch_size is below 1 or not finite.
     """
 
     throughput_model: ThroughputModel
@@ -134,14 +122,10 @@ class GoodputModel:
         return plain(self._throughput(*_checked(nodes, replicas, atomic_bsz, accum_steps)))
 
     def efficiency(self, batch_size: ArrayLike) -> FloatOrArray:
-        """Return the progress per sample at this batch size M, relative to that at the initial batch size M0.
+        """Return the progress per sample at this batch size M, relative to the progress at the initial batch size M0.
 
         This is gain(M / M0) / (M / M0), with the gain of `NoiseScale`. It never rises with M; below M0 it is at least
         1.
-
-        Raises:
-            TypeError: A batch size is not a real number.
-            ValueError: A batch size is below 1 or not finite.
         """
         return plain(self._efficiency(reals("batch_size", batch_size, at_least=1)))
 
@@ -162,24 +146,18 @@ class GoodputModel:
     ) -> tuple[FloatOrArray, Any, Any]:
         """Return (goodput, atomic_bsz, accum_steps) of the batch with the highest goodput, for each (nodes, replicas).
 
-        The global batch of a step is M = R m (s + 1) samples, with m = atomic_bsz and s = accum_steps. M lies in
+        The global batch of a step is M = R m (s + 1) samples, with m = atomic_bsz and s = accum_steps. M is in
         [init_batch_size, max_batch_size], and m in ``atomic_bsz_range``. The search tries about a hundred batch sizes
         in geometric steps and refines the best; it is deterministic. If no batch within the limits is a multiple of R
         (s + 1), the next smaller batch that fits is used, just below init_batch_size. If nothing fits, all three
         results are 0.
 
         Args:
-            nodes: Number of nodes N, a number or an array.
-            replicas: Number of workers R, a number or an array that broadcasts with `nodes`.
             max_batch_size: Upper limit of M. If None, M is exactly init_batch_size, split as evenly as possible;
                 atomic_bsz is then the largest share, ceil(M / R), and goodput M / T_step (0 if there are more
                 replicas than samples).
             atomic_bsz_range: Least and largest m; either may be None for no bound.
             accumulation: True if s may be above 0; accumulation is used if a share exceeds the largest m.
-
-        Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: max_batch_size is below init_batch_size, or the bounds are empty or below 1.
         """
         n, r = np.broadcast_arrays(*resources(nodes, replicas))
         low, high = _bounds(atomic_bsz_range)
@@ -199,11 +177,9 @@ class GoodputModel:
     def held_at(self, batch_size: int) -> tuple[GoodputModel, float]:
         """Return (model, worth): this model with its batch fixed, and the worth of a sample at that batch.
 
-        ``worth`` is the progress per sample relative to that at this model's initial batch size. The returned model
-        has ``batch_size`` as its initial batch size, so `best` without ``max_batch_size`` never changes it. The
+        ``worth`` is the progress per sample relative to the progress at this model's initial batch size. The returned
+        model has ``batch_size`` as its initial batch size, so `best` without ``max_batch_size`` never changes it. The
         returned model's goodput times ``worth`` equals this model's goodput at that batch.
-
-        Raises ValueError: the batch is below 1.
         """
         held = GoodputModel(self.throughput_model, self.noise, batch_size)
         return held, float(self._efficiency(np.array(held.init_batch_size, dtype=np.float64)))
@@ -221,10 +197,6 @@ class GoodputModel:
         """Return the goodput at ``batch_size`` [useful samples/s]; if that is None or does not fit, at the best batch.
 
         `best` chooses the best batch within the limits. The goodput is 0 if no batch fits.
-
-        Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: A batch is below 1, max_batch_size below init_batch_size, or the bounds are empty or below 1.
         """
         free, _, _ = self.best(
             nodes, replicas, max_batch_size=max_batch_size, atomic_bsz_range=atomic_bsz_range, accumulation=accumulation
@@ -298,9 +270,9 @@ class GoodputModel:
 def _candidates(local: Floats, least: Floats, low: float, high: float) -> tuple[Floats, Floats]:
     """Return (k, wanted m) to try for the samples per replica and step in `local`, as columns.
 
-    Candidates are: each entry in as few micro-steps as `high` allows; full micro-steps of `high`, since goodput
-    drops after each; both ends of the first few k; and some m from `low` to `high` in as few micro-steps as
-    reach the least batch, since with few possible batches the other candidates may have no multiple.
+    The candidates are: each entry in as few micro-steps as `high` allows; full micro-steps of `high`, since goodput
+    drops after each; both ends of the first few k; and some m from `low` to `high` in as few micro-steps as reach the
+    smallest batch, since with few possible batches the other candidates may have no multiple.
     """
     fewest = np.ceil(local / high)
     full = np.maximum(np.floor(local / high), 1.0)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from placement.cluster.jobs import JobView, goodputs
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress, goodputs
 from placement.goodput.step_time import Floats
 
 _MANY = 1_000  # jobs, of which pairs are no longer compared
@@ -16,11 +15,11 @@ BEYOND = 1.05  # part of the declared length from which a job proves that more w
 
 
 def remaining(progress: Progress | None) -> float | None:
-    """Return the estimated work to the job's end, in steps at the initial batch; None if no length is declared.
+    """Return the estimated work until the job ends, in steps at the initial batch; None if no length is declared.
 
-    The estimate is declared epochs x measured progress per epoch - progress so far, as a running job reports them. In
-    the first epoch, an epoch is assumed to be as long as in other jobs of the same model. If that is unknown too, an
-    epoch is assumed to be as long as the progress so far: a new job counts as short until it proves to be long.
+    The estimate is declared epochs x measured progress per epoch - progress so far, as a running job reports them.
+    During the first epoch, epochs are assumed to be as long as in other jobs of the same model. If that is unknown too,
+    an epoch is assumed to be as long as the progress so far: a new job counts as short until it proves to be long.
     """
     return None if progress is None or progress.epochs is None else _left(progress, progress.epochs)
 
@@ -38,11 +37,7 @@ def _left(progress: Progress, epochs: float) -> float:
 
 
 def seconds_to_end(view: JobView, slots: Sequence[int]) -> Floats | None:
-    """Return the time to the end [s] on 1..n workers; None without a model, a declared length or a finished epoch.
-
-    Args:
-        slots: Number of the job's workers that fit on each node of the empty cluster, which limits n.
-    """
+    """Return the time to the end [s] on 1..n workers; None without a model, a declared length or a finished epoch."""
     missing = remaining(view.progress)
     if missing is None or view.progress is None or not view.progress.epoch_ends or view.goodput is None:
         return None
@@ -52,23 +47,23 @@ def seconds_to_end(view: JobView, slots: Sequence[int]) -> Floats | None:
 
 
 def likely_left(progress: Progress | None) -> float | None:
-    """Return the remaining iterations for shortest-first decisions; None if nothing is known of the length.
+    """Return the remaining iterations for shortest-first decisions; None if nothing is known about the length.
 
     An iteration is the progress of one step at the initial batch. Declarations cannot be used to gain priority: only
     the first declared length counts, and only to the extent that earlier jobs of the same declarer (the user or
     tenant that submitted them) kept to theirs. The possible ends of a job are:
 
-    * known declarer: the fractions of the declared end at which the declarer's earlier jobs ended, and the declared
-      end itself once the job is past all of these. If some jobs went beyond their declared end, the ends of earlier
-      jobs of the same model are used if they are farther. If the fractions are scattered more than the model's
-      ends, the latter count;
+    * known declarer: the declared end, scaled to where the declarer's earlier jobs ended relative to their declared
+      ends, and the declared end itself once the job is past all of these. If some jobs went beyond their declared end,
+      the ends of earlier jobs of the same model are used if they are farther. If the relative ends are more scattered
+      than the ends of the model's earlier jobs, the latter are used instead;
     * unknown declarer: the ends of the model's earlier jobs. The declared end is added only if that moves the job
-      back; otherwise it would move every job forward that is close to the end it declared;
+      back; otherwise every job close to its declared end would move forward;
     * job past its declared end: the farther of both kinds of ends that are still ahead;
-    * no declaration: the ends of the model's earlier jobs, and twice the longest of them, as it may be another kind
-      of run.
+    * no declaration: the ends of the model's earlier jobs, and twice the longest of them, as this may be a different
+      kind of run.
 
-    :func:`gittins_left` weighs the possible ends, so that of two jobs with the same mean, the job with the more
+    :func:`gittins_left` weighs the possible ends, so that of two jobs with the same mean length, the one with the more
     certain end counts as shorter. A job past all its possible ends is assumed to be halfway.
     """
     if progress is None:
@@ -103,14 +98,10 @@ def gittins_left(done: float, ends: Sequence[float]) -> float:
 
         min over t of  E[min(X, t) - done | X > done] / P(X <= t | X > done)
 
-    X is uniformly distributed over ``ends``. Serving the job with the smallest value first minimises the mean
-    completion time if only the distribution of lengths is known (Gittins, "Bandit processes and dynamic allocation
-    indices", 1979; Aalto, Ayesta and Righter, "On the Gittins index in the M/G/1 queue", 2009). For a single
-    certain end, the value is the remaining work.
-
-    Args:
-        done: Work that the job has done, 0 or more.
-        ends: Total work at which the job may end; values not above ``done`` are ignored.
+    X is uniformly distributed over ``ends``. If only the distribution of lengths is known, serving the job with the
+    smallest value first minimises the mean completion time (Gittins, "Bandit processes and dynamic allocation indices",
+    1979; Aalto, Ayesta and Righter, "On the Gittins index in the M/G/1 queue", 2009). If the end is certain, the value
+    is the remaining work.
 
     Returns work in the unit of ``ends``; ``done`` if the job is past all ends.
     """
@@ -123,10 +114,10 @@ def gittins_left(done: float, ends: Sequence[float]) -> float:
 
 
 def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
-    """Return the remaining time of each job at its smallest size [s]; NaN if nothing is known of its length.
+    """Return the remaining time of each job at its smallest size [s]; NaN if nothing is known about its length.
 
     Args:
-        rate: Goodput of each job at its smallest size [samples/s]; if it is 0 (no model yet), the time is 0.
+        rate: Goodput of each job at its smallest size [samples/s]; where this is 0 (no model yet), the time is 0.
     """
     left = np.full(len(views), np.nan)
     for j, view in enumerate(views):
@@ -141,20 +132,18 @@ def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
 
 
 def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -> Floats:
-    """Return each of n jobs' weight (rank / n)^a; the rank is near 1 for the longest job, near n for the shortest.
+    """Return the weight (rank / n)^a of each of n jobs; the longest job has the lowest rank, the shortest the highest.
 
         rank_j = 1/2 + sum over i of  left_i^q / (left_i^q + left_j^q)
 
     heSRPT (Berg, Vesilo, Harchol-Balter, "heSRPT: Parallel scheduling to minimize mean slowdown", Performance
-    Evaluation 2020) is optimal for jobs of equal concave speed-up s(k) = k^p. Its shares depend on the ranks only,
-    which is the case of infinite q here; equal times share a rank. The smaller q, the closer the weights of jobs with
-    similar remaining times, so that neither waits for the other and the last does not end alone. A job without a
-    known length gets the middle rank.
+    Evaluation 2020) is optimal for jobs of equal concave speed-up s(k) = k^p. Its shares depend only on the ranks, as
+    they do here for infinite q. Jobs with equal times share a rank. A smaller q brings the weights of jobs with similar
+    remaining times closer together, so that these jobs run side by side. A job of unknown length gets the middle rank,
+    (n + 1) / 2; if only m lengths are known, the ranks of those m jobs are multiplied by n / m.
 
     Args:
-        left_s: Remaining times [s], (J,), NaN if unknown.
-        exponent: a; 0 gives all jobs the same weight.
-        sharpness: q; among more than ``_MANY`` jobs it counts as infinite.
+        sharpness: q; counts as infinite if more than 1000 lengths are known.
     """
     n = len(left_s)
     known = np.flatnonzero(~np.isnan(left_s))
@@ -174,18 +163,12 @@ def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -
 
 
 def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: Floats, now_s: float) -> Floats:
-    """Return each job's estimated lateness if it had an equal share from now on, (J,); NaN before it trains.
+    """Return each job's estimated lateness if it gets an equal share from now on, (J,); NaN before it trains.
 
         lateness = (age + left / speed(fair share)) / ((left + done) / speed(fair share))
 
     A job with lateness up to 1 is on time. This estimates finish-time fairness (Mahajan et al., "Themis", NSDI 2020)
     from the job's own measurements. For a job without a declared length, the remaining time in ``left_s`` is used.
-
-    Args:
-        left_s: Remaining time at speed 1 (the smallest size) [s], (J,), NaN if unknown.
-        rate: Progress at speed 1 [samples/s], (J,).
-        fair_speed: Speed of each job on an equal share of the cluster, relative to its smallest size, (J,).
-        now_s: Current time, on the clock of ``JobView.submitted_s`` [s].
     """
     lateness = np.full(len(views), np.nan)
     for j, (view, left, speed) in enumerate(zip(views, left_s.tolist(), fair_speed.tolist(), strict=True)):
@@ -204,19 +187,12 @@ def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: 
 
 
 def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, arrivals_per_s: float = 0.0) -> Floats:
-    """Return the part of the coming time in which a job trains if it changes to each option, (J, C).
+    """Return the fraction of the coming time that a job spends training if it changes to each option, (J, C).
 
         part = H' / (H' + n d)    with H' = min(horizon, remaining time T)
 
-    d is the pause of a change of size and n the expected number of pauses. If a job arrives before this one ends, it
+    d is the pause for a change of size and n the expected number of pauses. A job that arrives before this one ends
     undoes the change at the cost of a second pause, so n = 2 - exp(-arrivals x T).
-
-    Args:
-        speed: Speed of each of J jobs in each of C options, relative to its smallest size, (J, C).
-        left_s: Remaining time at speed 1 [s], (J,), NaN if unknown.
-        cost_s: Time without progress that a change costs, d [s], (J,).
-        horizon_s: H [s], (J,).
-        arrivals_per_s: Rate of arriving jobs [1/s].
     """
     lasting = np.where(np.isnan(left_s), np.inf, left_s)[:, np.newaxis] / np.maximum(speed, 1e-9)
     span = np.clip(lasting, 1.0, horizon_s[:, np.newaxis])
@@ -226,7 +202,7 @@ def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, a
 
 
 def concave_value(speed: Floats, power: float) -> Floats:
-    """Return phi(s) = (s^p - 1) / p of each speed s (log s for p = 0); a smaller ``power`` p favours even speeds."""
+    """Return phi(s) = (s^p - 1) / p for each speed s (log s for p = 0); a smaller ``power`` p favours even speeds."""
     positive = np.maximum(speed, 1e-9)
     with np.errstate(under="ignore"):
         result: Floats = np.log(positive) if power == 0 else (positive**power - 1.0) / power

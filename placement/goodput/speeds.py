@@ -1,8 +1,8 @@
-"""Speed of every job in every shape; measured step times take precedence over the fitted model.
+"""Speed of each job in each shape; measured step times take precedence over the fitted model.
 
-A decision over thousands of jobs would spend nearly all its time in one call of ``GoodputModel.best`` per job. This
+A decision about thousands of jobs would spend nearly all its time in one call of ``GoodputModel.best`` per job. This
 module treats the batch as a real number instead of whole samples, so a row of the table is plain array arithmetic. The
-results agree within a few per cent, and both methods rank the shapes of a job alike.
+results agree within a few per cent, and both methods rank a job's shapes alike.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class GoodputCache:
     prices: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def record_prices(self, prices: Mapping[str, float]) -> None:
-        """Record the dual prices (price per slot, keyed by GPU type) of the latest decision."""
+        """Record the latest decision's dual prices (price per slot, keyed by GPU type)."""
         self.prices.clear()
         self.prices.update(prices)
 
     def make_room(self, entries: int) -> None:
-        """Clear each table of the cache that would exceed the limit ``most`` with this many more entries."""
+        """Clear each table in the cache that would exceed the limit ``most`` with this many more entries."""
         if len(self.rows) + entries > self.most:
             self.rows.clear()
         if len(self.ratios) + entries > self.most:
@@ -62,16 +62,10 @@ def model_of(view: JobView, gpu: str) -> GoodputModel | None:
 
 
 def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache: GoodputCache) -> Floats:
-    """Return the goodput [useful samples/s] of every job (rows) in every shape (columns); NaN without a model.
+    """Return the goodput [useful samples/s] of each job (row) in each shape (column); NaN without a model.
 
     A shape is a number of nodes and of workers. If a job's batch will change, or its noise grows, its goodput is the
     mean over the next twenty minutes in that shape.
-
-    Args:
-        gpu: GPU type of all shapes.
-        nodes: Nodes of each shape, (J, C); 0 if the shape is impossible.
-        workers: Workers of each shape, (J, C).
-        cache: Cache of earlier results.
     """
     cache.make_room(len(views))
     result = np.full(workers.shape, np.nan)
@@ -126,12 +120,7 @@ def grown(view: JobView, factor: float) -> JobView:
 def _mean_rate(
     view: JobView, model: GoodputModel, gpu: str, rate: Floats, shapes: tuple[Ints, Ints], cache: GoodputCache
 ) -> Floats:
-    """Return the mean goodput of each shape over the next ``HOLDS_S``, with the batches of the job's forecast.
-
-    Args:
-        rate: Goodput at the current batch, (C,).
-        shapes: Nodes and workers, (1, C) each.
-    """
+    """Return the mean goodput of each shape over the next ``HOLDS_S``, with the batches of the job's forecast."""
     assert view.forecast is not None and view.held_batch is not None, "a forecast continues a held batch"
     gained, left_s, done, batch = np.zeros_like(rate), np.full_like(rate, HOLDS_S), 0.0, view.held_batch
     for begin, coming in view.forecast.steps:
@@ -147,10 +136,7 @@ def _mean_rate(
 
 
 def foreseen(view: JobView, gpu: str, seconds: float, cache: GoodputCache) -> JobView:
-    """Return the job's view with the batch or noise expected after ``seconds`` more on its current workers.
-
-    ``gpu`` is the GPU type of these workers.
-    """
+    """Return the job's view with the batch or noise expected after ``seconds`` more on its workers of this GPU type."""
     if view.noise_growth > 1.0 and view.held_batch is None:
         return grown(view, view.noise_growth ** min(1.0, seconds / HOLDS_S))
     while view.forecast is not None and view.workers and (model := model_of(view, gpu)) is not None:
@@ -180,11 +166,11 @@ def _rows(numbers: Floats, nodes: Ints, workers: Ints, cache: GoodputCache) -> F
 def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
     """Return the divisor of each shape's modelled goodput, (C,): the ratio of the nearest measured shape.
 
-    The nearest shape has the smallest |log2(workers / measured workers)|, the smaller shape on ties, preferring
-    shapes on the same side of the boundary between one node and several. A model that is wrong in one shape is
-    about as wrong in the next: if only the measured shape were corrected, a job that is faster than modelled would
-    seem to lose by growing. A ratio from the other side of the boundary is used only if measured steps were faster
-    than modelled, so that a drop in speed at the boundary is kept.
+    The nearest shape has the smallest |log2(workers / measured workers)|, the smaller shape on ties, preferring shapes
+    on the same side of the boundary between one node and several. A model that is wrong in one shape is about as wrong
+    in neighbouring ones: if only the measured shape were corrected, a job that is faster than modelled would seem to
+    lose by growing. A ratio from the other side of the boundary is used only if measured steps were faster than
+    modelled, so that a drop in speed at the boundary is kept.
     """
     measured = sorted(known.items(), key=lambda item: (item[0][1], item[0][0]))
     m, k = np.array([shape for shape, _ in measured], dtype=np.float64).T
@@ -198,10 +184,7 @@ def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
 
 
 def ratios(observations: tuple[Observation, ...], model: GoodputModel, cache: GoodputCache) -> Ratios:
-    """Return measured / modelled step time, keyed by measured shape (nodes, workers); the result is cached.
-
-    Each ratio is the geometric mean over the batch sizes measured in the shape, weighted by their counts.
-    """
+    """Return measured / modelled step time by shape (nodes, workers), a mean over its batches; cached."""
     key = id(observations), model.throughput_model
     if key not in cache.ratios:
         cache.ratios[key] = observations, _ratios(observations, model)
@@ -215,7 +198,7 @@ def spread(view: JobView) -> float:
 
 
 def _ratios(observations: tuple[Observation, ...], model: GoodputModel) -> Ratios:
-    """Return the geometric means of measured over modelled step times by shape, each time within ``_LIMIT``."""
+    """Return geometric means of measured over modelled step time by shape, each ratio limited by ``_LIMIT``."""
     columns = np.array(
         [[o.nodes, o.replicas, o.atomic_bsz, o.accum_steps, o.step_time, o.count] for o in observations],
         dtype=np.float64,
@@ -238,21 +221,16 @@ _AT_ONCE = 1_000  # shapes computed at once: arrays of more leave the processor'
 
 
 def of_numbers(numbers: Floats, nodes: Ints, workers: Ints) -> Floats:
-    """Return the goodput [samples/s, weighted by progress relative to M0] at the best batch of every shape, (J, C).
+    """Return the goodput [samples/s, weighted by progress relative to M0] at the best batch for each shape, (J, C).
 
-    J is the number of jobs and C that of shapes (pairs of nodes and workers). A batch M = R b on R workers, with b
-    samples per worker and step, is split into k = ceil(b / most) micro-steps of m = b / k samples. ``most`` is the
+    J is the number of jobs, and C the number of shapes (pairs of nodes and workers). A batch M = R b on R workers, with
+    b samples per worker and step, is split into k = ceil(b / most) micro-steps of m = b / k samples. ``most`` is the
     job's largest micro-batch and M0 its initial batch::
 
         goodput = max over b of  M / (alpha_s + (k - 1) T_grad(m) + (T_grad(m)^g + T_sync^g)^(1/g)) x efficiency(M)
 
     with alpha_s, T_grad, T_sync and g = gamma as in ``ThroughputModel`` and efficiency as in ``NoiseScale``; 0 if no
     batch fits.
-
-    Args:
-        numbers: Rows of ``numbers_of``, one per job.
-        nodes: Nodes of each shape, (J, C); 0 if the shape is impossible.
-        workers: Workers of each shape, 1 or more, (J, C).
     """
     jobs, shapes = workers.shape
     columns = np.ascontiguousarray(numbers.T)
@@ -267,10 +245,7 @@ def of_numbers(numbers: Floats, nodes: Ints, workers: Ints) -> Floats:
 
 
 def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Floats:
-    """Return the goodput of shapes, each with a column of numbers in ``fields``; rows are batch sizes.
-
-    All large arrays are computed in place in ``work``, since allocating memory costs more than the arithmetic.
-    """
+    """Return the goodput of shapes (columns of ``fields``) over batches (rows); large arrays are made in ``work``."""
     alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma, alpha_s, sqr, var, initial, *bounds = fields
     limit, low, high, accumulation = bounds
     sync = np.where(nodes > 1, alpha_n, alpha_r) + np.where(nodes > 1, beta_n, beta_r) * np.maximum(workers - 2, 0)
@@ -319,10 +294,10 @@ def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Float
 def numbers_of(
     model: GoodputModel, max_batch_size: int | None, bounds: tuple[int, int] | None, accumulation: bool
 ) -> tuple[float, ...]:
-    """Return a job's model and the limits of its batch [samples] as the row of numbers that ``of_numbers`` expects.
+    """Return a job's model and its batch limits [samples] as the row of numbers that ``of_numbers`` expects.
 
-    ``max_batch_size`` is None if the job keeps its initial batch. ``bounds`` are the least and the largest
-    micro-batch of a worker; None means no bounds.
+    ``max_batch_size`` is None if the job keeps its initial batch. ``bounds`` are a worker's smallest and largest
+    micro-batch; None means no bounds.
     """
     low, high = bounds or (1, 2**53)
     t, noise = model.throughput_model, model.noise

@@ -23,7 +23,7 @@ LARGEST = float(np.finfo(np.float64).max)
 
 @dataclass(frozen=True, slots=True)
 class ThroughputModel:
-    """Parameters of the time of one step, in seconds; communication is modelled by the slowest link only.
+    """Parameters for the time of one step, in seconds; communication is modelled by its slowest link alone.
 
     With N nodes, R replicas, m samples per replica and micro-step (atomic batch size), s accumulation steps::
 
@@ -35,10 +35,6 @@ class ThroughputModel:
 
     alpha_s is not part of Pollux's model. Without it, accumulation saves only synchronisations, and nothing on a single
     replica.
-
-    Raises:
-        TypeError: A parameter is not a real number.
-        ValueError: A time is negative or not finite, or gamma is below 1 or not finite.
     """
 
     alpha_c: float  # Constant part of one forward and backward pass, s
@@ -57,31 +53,17 @@ class ThroughputModel:
             object.__setattr__(self, field.name, value)
 
     def grad_time(self, atomic_bsz: ArrayLike) -> FloatOrArray:
-        """Return T_grad: the seconds of one forward and backward pass over `atomic_bsz` (>= 1) samples."""
+        """Return T_grad: the seconds for one forward and backward pass over `atomic_bsz` (>= 1) samples."""
         return plain(self._grad_time(reals("atomic_bsz", atomic_bsz, at_least=1)))
 
     def sync_time(self, nodes: ArrayLike, replicas: ArrayLike) -> FloatOrArray:
-        """Return T_sync: the seconds of one gradient synchronisation. Arguments as in `step_time`."""
+        """Return T_sync: the seconds for one gradient synchronisation. Arguments as in `step_time`."""
         return plain(self._sync_time(*resources(nodes, replicas)))
 
     def step_time(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Return T_step: the seconds of one optimizer step. Scalars give a float, arrays broadcast to an array.
-
-        The time never falls if `replicas`, `atomic_bsz` or `accum_steps` rises and all else is unchanged. A time too
-        large for a float becomes the largest float.
-
-        Args:
-            nodes: N >= 1, number of nodes that hold the replicas.
-            replicas: R >= N, total number of workers.
-            atomic_bsz: m >= 1, samples per replica and micro-step.
-            accum_steps: s >= 0, micro-steps before the one that synchronises.
-
-        Raises:
-            TypeError: An argument is not made of real numbers.
-            ValueError: An argument is outside the range above, or the shapes do not broadcast.
-        """
+        """Return T_step: the seconds of one optimizer step. Scalars give a float, arrays broadcast to an array."""
         n, r = resources(nodes, replicas)
         m = reals("atomic_bsz", atomic_bsz, at_least=1)
         s = reals("accum_steps", accum_steps, at_least=0)
@@ -108,10 +90,7 @@ class ThroughputModel:
 
 
 def power_sum(x: Floats, y: Floats, gamma: float) -> Floats:
-    """Return (x^gamma + y^gamma)^(1/gamma) for x, y >= 0 and gamma >= 1, with the larger one factored out.
-
-    Without this, 1e-40 s to the tenth power would be 0 and 1e40 s to the tenth would be infinite.
-    """
+    """Return (x^gamma + y^gamma)^(1/gamma) for x, y >= 0 and gamma >= 1, with the larger one factored out."""
     larger = np.maximum(x, y)
     ratio = np.minimum(x, y) / np.where(larger > 0, larger, 1.0)
     with np.errstate(over="ignore", under="ignore"):
@@ -128,7 +107,7 @@ def real(name: str, value: Any, *, at_least: float = -math.inf) -> float:
 
 
 def reals(name: str, value: ArrayLike, *, at_least: float) -> Floats:
-    """Return `value` as a float64 array; raise an error naming the first number not finite or below `at_least`."""
+    """Return `value` as a float64 array; reject numbers that are not finite or below `at_least`, naming the first."""
     array = np.asarray(value)
     if array.dtype.kind not in "iuf" and array.size:
         raise TypeError(f"{name} must be a real number or an array of them, but got {value!r}")

@@ -1,1 +1,1 @@
-"""Measurements that jobs of the same model share, and that are kept after the jobs end."""
+"""Measurements that are shared by jobs of the same model and kept after the jobs end."""

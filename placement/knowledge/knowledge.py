@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from placement.checks import check_number
 from placement.cluster.cluster import Cluster, Node
-from placement.cluster.jobs import FoundStrategy, JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import FoundStrategy, JobView, Progress
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.remaining import BEYOND
@@ -47,7 +46,7 @@ class KnowledgeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """Model for a GPU type on which a job has no measurements, borrowed from other jobs that train the same model."""
+    """Model for a GPU type that a job has no measurements for, borrowed from other jobs that train the same model."""
 
     model: GoodputModel  # fitted to what others measured; its noise is that of the earliest epoch known
     largest_batch: int  # largest global batch that any of them ran with [samples]
@@ -55,10 +54,10 @@ class Prior:
 
 @dataclasses.dataclass(slots=True)
 class _Family:
-    """Knowledge of one fingerprint (jobs of the same model) on one GPU type.
+    """Knowledge about one fingerprint (jobs of the same model) on one GPU type.
 
-    A model is fitted when it is requested, but to the measurements known right after the last change that mattered.
-    If it were fitted to those known at the request, the allocator's decisions would depend on who reads models, and
+    A model is fitted when it is requested, but to the measurements known right after the last change that mattered. If
+    measurements from after that change were used too, the allocator's decisions would depend on who reads models and
     when.
     """
 
@@ -71,7 +70,7 @@ class _Family:
     noise: dict[int, tuple[NoiseScale, Batches, float]] = dataclasses.field(default_factory=dict)
 
     def take(self, observation: Observation, seen_s: float, *, stored: bool = False) -> bool:
-        """Add one measurement; True if it was new. A stored one never replaces one that a job reported itself."""
+        """Add one measurement; return True if it was new. A stored one never replaces one that a job reported."""
         shape = shape_of(observation)
         known = self.seen.get(shape)
         if stored and (shape in self.own or (known is not None and known[1] > seen_s)):
@@ -80,7 +79,10 @@ class _Family:
             self.own.add(shape)
         if known is not None and known[0] == observation:
             return False
-        if known is None or _corrects(observation, known[0]):
+        if known is None or (
+            observation.atomic_bsz == known[0].atomic_bsz
+            and abs(observation.step_time / known[0].step_time - 1.0) > _CHANGED
+        ):
             self.fits.clear()  # a model that has not seen a shape may be wrong by half there, and idle GPUs cost more
             self.fitted_to = None
         elif self.fitted_to is None:
@@ -101,7 +103,7 @@ class _Family:
         return self.cached
 
     def model(self, *, fixed_batch: bool) -> ThroughputModel | None:
-        """Return a model fitted to the measurements; None if there are none."""
+        """Return a model fitted to the measurements, or None without measurements."""
         told = self.fitted_to if self.fitted_to is not None else self._told()
         if fixed_batch not in self.fits and told:
             self.fits[fixed_batch] = fit(told, fixed_batch=fixed_batch)
@@ -112,10 +114,10 @@ class _Family:
 
 
 class Knowledge:
-    """Observations of all known jobs, keyed by fingerprint (id of the model that a job trains) and GPU type.
+    """Observations from all known jobs, keyed by fingerprint (id of the model that a job trains) and GPU type.
 
     A job without a fingerprint neither contributes nor receives knowledge. If a shape was measured several times, the
-    newest measurement counts, whichever job made it. This includes the job's own measurements, since its heartbeat is
+    newest measurement counts, whichever job made it. A job's own measurements are included, since its heartbeat is
     processed before any decision about the job.
     """
 
@@ -134,7 +136,7 @@ class Knowledge:
         """Compare the nodes with earlier ones, and discard observations of GPU types whose machines were replaced.
 
         A type keeps its observations as long as any of its nodes is of a kind that was present before, since a cluster
-        may mix node sizes and add new ones.
+        may mix node sizes and add new sizes.
         """
         present: dict[str, set[str]] = {}
         for node in cluster.nodes:
@@ -153,7 +155,7 @@ class Knowledge:
             del self._read[key]
 
     def learn(self, view: JobView, now_s: float) -> None:
-        """Record the measurements in a job's heartbeat, replacing older ones of equal shape (nodes, workers, batch)."""
+        """Record a heartbeat's measurements, replacing older ones of the same shape (nodes, workers, batch)."""
         if view.fingerprint is None:
             return
         self._lengths.receive(view)
@@ -200,7 +202,7 @@ class Knowledge:
         The gaps are observations, models, room to grow, and the progress per epoch. The model is fitted to all
         observations; the gradient noise remains the job's own if it has measured any. The growth limit becomes at least
         twice the most workers that any job of the same model has run with. A job that has not reported its batch yet
-        (its workers are still starting) is assumed to have the limits of the latest job of the model.
+        (its workers are still starting) is assumed to have the batch limits of the model's latest job.
         """
         fingerprint = view.fingerprint
         if fingerprint is None:
@@ -244,23 +246,22 @@ class Knowledge:
             return {}
         known = self.complete(view, now_s)
         return {
-            gpu: Prior(model=model, largest_batch=_largest_batch(known.observations[gpu]))
+            gpu: Prior(
+                model=model, largest_batch=int(max(o.replicas * o.atomic_bsz * (o.accum_steps + 1) for o in seen))
+            )
             for gpu, model in known.models.items()
-            if gpu not in view.models and known.observations.get(gpu)
+            if gpu not in view.models and (seen := known.observations.get(gpu))
         }
 
     def strategies(self, view: JobView, now_s: float) -> dict[str, FoundStrategy] | None:
-        """Return the fastest strategies that jobs of this model have found, keyed by form of group (backend and nodes).
-
-        Returns None until the job has reported its model's fingerprint.
-        """
+        """Return the fastest strategies known of this model by form of group; None until it has a fingerprint."""
         if view.fingerprint is None:
             return None
         known = self._strategies.get(view.fingerprint, {})
         return {form: each.found for form, each in known.items() if not self._is_old(each.seen_s, now_s)}
 
     def measurements(self, fingerprints: Collection[str], now_s: float) -> Measurements:
-        """Return all recent measurements of the models with these fingerprints, for storage."""
+        """Return all recent measurements for the models with these fingerprints, for storage."""
         steps: list[KnownStep] = []
         noises: list[KnownNoise] = []
         known = [(name, gpu) for name in sorted(fingerprints) for gpu in sorted(self._families.get(name, ()))]
@@ -286,10 +287,7 @@ class Knowledge:
         return Measurements(steps=tuple(steps), noises=tuple(noises), lengths=lengths, strategies=strategies)
 
     def recall(self, measurements: Measurements, now_s: float) -> None:
-        """Load saved measurements, leaving out those that are too old or come from machines that are gone.
-
-        A timestamp in the future (clock skew on the writer) counts as now.
-        """
+        """Load saved measurements, but those too old or of machines that are gone; a future time counts as now."""
         for step in measurements.steps:
             here = self._machines.setdefault(step.gpu_type, step.machines)
             if (here and step.machines and not here & step.machines) or self._is_old(step.seen_s, now_s):
@@ -320,10 +318,7 @@ class Knowledge:
 
 
 def machine_of(node: Node) -> str:
-    """Return text with the number of each device that determines a node's speed, such as ``8 CPU 4 GPU``.
-
-    Memory is left out, because Ray measures it slightly differently each time a node starts.
-    """
+    """Return text such as ``8 CPU 4 GPU`` of a node's devices, without memory, which Ray measures anew each time."""
     devices = {name: amount for name, amount in node.total.items() if name in ("CPU", "GPU") and amount > 0}
     return " ".join(f"{amount:g} {name}" for name, amount in sorted(devices.items()))
 
@@ -334,9 +329,9 @@ def _epoch(view: JobView) -> int:
 
 
 def _noise(family: _Family, view: JobView) -> NoiseScale | None:
-    """Return the family's noise at the job's epoch, or else the earliest one known: noise rises during training.
+    """Return the family's noise at the job's epoch, or else the earliest known noise; noise rises during training.
 
-    Since var = tr(Sigma) / M0, it is rescaled if the job's M0 differs from that of the measuring job.
+    Since var = tr(Sigma) / M0, it is rescaled if the job's M0 differs from the measuring job's.
     """
     if not family.noise or view.init_batch_size is None:
         return None
@@ -355,18 +350,8 @@ def _with_batches(view: JobView, families: Iterable[_Family]) -> JobView:
     return dataclasses.replace(view, **{f.name: getattr(batches, f.name) for f in dataclasses.fields(batches)})
 
 
-def _corrects(observation: Observation, known: Observation) -> bool:
-    """True if the same batch was measured before with a clearly different step time."""
-    same = observation.atomic_bsz == known.atomic_bsz
-    return same and abs(observation.step_time / known.step_time - 1.0) > _CHANGED
-
-
-def _largest_batch(observations: Iterable[Observation]) -> int:
-    return int(max(o.replicas * o.atomic_bsz * (o.accum_steps + 1) for o in observations))
-
-
 def _present_type(view: JobView, models: Mapping[str, GoodputModel]) -> str | None:
-    """Return the GPU type whose model is the current one of the view; None if no type's is."""
+    """Return the GPU type whose model is the view's current model; None if there is no such type."""
     for gpu, model in view.models.items():
         if model == view.goodput:
             return gpu
@@ -379,13 +364,7 @@ def declarer_of(view: JobView) -> str:
 
 
 class EndedJobs:
-    """Lengths of jobs that have ended, keyed by the fingerprint of their model.
-
-    Finished, stopped and failed jobs all count, since each released its workers when it ended.
-
-    Args:
-        forget_s: Age beyond which an ended job is ignored [s].
-    """
+    """Lengths of jobs that have ended (finished, stopped or failed alike), keyed by the fingerprint of their model."""
 
     def __init__(self, forget_s: float) -> None:
         self._forget_s = forget_s
@@ -422,7 +401,7 @@ class EndedJobs:
             self._beyond.setdefault(declarer, {})[view.job] = 2.0 * part  # as much is left as was done
 
     def ended(self, job: str, now_s: float) -> bool:
-        """Record the end of a job; return True if the job's length is known and therefore worth storing."""
+        """Record a job's end; return True if its length is known and therefore worth storing."""
         length = self._present.pop(job, None)
         self._declared.pop(job, None)
         if length is None:
@@ -444,17 +423,14 @@ class EndedJobs:
             self._ended[fingerprint] = newest([*self._ended.get(fingerprint, ()), *several])
 
     def of(self, fingerprints: Collection[str]) -> tuple[KnownLength, ...]:
-        """Return the lengths of the ended jobs whose models have these fingerprints."""
+        """Return the lengths of ended jobs whose models have these fingerprints."""
         return tuple(each for name in sorted(fingerprints) for each in self._ended.get(name, ()))
 
     def progress(self, view: JobView, usual_epoch: float | None, now_s: float) -> Progress | None:
-        """Return the job's progress, together with the points (in its iterations) at which earlier jobs ended.
+        """Return the job's progress, with the points (in its own iterations) where earlier jobs ended.
 
         If no job of this model has ended yet and the declarer's jobs usually exceed their declared length, the longest
         running job of the model counts as half done.
-
-        Args:
-            usual_epoch: Iterations per epoch of other jobs of the model; None if unknown.
         """
         if view.progress is None:
             return None

@@ -1,8 +1,8 @@
-"""SHELL: stores measurements of jobs as Parquet files beside the jobs' results.
+"""SHELL: stores jobs' measurements as Parquet files beside the jobs' results.
 
-In ``<storage_path>/.elastic_ray/knowledge/<writer>.parquet``, every allocator (one per cluster) writes a file
-of its own under each storage path that its jobs use, with its knowledge of those jobs' models. It reads all
-files in that directory before it decides about the first of these jobs. So
+In ``<storage_path>/.elastic_ray/knowledge/<writer>.parquet``, every allocator (one per cluster) writes its own file
+under each storage path that its jobs use, with its knowledge of those jobs' models. It reads all files in that
+directory before it decides about the first of these jobs. So
 
 - *no update is lost*: no two writers share a file, and a file is only ever replaced by one that knows more;
 - *a reader sees a complete file or none*: a local file gets its name by a rename, which is atomic; on object
@@ -10,41 +10,11 @@ files in that directory before it decides about the first of these jobs. So
   and skipped;
 - *any file system of pyarrow works*: nothing is locked, and nothing is appended to.
 
-Files of allocators that no longer exist are folded in: once a file is an hour old, an allocator deletes it if
-it has read the file, still knows all its contents and has written them itself. A running writer loses nothing
-by this: with its next change it writes all it knows.
+Files of allocators that no longer exist are folded in: once a file is an hour old, an allocator deletes it if it has
+read the file, still knows all its contents and has written them itself. A running writer loses nothing by this, since
+it writes all it knows with its next change.
 
-Columns, one row per measurement (kind ``step``), gradient noise (``noise``), length of a job (``length``) or
-fastest strategy (``strategy``); columns of other kinds are null:
-
-======================  ==========  ===================================================================================
-``kind``                string      ``step``, ``noise``, ``length`` or ``strategy``
-``fingerprint``         string      fingerprint of the model, see ``elastic_ray.record.fingerprint``
-``gpu_type``            string      GPU type: Ray's label ``ray.io/accelerator-type`` of the nodes; empty without
-``seen_s``              float64     time of the measurement [s since the epoch]
-``machines``            list        kinds of nodes of that type in the cluster, such as ``8 CPU 4 GPU``; the row no
-                        (string)    longer counts once the cluster has none of them
-``nodes``               int64       step: number of nodes with workers
-``replicas``            int64       step: workers
-``atomic_bsz``          float64     step: samples per worker and micro-step
-``accum_steps``         int64       step: micro-steps before the one that synchronises
-``step_time_s``         float64     step: one optimizer step, synchronisation included [s]
-``grad_time_s``         float64     step: one micro-step without synchronisation [s], 0 if not measured
-``weight``              float64     step: weight of the measurement: number of steps that it is a mean of
-``epoch``               int64       noise: epochs that the job had finished
-``noise_sqr``           float64     noise: squared norm of the gradient
-``noise_var``           float64     noise: variance of a gradient at the initial batch, same unit as ``noise_sqr``
-``init_batch_size``     int64       noise: initial global batch of the job [samples]
-``max_batch_size``      int64       noise: largest global batch that the job allowed [samples], null = fixed batch
-``atomic_bsz_least``    int64       noise: least samples per worker and micro-step that it allowed, null = no bound
-``atomic_bsz_most``     int64       noise: most samples per worker and micro-step that it allowed, null = no bound
-``accumulation``        bool        noise: true if the job allowed several micro-steps
-``samples``             float64     length: total progress, in samples at the initial batch
-``part``                float64     length: fraction of the length that the job first declared, null = none declared
-``declarer``            string      length: user or tenant who declared it
-``form``                string      strategy: backend and nodes of the group's ranks
-``strategy``            string      strategy: name of the strategy; ``step_time_s`` as for ``step``
-======================  ==========  ===================================================================================
+Rows are measurements (``step``), gradient noise, lengths of jobs or strategies; columns of other kinds are null.
 """
 
 from __future__ import annotations
@@ -91,31 +61,35 @@ _FOLD_AFTER_S = 3600.0
 _FORMAT = {b"elastic_ray": b"knowledge 1"}
 _SCHEMA = pa.schema(
     [
-        pa.field("kind", pa.string(), nullable=False),
-        pa.field("fingerprint", pa.string(), nullable=False),
-        pa.field("gpu_type", pa.string(), nullable=False),
-        pa.field("seen_s", pa.float64(), nullable=False),
-        ("machines", pa.list_(pa.string())),
-        ("nodes", pa.int64()),
-        ("replicas", pa.int64()),
-        ("atomic_bsz", pa.float64()),
-        ("accum_steps", pa.int64()),
-        ("step_time_s", pa.float64()),
-        ("grad_time_s", pa.float64()),
-        ("weight", pa.float64()),
-        ("epoch", pa.int64()),
-        ("noise_sqr", pa.float64()),
-        ("noise_var", pa.float64()),
-        ("init_batch_size", pa.int64()),
-        ("max_batch_size", pa.int64()),
-        ("atomic_bsz_least", pa.int64()),
-        ("atomic_bsz_most", pa.int64()),
-        ("accumulation", pa.bool_()),
-        ("samples", pa.float64()),
-        ("part", pa.float64()),
-        ("declarer", pa.string()),
-        ("form", pa.string()),
-        ("strategy", pa.string()),
+        pa.field("kind", pa.string(), nullable=False),  # ``step``, ``noise``, ``length`` or ``strategy``
+        pa.field("fingerprint", pa.string(), nullable=False),  # of the model, see ``elastic_ray.record.fingerprint``
+        pa.field("gpu_type", pa.string(), nullable=False),  # label ``ray.io/accelerator-type``; empty without
+        pa.field("seen_s", pa.float64(), nullable=False),  # time of the measurement [s since the epoch]
+        # step
+        ("machines", pa.list_(pa.string())),  # kinds of nodes, such as ``8 CPU 4 GPU``; void once all are gone
+        ("nodes", pa.int64()),  # number of nodes with workers
+        ("replicas", pa.int64()),  # workers
+        ("atomic_bsz", pa.float64()),  # samples per worker and micro-step
+        ("accum_steps", pa.int64()),  # micro-steps before the one that synchronises
+        ("step_time_s", pa.float64()),  # one optimizer step, synchronisation included [s]
+        ("grad_time_s", pa.float64()),  # one micro-step without synchronisation [s]; 0 if not measured
+        ("weight", pa.float64()),  # number of steps that the measurement is a mean of
+        # noise
+        ("epoch", pa.int64()),  # epochs that the job had finished
+        ("noise_sqr", pa.float64()),  # squared norm of the gradient
+        ("noise_var", pa.float64()),  # variance of a gradient at the initial batch, same unit as ``noise_sqr``
+        ("init_batch_size", pa.int64()),  # initial global batch of the job [samples]
+        ("max_batch_size", pa.int64()),  # largest global batch allowed [samples]; null: fixed batch
+        ("atomic_bsz_least", pa.int64()),  # fewest samples per worker and micro-step allowed; null: no bound
+        ("atomic_bsz_most", pa.int64()),  # most of them; null: no bound
+        ("accumulation", pa.bool_()),  # true if several micro-steps are allowed
+        # length
+        ("samples", pa.float64()),  # total progress, in samples at the initial batch
+        ("part", pa.float64()),  # fraction of the length that the job first declared; null: none declared
+        ("declarer", pa.string()),  # user or tenant who declared it
+        # strategy
+        ("form", pa.string()),  # backend and nodes of the group's ranks
+        ("strategy", pa.string()),  # its name; ``step_time_s`` as for a step
     ],
     metadata=_FORMAT,
 )
@@ -123,7 +97,7 @@ _SCHEMA = pa.schema(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StorageRoot:
-    """Storage root: the directory that contains the run directories of jobs."""
+    """Storage root: the directory that contains jobs' run directories."""
 
     path: str  # of the directory on ``filesystem``
     filesystem: Any  # a ``pyarrow.fs.FileSystem``, picklable
@@ -131,18 +105,12 @@ class StorageRoot:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key that identifies the storage root: it is the same for two objects with the same root."""
+        """Key that identifies the storage root; equal for objects with the same root."""
         return str(self.filesystem.type_name), self.path
 
 
 class KnowledgeStore:
-    """Knowledge files under one storage root.
-
-    Calls block on the file system, so an event loop must run them in a thread.
-
-    Args:
-        writer: Name of this writer's file, unique among all writers that share the root.
-    """
+    """Knowledge files under one storage root; calls block, so an event loop runs them in a thread."""
 
     def __init__(self, root: StorageRoot, writer: str) -> None:
         self._files = root.filesystem
@@ -152,7 +120,7 @@ class KnowledgeStore:
         self._others: dict[str, Measurements] = {}
 
     def load(self) -> Measurements:
-        """Load the measurements of all writers; damaged and foreign files are logged and skipped."""
+        """Load all writers' measurements; damaged and foreign files are logged and skipped."""
         selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
         kept: list[Measurements] = []
         for entry in self._files.get_file_info(selector):
@@ -168,10 +136,7 @@ class KnowledgeStore:
         return merged(kept)
 
     def save(self, measurements: Measurements) -> None:
-        """Replace this writer's file, and delete old files of other writers whose contents it includes.
-
-        Raises OSError: the file system refuses.
-        """
+        """Replace this writer's file, and delete old files of other writers whose contents it includes."""
         make_directory(self._files, self._folder, private=self._private)
         table = _table(measurements)
         if isinstance(self._files, pyarrow.fs.LocalFileSystem):
@@ -185,7 +150,7 @@ class KnowledgeStore:
         self._fold_in(measurements)
 
     def _fold_in(self, measurements: Measurements) -> None:
-        """Delete other writers' files that are an hour old, unchanged since read, and covered by these measurements."""
+        """Delete other writers' files that are an hour old, unchanged since read, and covered by ``measurements``."""
         since_s = time.time() - KnowledgeConfig().forget_s
         for path, theirs in list(self._others.items()):
             if not covers(measurements, theirs, since_s):
@@ -272,7 +237,7 @@ def _row(kind: str, record: object) -> dict[str, Any]:
 
 
 def _measurements(table: pa.Table) -> Measurements:
-    """Return the measurements in the rows; columns missing in files of earlier versions count as null."""
+    """Return the measurements in the rows; columns missing in files from earlier versions count as null."""
     for name in ("samples", "part", "declarer", "form", "strategy"):
         if name not in table.column_names:
             table = table.append_column(name, pa.nulls(len(table), _SCHEMA.field(name).type))
@@ -284,7 +249,7 @@ def _measurements(table: pa.Table) -> Measurements:
 
 
 def _record(kind: str, row: dict[str, Any]) -> Any:
-    """Return the record in a row of this kind; raises TypeError or ValueError if a value is out of range.
+    """Return the record in a row of this kind; raise TypeError or ValueError if a value is out of range.
 
     An atomic range is None if either bound is missing.
     """
@@ -316,7 +281,7 @@ _LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then
 
 
 class _SyncedRoot:
-    """Storage root of some jobs, with its store and the state of reading from it and writing to it."""
+    """Storage root for some jobs, with its store and the state of reading from it and writing to it."""
 
     def __init__(
         self, root: StorageRoot, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]
@@ -375,14 +340,7 @@ class _SyncedRoot:
 
 
 class KnowledgeSync:
-    """Synchronisation of knowledge with storage: loads a storage root with its first job, and writes changes to it.
-
-    Each root stores the measurements of the models whose jobs used it, and of the models found there.
-
-    Args:
-        knowledge: The knowledge to write; it is only read.
-        writer: Name of this allocator's files, unique among the clusters that share a storage.
-    """
+    """Synchronisation of knowledge with storage: loads a storage root with its first job, and writes changes to it."""
 
     def __init__(self, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]) -> None:
         self._knowledge, self._writer, self._recall = knowledge, writer, recall
@@ -395,7 +353,7 @@ class KnowledgeSync:
         return job in self._root_of_job
 
     async def open(self, job: str, root: StorageRoot) -> None:
-        """Open the storage root of a job, and wait until its contents are loaded, or until a short timeout."""
+        """Open a job's storage root, and wait for its contents to load, up to a short timeout."""
         if root.key not in self._roots:
             self._roots[root.key] = _SyncedRoot(root, self._knowledge, self._writer, self._recall)
         known = self._root_of_job[job] = self._roots[root.key]

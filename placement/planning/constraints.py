@@ -1,10 +1,10 @@
-"""Constraints of real clusters that no policy handles itself; they are enforced around every policy.
+"""Constraints in real clusters that no policy handles itself; they are enforced around every policy.
 
-From the outermost to the innermost: sizes are those that a job can train with; deadlines raise minimums; a worker
-costs no more than its job's utility gains; mixed jobs have their minimum on on-demand nodes; tenants have their
-shares; within a tenant, higher priorities are served first; jobs that may not be stopped keep their minimum; sizes
-are whole nodes if a job prefers them. Each constraint queries the policy about some of the jobs on a part of the
-cluster. Since tenants come before priorities, a tenant cannot get more of the cluster by raising its jobs' priorities.
+From the outermost to the innermost: a job gets only sizes that it can train with; deadlines raise minimums; a worker
+costs no more than it adds to its job's utility; mixed jobs have their minimum on on-demand nodes; tenants get their
+shares; within a tenant, higher priorities are served first; jobs that may not be stopped keep their minimum; jobs that
+prefer whole nodes get whole nodes. Each constraint queries the policy about some of the jobs on part of the cluster.
+Since tenants come before priorities, a tenant cannot get more of the cluster by raising its jobs' priorities.
 """
 
 from __future__ import annotations
@@ -29,14 +29,11 @@ from placement.reasons import Cause, Reason, count
 
 
 def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float) -> int | str:
-    """Return the fewest workers with which the job is expected to meet its deadline, or a text saying why it cannot.
+    """Return the fewest workers expected to meet the job's deadline, or a message saying why it cannot be met.
 
         remaining work x M0 / goodput(k) <= deadline - now,    less the cost of a change if k is above its current size
 
     with M0 the initial batch size and the remaining work estimated by ``seconds_to_end``.
-
-    Args:
-        slots: Number of the job's workers that fit on each node of the empty cluster.
     """
     assert view.deadline_s is not None, f"job {view.job} has no deadline"
     left_s = view.deadline_s - now_s
@@ -56,15 +53,11 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
 def guarantee(
     views: Sequence[JobView], cluster: Cluster, before: Collection[str], now_s: float, refused: Mapping[str, str]
 ) -> tuple[Problem, dict[str, Reason]]:
-    """Raise each job's minimum to the number of workers that meets its deadline, if the deadline can be met.
+    """Raise each job's minimum to the number of workers needed to meet its deadline, if it can be met.
 
-    Jobs are considered in the order of precedence of their minimums: after jobs that may not be stopped and those of
-    higher priority, before other jobs of the same priority; jobs with an earlier guarantee come first. A job that does
-    not fit beside the other jobs' shares gets no guarantee, and runs with whatever workers it gets.
-
-    Args:
-        before: Jobs whose deadlines the last decision guaranteed.
-        refused: For each job that must not get a guarantee, the reason as text.
+    Jobs with deadlines are considered after jobs that may not be stopped and jobs of higher priority, but before other
+    jobs of the same priority; those that already had a guarantee come first. A job that does not fit beside the other
+    jobs' shares gets no guarantee, and runs with whatever workers it gets.
 
     Returns the problem with these minimums, and a note for each job with a deadline, to be added to its reason.
     """
@@ -101,11 +94,11 @@ def _need(view: JobView, slots: Sequence[int], now_s: float, refused: Mapping[st
 
 
 def paying_size(view: JobView, slots: list[int], now_s: float) -> int | None:
-    """Return the largest number of workers that the job's utility justifies; None if it cannot be computed.
+    """Return the largest number of workers justified by the job's utility; None if it cannot be computed.
 
-    None if the job has no utility, a size fixed by its user, or an unknown remaining time. The price per worker comes
-    from the job's bill. Without known prices, workers cost nothing, and the result is the number with which the job
-    ends before its utility falls. ``slots`` is the number of its workers that fit on each node.
+    The result is None if the job has no utility, a size fixed by its user, or an unknown remaining time. The price per
+    worker comes from the job's bill. Without known prices, workers cost nothing, and the result is a number of workers
+    that lets the job end before its utility falls. ``slots`` is the number of its workers that fit on each node.
     """
     left_s = seconds_to_end(view, slots) if view.held_at is None else None
     if view.utility is None or left_s is None:
@@ -118,7 +111,7 @@ def paying_size(view: JobView, slots: list[int], now_s: float) -> int | None:
 
 
 def limit_by_utility(problem: Problem, now_s: float) -> Problem:
-    """Return the problem with each job limited to the workers that its own utility justifies."""
+    """Return the problem with each job limited to the workers justified by its own utility."""
     if all(view.utility is None for view in problem.views):
         return problem
     empty, views = FreeResources(problem.cluster), []
@@ -131,7 +124,7 @@ def limit_by_utility(problem: Problem, now_s: float) -> Problem:
 
 
 def utility_notes(problem: Problem, limited: Problem, allocation: Allocation) -> dict[str, Reason]:
-    """Return a note, keyed by job, for each job that its utility limit in ``limited`` keeps from using more workers."""
+    """Return a note, keyed by job, for each job kept from using more workers by its utility limit in ``limited``."""
     return {
         less.job: Reason(Cause.UTILITY, (count(less.max_workers),))
         for view, less in zip(problem.views, limited.views, strict=True)
@@ -147,7 +140,7 @@ def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
     """Return a plan that gives every job a size that the job allows (``JobView.sizes``).
 
     If the policy's answer has other sizes, the policy is queried again with each limited to the next smaller allowed
-    one. After a few rounds, the remaining disallowed sizes are reduced on the jobs' own nodes.
+    size. After a few rounds, the remaining disallowed sizes are reduced on the jobs' own nodes.
     """
     views = {view.job: view for view in problem.views}
     for _ in range(_SIZE_ROUNDS):
@@ -156,20 +149,13 @@ def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
         if not limits:
             return plan
         for job, most in limits.items():
-            view = views[job]
             if most:
-                views[job] = dataclasses.replace(
-                    view,
-                    min_workers=min(view.min_workers, most),
-                    max_workers=min(view.max_workers, most),
-                    held_at=None if view.held_at is None else min(view.held_at, most),
-                    wished=None if view.wished is None else min(view.wished, most),
-                )
+                views[job] = views[job].at_most(most)
     return _cut(problem, plan, _limits(problem, plan))
 
 
 def _limits(problem: Problem, plan: Plan) -> dict[str, int]:
-    """Return the next smaller allowed size for each job whose size is not allowed; 0 if there is none."""
+    """Return the next smaller allowed size for each job whose size is not allowed; 0 if none exists."""
     found: dict[str, int] = {}
     for view in problem.views:
         workers = sum(plan.allocation.get(view.job, {}).values())
@@ -196,7 +182,7 @@ def _cut(problem: Problem, plan: Plan, limits: Mapping[str, int]) -> Plan:
 
 
 def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) -> Plan:
-    """Return a plan in which jobs that prefer whole nodes have whole nodes, unless this leaves slots idle.
+    """Return a plan that gives whole nodes to jobs that prefer them, unless this leaves slots idle.
 
     The policy is queried twice. In the second query, sizes above one node are limited to a whole number of nodes. The
     second answer is used unless it leaves slots idle that the limited jobs could use.
@@ -231,10 +217,7 @@ def node_worth(view: JobView, cluster: Cluster) -> int:
 
 
 def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
-    """Return the plan, changed so that jobs that prefer whole nodes share none; unchanged if that is impossible.
-
-    It is impossible if not all sizes fit or, with ``apart``, if several multi-node jobs would share a node.
-    """
+    """Return the plan, changed so that jobs that prefer whole nodes share none; unchanged if that is impossible."""
     shy = [view for view in problem.views if view.whole_nodes and view.job in plan.allocation]
     counts = collections.Counter(node for place in plan.allocation.values() for node in place)
     if all(counts[node] == 1 for view in shy for node in plan.allocation[view.job]):
@@ -335,7 +318,7 @@ def decide(
 
 
 def without_idle_spot(problem: Problem) -> Problem | None:
-    """Return the problem without spot nodes on which no job runs; None if there is no such node or no running job."""
+    """Return the problem without idle spot nodes; None if there are none, or if no job is running."""
     used = {node for view in problem.views for node, workers in view.allocation.items() if workers}
     left = tuple(node for node in problem.cluster.nodes if not node.spot or node.node_id in used)
     if not used or len(left) == len(problem.cluster.nodes):
@@ -351,10 +334,7 @@ def _decide_once(
     guaranteed: Collection[str],
     running: Collection[str],
 ) -> Plan:
-    """Return the plan under all constraints.
-
-    If a job with a guaranteed deadline gets nothing, its guarantee is dropped and the policy is queried again.
-    """
+    """Return the plan under all constraints; if a guaranteed job gets nothing, ask again without its guarantee."""
     worth = {v.job: node_worth(v, problem.cluster) for v in problem.views if v.whole_nodes}
     tenants = {tenant.name: tenant for tenant in constraints.tenants}
     inner: Solver = functools.partial(in_whole_nodes, solve=solve, worth=worth) if worth else solve
@@ -385,7 +365,7 @@ def _decide_once(
 
 
 def _with_first_reasons(plans: Sequence[Plan]) -> Plan:
-    """Return the last plan, each job with the reason from the first plan that gave it its final placement."""
+    """Return the last plan, giving each job the reason from the first plan with its final placement."""
     last = plans[-1]
     reasons = dict(last.reasons)
     for plan in reversed(plans):

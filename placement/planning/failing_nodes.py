@@ -69,13 +69,13 @@ def avoid_failing(
 ) -> tuple[Sequence[JobView], Cluster, Mapping[str, Reason]]:
     """Return the jobs and the cluster to show to the policy, changed so that jobs leave nodes where workers fail.
 
-    A job avoids no node if the remaining nodes could never run its minimum, or have no room for it now. A job that has
-    trained then keeps its working nodes; for a job that has not trained, the next start shows whether the program is at
-    fault. A job that has not trained waits for another node only if a disk or GPU made its own workers fail. No job
-    loses its minimum to a job that leaves a node.
+    A job avoids no node if the remaining nodes could never run its minimum, or have no room for it now. If it has
+    trained, it then stays on its nodes, where it works; if not, the next start shows whether the program is at fault. A
+    job that has not trained waits for another node only if a disk or GPU made its own workers fail. No job loses its
+    minimum to another job that leaves a node.
 
-    Returns the jobs, the cluster (both unchanged if nothing is avoided), and the reason for each job that is excluded
-    from a node.
+    Returns the jobs, the cluster (both unchanged if nothing is avoided), and the reason for each job excluded from a
+    node.
     """
     if not avoided.by_all and not avoided.by_job:
         return views, cluster, {}
@@ -115,8 +115,8 @@ def _closed_to(view: JobView, nodes: Collection[str]) -> JobView:
 def _closed(views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes) -> dict[str, dict[str, str]]:
     """Return the nodes that each job may avoid, with reasons; other nodes must be able to hold its minimum.
 
-    Room assigned to one job is not offered to the next. A job that has not trained may also use what others hold
-    beyond their minimums; if a device has failed it, it waits for room.
+    Room assigned to one job is not offered to the next. A job that has not trained may also use what others hold beyond
+    their minimums; if a device made it fail, it waits for room.
     """
     by_id = cluster.by_id()
     free, spare = _free(views, cluster), _free(views, cluster, of_minimums=True)
@@ -150,7 +150,7 @@ def _free(views: Sequence[JobView], cluster: Cluster, *, of_minimums: bool = Fal
 
 
 def _reserve(view: JobView, nodes: Sequence[Node], free: dict[str, dict[str, float]]) -> bool:
-    """Reserve the missing part of the job's minimum on these nodes; return False, reserving none, if too large."""
+    """Reserve the missing part of the job's minimum on these nodes; return False, reserving none, if it cannot fit."""
     there = [node.node_id for node in nodes if not node.draining]
     lacking = view.min_workers - sum(view.allocation.get(node, 0) for node in there)
     taken = dict[str, int]()

@@ -18,10 +18,10 @@ WorkersByNode = Mapping[str, int]
 def held_up(views: Sequence[JobView]) -> bool:
     """True if at least two jobs have measured that links between nodes slow them down.
 
-    A job counts if it has trained on several nodes, and synchronisation then takes longer in its model than
-    computation, even with its largest batch per worker: alpha_n + beta_n (R - 2) > alpha_c + beta_c m. R is the largest
-    number of workers that it has measured on several nodes. Its current number of workers would not do: the result of
-    this function changes that number, so decisions would alternate.
+    A job counts if it has trained on several nodes and, according to its model, synchronisation across nodes takes
+    longer than computation, even with its largest batch per worker: alpha_n + beta_n (R - 2) > alpha_c + beta_c m. R is
+    the largest number of workers that it has measured on several nodes. Its current number of workers cannot be used
+    instead, because this function's result changes that number, so decisions would alternate.
     """
     return sum(map(_is_held_up, views)) > 1
 
@@ -52,15 +52,15 @@ def check_apart(allocation: Allocation) -> None:
 def keep_apart(
     packing: Packing, views: Sequence[JobView], cluster: Cluster, multi_node_nodes: Collection[str] = ()
 ) -> Packing:
-    """Return a packing in which no two multi-node jobs share a node, with smaller sizes if there is no room.
+    """Return a packing where no two multi-node jobs share a node, with smaller sizes if room is short.
 
-    Single-node jobs stay. Of the jobs in conflict, one that keeps its current nodes stays first, then the largest. Each
-    other job moves to a node that holds all its workers, or else to nodes without a multi-node job. If that leaves a
-    job without its minimum, all jobs are placed again, minimums first, and the result is used if it leaves out fewer
-    jobs.
+    Single-node jobs stay. Among conflicting jobs, a job that keeps its current nodes has precedence, then the largest.
+    Every other job moves to a node that holds all its workers, or else to nodes without a multi-node job. If that
+    leaves a job without its minimum, all jobs are placed again, minimums first, and the result is used if it leaves out
+    fewer jobs.
 
     Args:
-        multi_node_nodes: Nodes that already hold workers of a multi-node job outside of ``views``.
+        multi_node_nodes: Nodes that already hold workers of a multi-node job that is not in ``views``.
     """
     busy = _multi_node_jobs(packing.allocation)
     if all(len(jobs) + (node in multi_node_nodes) < 2 for node, jobs in busy.items()):
@@ -93,11 +93,7 @@ def _multi_node_jobs(allocation: Allocation) -> dict[str, list[str]]:
 
 
 class _Placer:
-    """Placement of multi-node jobs on separate nodes: best fit on one node, else worst fit on several.
-
-    Args:
-        multi_node_nodes: Nodes that already hold workers of another multi-node job.
-    """
+    """Placement of multi-node jobs on separate nodes: best fit on one node, else worst fit on several."""
 
     def __init__(
         self, cluster: Cluster, multi_node_nodes: Collection[str], present: Allocation, wanted: Mapping[str, int]
@@ -142,10 +138,7 @@ class _Placer:
         return {view.job: self._named(place) for view in jobs if (place := self._occupied.place(view))}
 
     def _find(self, view: JobView, wanted: int, own: WorkersByNode) -> dict[int, int]:
-        """Return the best placement for as many of the wanted workers as possible.
-
-        Empty if fewer than the job's minimum fit.
-        """
+        """Return the best placement for as many of the wanted workers as possible; empty below the job's minimum."""
         fits = self._occupied.slots(view)
         mine = {index for node in own if (index := self._free.index(node)) is not None}
         found = _on_one_node(fits, wanted, mine)

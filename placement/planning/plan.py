@@ -38,12 +38,8 @@ def make_plan(
 ) -> Plan:
     """Return a plan: query the policy for each job's number of workers, check its answer, and place the workers.
 
-    All constraints apply. Units (workers of several processes) that do not fit on any node span several
+    All constraints apply. Units (multi-process workers) that do not fit on any node span several
     (``placement.planning.spans``).
-
-    Args:
-        guaranteed: ``Plan.guaranteed`` of the last decision: the jobs whose deadlines it guaranteed.
-        granted: ``Plan.granted`` of the last decision: the workers that it added for jobs' own requests.
 
     Raises AllocationError: the policy violated a rule; the caller must not change anything.
     """
@@ -86,7 +82,6 @@ def _on_nodes(
 
 
 def _running(plan: Plan) -> int:
-    """Return the number of jobs that a plan runs."""
     return sum(1 for nodes in plan.allocation.values() if nodes)
 
 
@@ -142,8 +137,7 @@ def _ask_policy(policy: Policy, problem: Problem, now_s: float) -> Plan:
             reasons[job] = Reason(Cause.SCATTERED, (fits, targets[job].workers), alone)
             view = asked.pop(job)
             if fits >= view.min_workers:
-                held = None if view.held_at is None else min(view.held_at, fits)
-                asked[job] = dataclasses.replace(view, max_workers=fits, held_at=held)
+                asked[job] = view.at_most(fits)
     check(packing.allocation, {view.job: view.bundle for view in problem.views}, cluster)
     return Plan(allocation=packing.allocation, reasons=reasons)
 
@@ -163,11 +157,7 @@ def _place(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Clu
 
 
 def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Cluster) -> None:
-    """Check a policy's answer against the rules that do not depend on placement.
-
-    Raises AllocationError: the violated rule is ``known job``, ``every job``, ``whole number``, ``minimum``,
-    ``maximum``, ``nodes`` or ``capacity``.
-    """
+    """Check a policy's answer against the rules that do not depend on placement."""
     known = {view.job: view for view in views}
     for job in targets:
         if job not in known:
@@ -227,16 +217,13 @@ def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> No
 
 
 def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
-    """Return the nodes that, if empty, could run a worker of the job, or part of a unit that spans nodes."""
+    """Return the nodes that, if empty, could run a worker for the job, or part of a unit that spans nodes."""
     need = per_process(view) if spans_nodes(view, cluster) else view.bundle
     return [node for node in cluster.nodes if node.matches(view.selector) and slots(node.total, need)]
 
 
 def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
-    """Return the reason why the job's minimum could not run even on an empty cluster; None if it could.
-
-    Also returns None while no nodes are known.
-    """
+    """Return why the job's minimum could not run even on an empty cluster; None if it could or no node is known."""
     if not cluster.nodes:
         return None
     nodes = [node for node in cluster.nodes if node.matches(view.selector)]

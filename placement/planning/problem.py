@@ -1,7 +1,7 @@
 """Problem that a policy solves, its solution, and the division of a large problem into smaller ones.
 
 Constraints that policies are not aware of (priorities, tenants...) are enforced by querying a policy about some of the
-jobs on a part of the cluster, one group of jobs after the other.
+jobs on part of the cluster, one group of jobs after another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Plan:
         return Plan(allocation={**self.allocation, **other.allocation}, reasons={**self.reasons, **other.reasons})
 
     def noted(self, notes: Mapping[str, Reason]) -> Plan:
-        """Return the plan with ``notes`` as the reasons of their jobs; former reasons become the notes' figures."""
+        """Return the plan with ``notes`` as its jobs' reasons; former reasons become the notes' figures."""
         said = {job: reason.because(notes[job]) for job, reason in self.reasons.items() if job in notes}
         return dataclasses.replace(self, reasons={**self.reasons, **said})
 
@@ -55,11 +55,7 @@ class Problem:
         return dataclasses.replace(self, views=[view for view in self.views if view.job in wanted])
 
     def beside(self, decided: Allocation, reserved: Allocation | None = None) -> Problem:
-        """Return the problem on the resources left after subtracting the workers of two allocations.
-
-        ``decided`` holds the workers of jobs already decided about; ``reserved``, if any, holds workers kept for
-        other jobs.
-        """
+        """Return the problem on the resources left after subtracting the workers of two allocations."""
         bundles = {view.job: view.bundle for view in self.views}
         cluster = without(self.cluster, decided, bundles)
         places = [*decided.values(), *(reserved or {}).values()]
@@ -85,7 +81,7 @@ def stays(view: JobView, problem: Problem) -> bool:
 
 
 def by_precedence(problem: Problem) -> list[JobView]:
-    """Return the jobs in the order in which their minimums are served.
+    """Return the jobs in the order that their minimums are served.
 
     Running jobs that must not be stopped come first; the others are sorted by priority, guaranteed deadline, running
     before waiting, and arrival.
@@ -117,7 +113,7 @@ def serve(view: JobView, room: FreeResources) -> bool:
 
 
 def minimums(problem: Problem) -> Allocation:
-    """Return placements of the minimum workers of as many jobs as fit, by precedence; running workers stay in place."""
+    """Return placements of the minimum workers for as many jobs as fit, by precedence; running workers stay put."""
     served = _served(problem)
     while True:
         packing = pack({view.job: view.min_workers for view in served}, served, problem.cluster)
@@ -131,7 +127,7 @@ def minimums(problem: Problem) -> Allocation:
 def _served(problem: Problem) -> list[JobView]:
     """Return jobs whose minimums fit together, by precedence.
 
-    A job that fits on many nodes makes way on nodes that are the only ones allowed by another job's labels.
+    A job that fits on many nodes makes way on nodes that are the only ones another job's labels allow.
     """
     nodes = problem.cluster.nodes
     room = FreeResources(problem.cluster)
@@ -182,10 +178,10 @@ def guard(problem: Problem, solve: Solver) -> Plan:
 
 
 def by_priority(problem: Problem, solve: Solver) -> Plan:
-    """Return a plan made by querying the policy for one priority after the other, highest first.
+    """Return a plan made by querying the policy for one priority after another, highest first.
 
-    Minimums are reserved first, in the order of precedence. Jobs of a higher priority may then grow into all the room
-    that minimums of lower priorities leave free, and jobs of the next priority into the rest.
+    Minimums are reserved first, in order of precedence. Jobs of a higher priority may then grow into all the room that
+    lower priorities' minimums leave free, and jobs of the next priority into the rest.
     """
     levels = sorted({view.priority for view in problem.views}, reverse=True)
     if len(levels) <= 1:

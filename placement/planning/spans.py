@@ -1,6 +1,6 @@
-"""Placement of units that are too large for any single node, and therefore span several (pure).
+"""Placement of units that are too large for any single node and therefore span several (pure).
 
-A policy sees each possible place of such a unit as one virtual node, whose resources are deducted from its member
+A policy sees each possible place for such a unit as one virtual node, whose resources are deducted from its member
 nodes. Resources that the unit's job leaves unused are returned to these nodes, and the other jobs are placed once more.
 """
 
@@ -42,7 +42,7 @@ NOTHING: Use = {}
 
 
 def spans_nodes(view: JobView, cluster: Cluster) -> bool:
-    """True if no node can hold a unit (worker of several processes) of the job, or one of its units spans nodes now."""
+    """True if no node can hold a unit (multi-process worker) of the job, or one of its units currently spans nodes."""
     if view.unit == 1:
         return False
     return any(map(is_split, view.allocation)) or not any(
@@ -51,11 +51,11 @@ def spans_nodes(view: JobView, cluster: Cluster) -> bool:
 
 
 def find_places(view: JobView, cluster: Cluster, most: int) -> list[str]:
-    """Return places for up to ``most`` units: node ids, or text such as ``n1*4+n2*2`` for a unit split over nodes.
+    """Return places for up to ``most`` units: node ids, or strings such as ``n1*4+n2*2`` for units split over nodes.
 
-    A unit is a worker of several processes. It gets a single node if possible, else as few nodes as possible of one
-    network domain or GPU type, with the least room. No two places share resources. A node with room for several units
-    is returned once for each.
+    A unit is a multi-process worker. It gets a single node if possible, else as few nodes as possible within one
+    network domain or GPU type, preferring nodes with the least room. No two places share resources. A node with room
+    for several units is returned once for each.
     """
     each = per_process(view)
     nodes = [node for node in cluster.nodes if not node.draining and node.matches(view.selector)]
@@ -82,7 +82,7 @@ def _best(groups: Iterable[Sequence[str]], room: Mapping[str, int], unit: int) -
 
 
 def _within(group: Sequence[str], room: Mapping[str, int], unit: int) -> dict[str, int]:
-    """Return the processes of a unit by node: the roomiest nodes, and last the tightest that holds the rest."""
+    """Return a unit's processes by node: the roomiest nodes, and finally the tightest that holds the rest."""
     chosen: dict[str, int] = {}
     for node in sorted(group, key=lambda node: (-room[node], node)):
         left = unit - sum(chosen.values())
@@ -96,27 +96,26 @@ def _within(group: Sequence[str], room: Mapping[str, int], unit: int) -> dict[st
 
 
 def _place(chosen: Mapping[str, int]) -> str:
-    """Return the place of a unit with these processes; see ``cluster.parts``."""
+    """Return the place for a unit with these processes; see ``cluster.parts``."""
     several = len(chosen) > 1
     return "+".join(f"{node}*{count}" if several else node for node, count in sorted(chosen.items()))
 
 
 def per_process(view: JobView) -> Resources:
-    """Return the resources of one process of the job's units (workers of several processes)."""
+    """Return the resources of one process in the job's units (multi-process workers)."""
     return {name: amount / view.unit for name, amount in view.bundle.items()}
 
 
 def room_for(view: JobView, cluster: Cluster, most: int) -> int:
-    """Return how many of the job's units (workers of several processes) fit on the empty nodes, up to ``most``."""
+    """Return how many of the job's units (multi-process workers) fit on the empty nodes, up to ``most``."""
     empty = Cluster(nodes=tuple(dataclasses.replace(node, free=node.total) for node in cluster.nodes))
     return len(find_places(view, empty, most))
 
 
 def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, used: Use = NOTHING) -> Plan:
-    """Return a policy's plan in which units (workers of several processes) that fit on no node span several nodes.
+    """Return a policy's plan where units (multi-process workers) that fit on no single node span several nodes.
 
     Args:
-        solve: Function that queries the policy about jobs on a cluster, under all constraints.
         used: Resources that jobs outside of ``views`` use, keyed by tenant; they count towards its quota.
     """
     wide = [view for view in views if view.unit > 1 and spans_nodes(view, cluster)]
@@ -133,7 +132,10 @@ def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, u
     beside = {view.job: present[view.job] for view in others if view.job not in later}
     merged = _merged(first, _places_of(list(mine.values()), present, left, beside, bundles), left)
     asked = [
-        dataclasses.replace(_imagined(view), label_selector={SPAN_LABEL: "yes"})
+        dataclasses.replace(  # with its units at imagined nodes
+            view.placed({place.replace("+", _JOIN): workers for place, workers in view.allocation.items()}),
+            label_selector={SPAN_LABEL: "yes"},
+        )
         if view.job in mine
         else _moved(view, merged)
         for view in views
@@ -150,7 +152,7 @@ def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, u
         return plan
     # The others' sizes keep to what the policy has just weighed, beside these jobs, and to all quotas.
     sizes = {job: sum(at.values()) for job, at in allocation.items()}
-    again = [_at_most(view, sizes[view.job]) for view in others if view.job in sizes]
+    again = [view.at_most(sizes[view.job]) for view in others if view.job in sizes]
     beside_whole = _with_use(used, mine.values(), whole)
     rest = plan_with_spans(solve, [*again, *later.values()], without(cluster, whole, bundles), beside_whole)
     has = {job: sum(at.values()) for job, at in rest.allocation.items()}
@@ -164,7 +166,7 @@ def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, u
 
 
 def _with_use(used: Use, views: Iterable[JobView], allocation: Allocation) -> Use:
-    """Return the resources in ``used`` plus those that these jobs use."""
+    """Return the resources in ``used`` plus what these jobs use."""
     found = {tenant: dict(amounts) for tenant, amounts in used.items()}
     for view in views:
         add_amounts(found.setdefault(view.tenant, {}), view.bundle, sum(allocation.get(view.job, {}).values()))
@@ -184,7 +186,7 @@ def _places_of(
     others: Allocation,
     bundles: Mapping[str, Resources],
 ) -> list[str]:
-    """Return disjoint places for units that span nodes: those in use, then idle ones, then those of other jobs."""
+    """Return disjoint places for units that span nodes: those in use, then idle ones, then other jobs' places."""
     draining = {node.node_id for node in cluster.nodes if node.draining}
     held = (place for view in views for place, n in present[view.job].items() for _ in range(n))
     found = [place for place in held if not parts(place).keys() & draining]
@@ -197,7 +199,7 @@ def _places_of(
 
 
 def _merged(first: JobView, places: Sequence[str], cluster: Cluster) -> Cluster:
-    """Return the cluster with an imagined node for each place, whose resources its members lack."""
+    """Return the cluster with a virtual node for each place, deducting its resources from the member nodes."""
     nodes, used = cluster.by_id(), used_on_nodes({p: {p: 1} for p in places}, dict.fromkeys(places, first.bundle))
     found = []
     for node in cluster.nodes:
@@ -223,13 +225,8 @@ def _real(node_id: str) -> str:
     return node_id.replace(_JOIN, "+")
 
 
-def _imagined(view: JobView) -> JobView:
-    """Return the job with its units at imagined nodes."""
-    return view.placed({place.replace("+", _JOIN): workers for place, workers in view.allocation.items()})
-
-
 def _moved(view: JobView, merged: Cluster) -> JobView:
-    """Return the job with its workers at the imagined nodes that have their resources."""
+    """Return the job with its workers on the virtual nodes that have their resources."""
     free = {node.node_id: dict(node.free) for node in merged.nodes}
     found: dict[str, int] = {}
     for place, workers in view.allocation.items():
@@ -239,10 +236,3 @@ def _moved(view: JobView, merged: Cluster) -> JobView:
                 found[here], workers = found.get(here, 0) + stay, workers - stay
                 free[here] = {name: amount - stay * view.bundle.get(name, 0.0) for name, amount in free[here].items()}
     return view.placed(found)
-
-
-def _at_most(view: JobView, workers: int) -> JobView:
-    """Return the job with this size as its largest."""
-    held = None if view.held_at is None else min(view.held_at, workers)
-    wished = None if view.wished is None else min(view.wished, workers)
-    return dataclasses.replace(view, max_workers=workers, held_at=held, wished=wished)

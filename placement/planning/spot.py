@@ -2,7 +2,8 @@
 
 ``avoid`` is a condition on each node (``JobView.selector``), which policies and packing check anyway. ``mixed`` is a
 condition on the whole placement: at least ``min_workers`` on on-demand nodes. A policy decides how many workers a job
-gets and where; workers are then swapped between nodes of one GPU type until every mixed job has its minimum on demand.
+gets and where; workers are then swapped between nodes of one GPU type until every mixed job has its minimum on
+on-demand nodes.
 """
 
 from __future__ import annotations
@@ -26,15 +27,12 @@ def on_demand_workers(place: Mapping[str, int], nodes: Mapping[str, Node]) -> in
 def with_minimums_on_demand(
     problem: Problem, solve: Solver, least: Mapping[str, int], running: Collection[str]
 ) -> Plan:
-    """Return the policy's plan, in which each mixed job (``JobView.spot``) has its minimum on on-demand nodes.
+    """Return the policy's plan, changed so that each mixed job (``JobView.spot``) has its minimum on demand.
 
-    If that is impossible, a waiting job does not start. A running job continues, and its reason says so, since
-    stopping it would lose more than a spot node that may be reclaimed.
+    If that is impossible, a waiting job does not start. A running job continues, and its reason says so, since stopping
+    it would cost more than running on a spot node that may be reclaimed.
 
     Args:
-        problem: Jobs and cluster; a deadline may have raised a job's minimum.
-        solve: Solver for everything else.
-        least: Number of workers that each mixed job needs on on-demand nodes.
         running: Jobs that have workers. ``problem`` may show an earlier round's outcome, in which more jobs run.
     """
     mixed = {view.job: view for view in problem.views if view.job in least}
@@ -71,10 +69,7 @@ def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
 def _giving_way(
     plan: Plan, problem: Problem, unsettled: Sequence[str], least: Mapping[str, int], running: Collection[str]
 ) -> dict[str, Reason]:
-    """Return the jobs that must not start, so that other jobs have their minimum on demand, each with the reason.
-
-    Empty if no job can give way.
-    """
+    """Return jobs that must not start, with reasons, for others' minimums on demand; empty if none can give way."""
     # What fitted beside minimums may not fit beside what the policy gave to others. A job that starts gives way.
     present = {view.job for view in problem.views if view.workers}
     starting = [job for job in unsettled if job not in present]
@@ -100,8 +95,8 @@ def _newcomers(plan: Plan, problem: Problem, first: str) -> list[str]:
 def _swap(plan: Plan, problem: Problem, least: Mapping[str, int]) -> tuple[Plan, list[str]]:
     """Return the plan with workers swapped so that these jobs have their minimums on demand.
 
-    The second value lists the jobs for which that is impossible, lowest precedence first.
-    ``least`` is in the order of precedence: the last job gives way first.
+    The second value lists the jobs that cannot have theirs, lowest precedence first. ``least`` is in the order of
+    precedence: the last job gives way first.
     """
     nodes = problem.cluster.by_id()
     views = {view.job: view for view in problem.views}

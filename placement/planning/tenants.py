@@ -1,4 +1,4 @@
-"""Tenants: users or teams with weighted shares of the cluster, which others may borrow while unused, and quotas."""
+"""Tenants: users or teams with quotas and weighted shares of the cluster; others may borrow unused shares."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Tenant(NamesArguments):
     Attributes:
         name: Name of the tenant, as in ``JobView.tenant``.
         weight: Weight of the tenant. Its share is this weight divided by the weights of all tenants that have jobs.
-        quota: Upper limits on some resources, such as ``{"GPU": 16}``, which also apply to borrowed resources.
+        quota: Upper limits on some resources, such as ``{"GPU": 16}``; they also apply to borrowed resources.
 
     Examples:
         >>> from placement import Tenant
@@ -49,12 +49,7 @@ class Tenant(NamesArguments):
 
 
 def check_tenants(tenants: Sequence[Tenant]) -> None:
-    """Raise an error unless all elements are tenants with distinct names.
-
-    Raises:
-        TypeError: An element is not a ``Tenant``.
-        ValueError: A name occurs twice.
-    """
+    """Raise an error unless all elements are tenants with distinct names."""
     names = set()
     for tenant in tenants:
         if not isinstance(tenant, Tenant):
@@ -65,7 +60,7 @@ def check_tenants(tenants: Sequence[Tenant]) -> None:
 
 
 def left_over(tenants: Sequence[Tenant], used: Mapping[str, Resources]) -> tuple[Tenant, ...]:
-    """Return the tenants with each quota reduced by the resources that ``used``, keyed by tenant, says are in use."""
+    """Return the tenants with each quota reduced by the resources in use: ``used``, keyed by tenant."""
 
     def left(tenant: Tenant) -> Resources:
         return {r: max(most - used.get(tenant.name, {}).get(r, 0.0), 0.0) for r, most in tenant.quota.items()}
@@ -76,8 +71,8 @@ def left_over(tenants: Sequence[Tenant], used: Mapping[str, Resources]) -> tuple
 def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) -> Plan:
     """Run the policy for each tenant (a user or team) within its share, then offer unused resources within quotas.
 
-    Shares are computed by ``share_out``. Tenants whose jobs fit only a few nodes come first. The remaining resources
-    are offered first to the tenant that uses least relative to its weight.
+    Shares are computed by ``share_out``. Tenants whose jobs fit on only a few nodes come first. The remaining resources
+    are offered first to the tenant that uses the least relative to its weight.
     """
     names = sorted({view.tenant for view in problem.views})
     known = {name: tenants.get(name) or _as_declared(name, problem.views) for name in names}
@@ -99,7 +94,7 @@ def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) ->
 
 
 def _as_declared(name: str, views: Sequence[JobView]) -> Tenant:
-    """Return a tenant that the cluster's configuration does not list, with the weight that its jobs declare."""
+    """Return a tenant that is not in the cluster's configuration, with the weight that its jobs declare."""
     told = [view.tenant_weight for view in views if view.tenant == name and view.tenant_weight is not None]
     return Tenant(name=name, weight=max(told, default=1.0))
 
@@ -131,7 +126,7 @@ def _lend(
 
 
 def _could_use_more(problem: Problem, allocation: Allocation) -> bool:
-    """True if the room holds some waiting job's minimum, or one more worker that a job could use."""
+    """True if there is room for some waiting job's minimum, or for one more worker that a job could use."""
     room = FreeResources(
         problem.beside({v.job: allocation[v.job] for v in problem.views if v.job in allocation}).cluster
     )
@@ -146,7 +141,7 @@ def _could_use_more(problem: Problem, allocation: Allocation) -> bool:
 def _notes(
     problem: Problem, tenants: Mapping[str, Tenant], jobs: Mapping[str, Sequence[JobView]], plan: Plan
 ) -> dict[str, Reason]:
-    """Return notes for the jobs that their tenant's limits keep small."""
+    """Return notes for jobs that are kept small by their tenant's limits."""
     room = FreeResources(problem.beside(plan.allocation).cluster)
     notes: dict[str, Reason] = {}
     for name, tenant in tenants.items():
@@ -168,11 +163,7 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
     """Return weighted max-min fair dominant shares (Ghodsi et al., "Dominant Resource Fairness", NSDI 2011).
 
     All shares rise together, each in proportion to its weight. A tenant's share stops rising when its demand is met or
-    a resource that it needs is exhausted; the remaining shares continue to rise.
-
-    Args:
-        demands: Amount of each resource that each tenant could use, keyed by tenant.
-        totals: Amount of each resource in the cluster.
+    a resource that it needs is exhausted; the other shares continue to rise.
 
     Returns each tenant's dominant share: the largest fraction that it gets of any resource.
     """
@@ -205,10 +196,10 @@ def share_out(problem: Problem, tenants: Mapping[str, Tenant]) -> tuple[dict[str
     """Return each tenant's first-round share of resources, in whole workers, and the job minimums included in it.
 
     Resources are assigned in this order: minimums of jobs that must not be stopped; workers within each tenant's
-    entitlement; and the remainder, which is lent. Minimums of all tenants come before any growth. The next turn
-    always goes to the tenant that uses least relative to its weight and, among equals, to one whose job would
-    otherwise be stopped. Jobs that can run only on some nodes have entitlements to these nodes as if no other nodes
-    and jobs existed; their turns come before those of other jobs.
+    entitlement; and the remainder, which is lent. All tenants' minimums come before any growth. Each turn goes to the
+    tenant that uses the least relative to its weight or, among equals, to one with a job that would otherwise be
+    stopped. Jobs that can run only on some nodes are entitled to these nodes as if no other nodes or jobs existed;
+    their turns come before other jobs' turns.
 
     Returns amounts keyed by tenant and resource, and minimums [workers] keyed by job.
     """
@@ -270,7 +261,6 @@ class _Filling:
         """Distribute all jobs' minimums, or workers one by one, up to the limits (and never above a quota).
 
         Args:
-            limits: Limits by nodes and tenant; None for no limits.
             starts: True to distribute minimums, False for single workers.
         """
         for reach in sorted(set(self._reach.values()), key=lambda nodes: (len(nodes), sorted(nodes))):
@@ -295,7 +285,7 @@ class _Filling:
 
     @staticmethod
     def _step(queue: collections.deque[JobView], give: Callable[[JobView], bool], *, again: bool) -> bool:
-        """Serve the first job of the queue that fits; drop the jobs before it."""
+        """Serve the first job in the queue that fits; drop the jobs before it."""
         while queue:
             view = queue.popleft()
             if give(view):
@@ -343,7 +333,7 @@ def _exceeds(used: Mapping[str, float], view: JobView, workers: int, limit: Reso
 
 
 def _demand(problem: Problem, tenant: Tenant) -> dict[str, float]:
-    """Return the resources that the tenant's jobs could use of the whole cluster, within its quota."""
+    """Return the resources that the tenant's jobs could use in the whole cluster, within its quota."""
     room = FreeResources(problem.cluster)
     wanted: dict[str, float] = {}
     for view in problem.views:
@@ -368,13 +358,10 @@ def _used(views: Sequence[JobView], allocation: Allocation) -> dict[str, float]:
 
 
 def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
-    """Return the problem restricted to a part of the cluster whose resources do not exceed ``ceiling``.
+    """Return the problem restricted to a part of the cluster with no more resources than ``ceiling``.
 
     Resources that ``ceiling`` omits are not limited. The part is chosen in this order: the placements ``first``, other
     workers that the jobs already hold, more workers on the same nodes, and then the nodes with the most room.
-
-    Args:
-        first: Placements that must be in the part, for jobs in ``problem``.
     """
     if not ceiling:
         return problem
@@ -398,7 +385,7 @@ def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
 
 
 def _order(problem: Problem) -> list[Node]:
-    """Return the nodes that some job can use, sorted by most workers of the jobs, then by most room."""
+    """Return the nodes that some job can use, those with the most of the jobs' workers first, then the roomiest."""
     room = FreeResources(problem.cluster)
     fits = dict.fromkeys(room.node_ids, 0)
     for view in {worker_kind(view): view for view in problem.views}.values():
@@ -413,7 +400,7 @@ def _order(problem: Problem) -> list[Node]:
 
 
 class _Partition:
-    """Part of the cluster being cut out, up to a ceiling."""
+    """Part of the cluster that is being cut out, up to a ceiling."""
 
     def __init__(self, cluster: Cluster, ceiling: Resources) -> None:
         self._cluster = cluster
@@ -440,7 +427,7 @@ class _Partition:
         self.take(node, {r: goal[r] - taken[r] for r in taken})
 
     def cluster(self) -> Cluster:
-        """Return the part as a cluster of the same nodes."""
+        """Return the part as a cluster with the same nodes."""
         return Cluster(
             nodes=tuple(
                 dataclasses.replace(node, free={**node.free, **self._taken[node.node_id]})

@@ -1,8 +1,8 @@
 """Sizes requested by jobs' own policies (wishes), granted from slots that the allocation policy leaves unused.
 
-The allocation policy sees neither the wishes nor the workers granted for them: it decides about other jobs as if these
-slots were free. A wish therefore takes no worker from another job. Granted workers are withdrawn as soon as the
-policy has a use for their slots, by its own measure of goodput.
+The allocation policy sees neither the wishes nor the workers granted for them: it decides as if these slots were free.
+A wish therefore takes no worker from another job. Granted workers are withdrawn as soon as the policy has a use for
+their slots, by its own measure of goodput.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
 
     A wish is the size that the job's own adaptation policy requests. The job keeps the workers that the allocation
     policy gave it, and at least its minimum if it has that many.
-
-    Args:
-        granted: Workers granted for the job's wish, keyed by node, from ``Plan.granted`` of the last decision.
     """
     if not granted:
         return view if view.wished is None else dataclasses.replace(view, wished=None)
@@ -45,9 +42,6 @@ def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
     Only running jobs whose size their user has not fixed are served, by priority and arrival. Granted workers stay in
     place while their slots are free, and are on nodes of the job's GPU type. They respect quotas, the preference for
     whole nodes and, if required, the rule of one multi-node job per node.
-
-    Args:
-        plan: Plan decided without wishes.
     """
     wishing = [v for v in problem.views if v.wished is not None and v.held_at is None and v.job in plan.allocation]
     if not wishing:
@@ -114,7 +108,7 @@ class _FreeSlots:
                     del counts[node_id]
 
     def _next(self, view: JobView, place: Mapping[str, int]) -> str | None:
-        """Return the node of the job's next worker: one with a worker to keep, another of its nodes, or the fullest.
+        """Return the node for the job's next worker: one with a worker to keep, another of its nodes, or the fullest.
 
         None if no node is available.
         """
@@ -152,5 +146,4 @@ class _FreeSlots:
         return any(len(self.allocation[other.job]) > 1 for each in nodes for other in self._others(view, each))
 
     def _others(self, view: JobView, node_id: str) -> Sequence[JobView]:
-        """Return the other jobs with workers on a node."""
         return [self._views[job] for job, at in self.allocation.items() if node_id in at and job != view.job]

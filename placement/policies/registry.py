@@ -40,15 +40,12 @@ class OwnPolicy:
     rigid: bool = False  # see ``Policy``
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
+        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
         return as_targets(self.name, self.function(jobs, cluster, now_s))
 
 
 def own_policy(given: Any) -> Policy:
-    """Return a policy made from user code, which may be a policy object or class, or a function.
-
-    Raises TypeError: the argument is none of these; the message lists the valid forms.
-    """
+    """Return a policy made from user code, which may be a policy object or class, or a function."""
     policy = _instance(given) if isinstance(given, type) else given
     decide = getattr(policy, "decide", None)
     if callable(decide):
@@ -65,7 +62,7 @@ def own_policy(given: Any) -> Policy:
 def load(text: str) -> Any:
     """Load the object that ``module:name`` or ``path/to/file.py:name`` refers to.
 
-    Raises ValueError: the module, file or name does not exist; the message says which.
+    Raises ValueError if the module, file or name does not exist; the message says which.
     """
     place, _, name = text.rpartition(":")
     try:

@@ -1,4 +1,4 @@
-"""SHELL: Ray's nodes, and a check for an autoscaler that may add some, for use before a job is submitted."""
+"""SHELL: Ray's nodes, and a check for an autoscaler that may add nodes, for use before a job is submitted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def may_autoscale() -> bool:
     - autoscaler v2: a node of a real provider has the provider's instance id (v2 requires
       RAY_CLOUD_INSTANCE_ID on every node, including the head); under the read-only provider no node has one.
 
-    Both interfaces are private. An exception or no answer counts as True: waiting in vain is better than a wrong
+    Both interfaces are private. An exception or a missing answer counts as True: a futile wait is better than a wrong
     refusal.
     """
     try:
@@ -53,7 +53,7 @@ def may_autoscale() -> bool:
 
 
 def _v1_has_provider() -> bool:
-    """True if Ray's autoscaler v1 runs with a node provider."""
+    """True if Ray's autoscaler v1 is running with a node provider."""
     from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
     from ray.experimental.internal_kv import _internal_kv_get
 

@@ -1,4 +1,4 @@
-"""SHELL: node requests to Ray, either from the decisions of ``Autoscaler`` or for waiting jobs alone."""
+"""SHELL: node requests to Ray, based either on decisions by ``Autoscaler`` or only on waiting jobs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ray
 
 from placement.autoscaling.autoscaler import Autoscaler, Autoscaling, ScalingDecision
 from placement.cluster.cluster import Cluster, Resources, by_node, is_split
-from placement.cluster.jobs import Bill, JobView
+from placement.cluster.jobs import JobView
 from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant
 from placement.policies.shared.base import Policy
@@ -77,10 +77,7 @@ class NodeRequests:
 
 
 def refusals(since_s: float) -> tuple[Refusal, ...]:
-    """Return the node launches that failed after ``since_s`` [s since the epoch].
-
-    Returns an empty tuple if Ray's autoscaler does not report failed launches (only v2 does).
-    """
+    """Return node launches that failed after ``since_s`` [s since the epoch], as only autoscaler v2 reports them."""
     try:
         from ray.autoscaler.v2.sdk import get_cluster_status
 
@@ -91,7 +88,7 @@ def refusals(since_s: float) -> tuple[Refusal, ...]:
 
 
 def refusal(launch: Any) -> Refusal:
-    """Return the refusal that Ray's ``LaunchRequest`` reports; its details may be missing, blank or of many lines."""
+    """Return the refusal that Ray's ``LaunchRequest`` reports; its details may be missing, blank or span many lines."""
     lines = (launch.details or "").strip().splitlines()
     return Refusal(
         node_type=launch.ray_node_type_name,
@@ -131,15 +128,11 @@ def _shown(wanted: Sequence[tuple[dict[str, float], dict[str, str]]]) -> str:
 
 
 class ClusterScaler:
-    """Scaler of the cluster for one allocator, which decides every ``interval_s`` without delaying running jobs.
-
-    Args:
-        policy: Separate instance of the allocator's policy, since decisions run in a thread.
-    """
+    """Scaler of the cluster for one allocator, which decides every ``interval_s`` without delaying running jobs."""
 
     def __init__(self, config: Autoscaling, policy: Policy, constraints: Constraints) -> None:
         self._config = config
-        self._autoscaler = Autoscaler(
+        self.autoscaler = Autoscaler(
             config.node_types, policy, config.chosen, config.times, constraints, most_nodes=config.max_nodes
         )
         self._requests = NodeRequests()
@@ -148,24 +141,15 @@ class ClusterScaler:
         self._poll: asyncio.Task[None] | None = None
         self.decision: ScalingDecision | None = None
 
-    @property
-    def spent_usd(self) -> Mapping[str, float]:
-        """Cost of each job so far [USD]."""
-        return self._autoscaler.spent_usd
-
-    def bill(self, job: str) -> Bill | None:
-        """Return the bill of a job so far; None before the first decision that included it."""
-        return self._autoscaler.bill(job)
-
     def marked(self, cluster: Cluster) -> Cluster:
-        """Return a copy of the cluster in which nodes that will be released are draining, so that jobs leave them."""
+        """Return a copy of the cluster with nodes to be released marked as draining, so that jobs leave them."""
         if self.decision is None or not self.decision.release:
             return cluster
         return cluster.draining(set(self.decision.release))
 
     @property
     def spot_types(self) -> frozenset[str]:
-        """Names of the node types whose nodes the cloud may reclaim."""
+        """Names of node types with nodes that the cloud may reclaim."""
         return frozenset(each.name for each in self._config.node_types if each.spot)
 
     def is_due(self) -> bool:
@@ -189,13 +173,13 @@ class ClusterScaler:
         """Process failed launches, make a new decision, and request the nodes from Ray. Blocks; changes are logged."""
         if self._refused_s is None:
             self._refused_s = now_s
-            self._autoscaler.resume(notes.account())
+            self.autoscaler.resume(notes.account())
         for refusal in refusals(self._refused_s):
             self._refused_s = max(self._refused_s, refusal.at_s)
             logger.warning("no node of type %s: %s", refusal.node_type, refusal.why)
-            self._autoscaler.refuse(refusal.node_type, refusal.why, now_s)
-        before, decision = self.decision, self._autoscaler.decide(views, cluster, now_s)
-        notes.keep_account(self._autoscaler.account)
+            self.autoscaler.refuse(refusal.node_type, refusal.why, now_s)
+        before, decision = self.decision, self.autoscaler.decide(views, cluster, now_s)
+        notes.keep_account(self.autoscaler.account)
         self._requests.ask(decision.bundles(self._config.node_types))
         if before is None or (before.nodes, before.release) != (decision.nodes, decision.release):
             for name, reason in decision.reasons.items():
@@ -212,21 +196,12 @@ class ClusterScaler:
             await asyncio.wait([self._poll], timeout=_LOOK_S)
         await asyncio.wait_for(asyncio.to_thread(self._requests.withdraw), timeout=_LOOK_S)
 
-    def discard(self, job: str) -> float:
-        """Remove a job that has ended and return its cost [USD]."""
-        return self._autoscaler.discard(job)
-
 
 def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterable[Tenant] = ()) -> Bundles:
-    """Return (resources, labels) of each worker that the cluster should have room for; empty if no job waits (pure).
+    """Return (resources, labels) for each worker that should find room; empty if no job is waiting (pure).
 
     Each job counts with its minimum, or with the size at which it is held, so that no job waits if all bundles fit. A
     waiting job that does not fit into its tenant's quota is not counted.
-
-    Args:
-        jobs: All jobs except paused ones.
-        waiting: Names of the jobs that have no workers.
-        tenants: Tenants (users or teams) with their quotas.
     """
     if not waiting:
         return ()
@@ -250,7 +225,7 @@ def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterabl
 
 
 class WaitingDemand:
-    """Requests of one allocator to Ray's autoscaler for waiting jobs; the calls to Ray run in a thread."""
+    """One allocator's requests to Ray's autoscaler for waiting jobs; the calls to Ray run in a thread."""
 
     def __init__(self) -> None:
         self._requests = NodeRequests()
@@ -276,7 +251,7 @@ class WaitingDemand:
             logger.exception("Ray's autoscaler was not asked for nodes; the next look follows in %g s", _EVERY_S)
 
     def _ask(self, bundles: Bundles) -> None:
-        """Request nodes if an autoscaler runs. Without bundles, only withdraws an earlier allocator request."""
+        """Request nodes if an autoscaler is running; without bundles, only withdraw an earlier request."""
         if self._asked is None:
             self._asked = notes.asks_for_nodes()
         if not bundles and not self._asked:  # a list that a user has asked Ray for is not to be overwritten

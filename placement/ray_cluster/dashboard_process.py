@@ -1,6 +1,6 @@
 """SHELL: the dashboard page in its own process beside the allocator, so that it never delays the allocator.
 
-The page belongs to a higher-level package, so it is started as a command, by name.
+The page belongs to a higher-level package, so it is started by name, as a command.
 """
 
 from __future__ import annotations
@@ -21,23 +21,14 @@ _SAYS = "dashboard: "
 
 
 class DashboardProcess:
-    """Process that serves the dashboard page. It ends when the process that started it ends or calls ``stop``.
-
-    Args:
-        cluster: HOST:PORT of the cluster's control store.
-    """
+    """Process that serves the dashboard page. It ends when the process that started it ends or calls ``stop``."""
 
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
-        self._address = ""
+        self.address = ""  # of the page; empty while it is not served
         self._input: IO[str] | None = None
         self._stopped = False
         threading.Thread(target=self._run, name="dashboard", daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        """Address of the page; empty while the page is not being served."""
-        return self._address
 
     def stop(self) -> None:
         """Stop the process by closing its standard input."""
@@ -61,16 +52,16 @@ class DashboardProcess:
         for line in process.stdout:
             last = line.strip() or last
             if line.startswith(_SAYS):
-                self._address = line.removeprefix(_SAYS).strip()
-                logger.info("dashboard: %s", self._address)
-        self._address = ""
+                self.address = line.removeprefix(_SAYS).strip()
+                logger.info("dashboard: %s", self.address)
+        self.address = ""
         code = process.wait()
         if not self._stopped:
             logger.warning("the dashboard has ended with code %d: %s", code, printable(last))
 
 
 def _options(cluster: str) -> dict[str, Any]:
-    """Return how a command's output is read, and its environment."""
+    """Return subprocess options for a command: how its output is read, and its environment."""
     env = {**os.environ, "RAY_ADDRESS": cluster}
     return {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace", "env": env}
 
@@ -81,11 +72,7 @@ resuming = logging.getLogger("placement.resume")
 
 
 def resume_jobs(storage: str, cluster: str) -> None:
-    """Resubmit, in the background, the jobs under ``storage`` that ran when their head node died; log the output.
-
-    Args:
-        cluster: HOST:PORT of this cluster's control store.
-    """
+    """Resubmit, in the background, the jobs under ``storage`` that ran when their head node died; log the output."""
     threading.Thread(target=_run, args=(storage, cluster), name="resume", daemon=True).start()
 
 

@@ -2,7 +2,7 @@
 
 If a group is removed after Ray 2.60 has set aside its resources and before the group is fulfilled, these resources are
 lost until the node restarts (ray-project/ray#64693 is a similar case). This happened to four of 92 groups when seven
-actors requested and gave up groups at random on a crowded machine. Groups are therefore only requested when there is
+actors requested and gave up groups at random on a crowded machine. Groups are therefore requested only when there is
 room (:class:`Room`), and unwanted ones are released after they are fulfilled (:func:`withdraw`).
 """
 
@@ -33,7 +33,7 @@ _SETTLED_S = 2.0
 
 
 class Room:
-    """Cache of the free resources of Ray's nodes, read once for all requests within a tenth of a second."""
+    """Cache of the free resources on Ray's nodes, read once for all requests within a tenth of a second."""
 
     def __init__(self) -> None:
         self._read_s = -math.inf
@@ -41,7 +41,7 @@ class Room:
         self._lock = asyncio.Lock()
 
     async def holds(self, bundle: Resources, place: str, count: int) -> bool:
-        """True if there is room for ``count`` bundles on a node, or on every node that the place of a unit spans."""
+        """True if there is room for ``count`` bundles on a node, or on every node that a unit's place spans."""
         async with self._lock:
             if time.monotonic() >= self._read_s + _NEWS_S:
                 try:
@@ -70,16 +70,8 @@ def reserve(bundle: Resources, place: str, name: str) -> PlacementGroup:
 
     Use ``ready`` to wait for the resources. The group is detached, so it outlives the process of a controller that Ray
     restarts. Its creator releases it; if the controller is gone for good, the allocator does (:func:`release_all`). The
-    group stays pending while the node is full, and for ever if the node is gone: :func:`withdraw` it when it is no
+    group stays pending while the node is full, and forever if the node is gone: :func:`withdraw` it when it is no
     longer wanted.
-
-    Args:
-        bundle: Resources of the worker; amounts of 0 are left out.
-        place: Ray's hex node id, or the place of a unit (``placement.cluster.cluster.parts``).
-        name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, by which the allocator recognises the group's
-            owner.
-
-    Raises ValueError: the bundle is empty.
     """
     wanted = _bundles(bundle, place)
     if not all(wanted.values()):
@@ -95,10 +87,7 @@ def reserve(bundle: Resources, place: str, name: str) -> PlacementGroup:
 
 
 def release(group: PlacementGroup) -> None:
-    """Release the resources of a fulfilled group; do nothing if the group is already gone.
-
-    Ray kills any process that still runs in the group.
-    """
+    """Release a fulfilled group's resources (Ray kills what runs there); do nothing if the group is gone."""
     remove_placement_group(group)
     internal_kv._internal_kv_del(_holder_key(group.id.hex()), namespace=NAMESPACE.encode())
 
@@ -120,7 +109,7 @@ def _holder_key(group_id: str) -> bytes:
 
 
 async def withdraw(group: PlacementGroup) -> None:
-    """Wait until a group is fulfilled, or for half a minute, then release it, even if this coroutine is cancelled."""
+    """Wait up to half a minute for a group to be fulfilled, then release it, even if this coroutine is cancelled."""
     try:
         await ready(group, WITHDRAWN_S)
     finally:
@@ -140,10 +129,7 @@ def of_jobs() -> dict[str, str]:
 
 
 def release_all(job: str, *, but: Collection[str] = ()) -> int:
-    """Release a job's groups except those whose hex ids are in ``but``; return the number of released groups.
-
-    Blocks for some milliseconds, or for two seconds if a pending group is not fulfilled.
-    """
+    """Release a job's groups except those whose hex ids are in ``but``; return the number of released groups."""
     found = [find(group_id) for group_id, owner in of_jobs().items() if owner == job and group_id not in but]
     deadline_s = time.monotonic() + _SETTLED_S
     for group in found:

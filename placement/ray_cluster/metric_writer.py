@@ -1,8 +1,8 @@
-"""SHELL: export of samples to ``ray.util.metrics``, from which Ray's agent on this node serves Prometheus.
+"""SHELL: export of samples to ``ray.util.metrics``, which Ray's agent on this node exposes to Prometheus.
 
-Ray sends a gauge once after it was set, and its agent drops a gauge not sent again within two report intervals (Ray
-2.60, measured). Gauges are therefore rewritten while they are valid and then disappear by themselves: nothing
-has to delete them if a value becomes unknown or its process ends.
+Ray sends a gauge once after it is set, and its agent drops a gauge that is not sent again within two report intervals
+(Ray 2.60, measured). Gauges are therefore rewritten while they are valid and then disappear by themselves: nothing has
+to delete them if a value becomes unknown or its process ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MetricWriter:
         self._failed = False
 
     def __call__(self, samples: Iterable[Sample]) -> None:
-        """Write samples: set gauges, add to counters, and observe into histograms; microseconds each."""
+        """Write samples: set gauges, add to counters, and observe into histograms; each takes microseconds."""
         for each in samples:
             try:
                 self._write(each)
@@ -82,7 +82,7 @@ def cluster_writer(on: bool) -> MetricWriter | None:
 
 
 def place_dashboard() -> None:
-    """Write the Grafana dashboard of this package to the head node; errors are logged, not raised."""
+    """Write this package's Grafana dashboard to the head node; errors are logged, not raised."""
     try:
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ _POLL_S = 0.1
 
 @functools.cache
 def actor_class(kind: type) -> Any:
-    """Return the Ray actor class of a Python class, cached because Ray keeps some 20 kB for each ``ray.remote``."""
+    """Return the Ray actor class for a Python class, cached because Ray keeps some 20 kB for each ``ray.remote``."""
     return ray.remote(kind)
 
 
@@ -49,7 +49,7 @@ class HostedGoneError(ActorDiedError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hosted:
-    """Handle of an object hosted by an actor; its methods are called as on an actor's handle."""
+    """Handle of an object hosted by an actor; methods are called as on an actor's handle."""
 
     host: Any  # handle of the actor, which has a method ``call(name, method, *arguments, **options)``
     name: str
@@ -71,13 +71,7 @@ class _HostedMethod:
 
 
 def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> Any:
-    """Create a detached actor of class ``kind`` on the head node, since nothing works if the head is lost anyway.
-
-    Args:
-        **options: Further Ray options, such as ``get_if_exists``.
-
-    Raises ValueError: an actor of this name is alive, and ``get_if_exists`` is not set.
-    """
+    """Create a detached actor of class ``kind`` on the head node, since nothing works if the head is lost anyway."""
     if options.get("get_if_exists") and (found := find_actor(name)) is not None:
         return found
     fixed = {
@@ -93,7 +87,7 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
 
 
 def find_actor(name: str) -> Any | None:
-    """Return the actor with this name or alias; None if there is none. Blocks briefly."""
+    """Return the actor with this name or alias; None if none exists. Blocks briefly."""
     with contextlib.suppress(ValueError):
         return ray.get_actor(name, namespace=NAMESPACE)
     for own, _ in aliases(name, whole=True):
@@ -116,15 +110,15 @@ def _names() -> set[str]:
 
 
 def aliases(prefix: str, *, whole: bool = False) -> list[tuple[str, str]]:
-    """Return (name, alias) of each actor whose alias starts with ``prefix`` or, if ``whole``, equals it."""
+    """Return (name, alias) for each actor whose alias starts with ``prefix`` or, if ``whole``, equals it."""
     keys = internal_kv._internal_kv_list(_alias_key(prefix, "" if whole else None), namespace=_KV) or ()
     return [(own, alias) for alias, _, own in (key.decode()[len(_ALIAS) :].partition("\n") for key in keys)]
 
 
 def add_alias(alias: str, own: str) -> bool:
-    """Give the actor named ``own`` a second name, by which it can be found; return False if that name is in use.
+    """Give the actor named ``own`` a second name that it can be found by; return False if that name is in use.
 
-    If two callers add the same alias at once, both may fail. Blocks for a moment.
+    If two callers add the same alias at once, both may fail. Blocks briefly.
     """
     if find_actor(alias) is not None:
         return False
@@ -137,7 +131,7 @@ def add_alias(alias: str, own: str) -> bool:
 
 
 def delete_alias(alias: str, own: str) -> None:
-    """Delete an alias of the actor named ``own``, which is then no longer found under it. Blocks for a moment."""
+    """Delete an alias of the actor named ``own``, which can then no longer be found by it. Blocks briefly."""
     internal_kv._internal_kv_del(_alias_key(alias, own), namespace=_KV)
 
 
@@ -146,7 +140,7 @@ def _alias_key(alias: str, own: str | None) -> bytes:
 
 
 def actors_named(prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, actor) of living actors whose names start with ``prefix``, sorted. Blocks briefly."""
+    """Yield (name, actor) for living actors whose names start with ``prefix``, sorted. Blocks briefly."""
     for name in names_of_actors(prefix):
         if (actor := find_actor(name)) is not None:  # else it has just ended
             yield name, actor
@@ -156,11 +150,7 @@ def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: floa
     """Call an actor and return its result, repeating the call while Ray restarts the actor.
 
     Args:
-        call: Function that makes the call, which the actor may receive more than once.
-        timeout_s: Longest wait for one answer [s]; None waits for as long as the actor lives.
-        patience_s: Longest wait for an unavailable actor [s].
-
-    Raises RayError: the actor is gone for good, or was unavailable for too long; GetTimeoutError: no answer in time.
+        timeout_s: Longest wait for one answer [s]; None waits as long as the actor lives.
     """
     away_since_s: float | None = None
     while True:

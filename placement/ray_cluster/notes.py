@@ -1,7 +1,7 @@
-"""SHELL: notes of controllers and the allocator in Ray's control store, and the removal of orphaned notes.
+"""SHELL: notes from controllers and the allocator in Ray's control store, and the removal of orphaned notes.
 
-A controller deletes its own notes when it ends. One that is killed for good from outside (``ray.kill``, its namespace
-cleared) cannot, and with Redis as the control store's backend the notes would survive restarts of the cluster.
+A controller deletes its own notes when it ends. A controller that is killed for good from outside (``ray.kill``, its
+namespace cleared) cannot, and with Redis as the control store's backend, its notes would survive cluster restarts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _get(key: bytes) -> bytes | None:
 
 
 def _stored(key: bytes, otherwise: str) -> Mapping[str, Any]:
-    """Return a note in JSON; empty if there is none, or if a newer release has stored it, which is logged."""
+    """Return a note stored as JSON; empty if there is none, or if a newer release has stored it, which is logged."""
     told: Mapping[str, Any] = json.loads(_get(key) or b"{}")
     try:
         check_format(told, _FORMAT)
@@ -63,19 +63,19 @@ def keep_account(account: Account) -> None:
 
 
 def account() -> Account:
-    """Return the running costs of the cluster as last stored; an empty ``Account`` if no allocator has stored any."""
+    """Return the cluster's running costs as last stored; an empty ``Account`` if no allocator has stored any."""
     told = _stored(_ACCOUNT, "what the cluster has cost is counted from now on")
     return Account(**{field.name: told[field.name] for field in dataclasses.fields(Account) if told})
 
 
 def keep_settings(settings: Mapping[str, Any]) -> None:
-    """Store the operator's settings for the next allocator. Blocks for a moment."""
+    """Store the operator's settings for the next allocator. Blocks briefly."""
     text = json.dumps({"format": _FORMAT, "settings": settings})
     _put(_SETTINGS, text.encode())
 
 
 def settings() -> Mapping[str, Any]:
-    """Return the operator's settings; empty if there are none, or if a newer release has stored them."""
+    """Return the operator's settings; empty if none are stored, or if a newer release has stored them."""
     told = _stored(_SETTINGS, "the operator's settings are not used, apply them again")
     found: Mapping[str, Any] = told.get("settings", {})
     return found
@@ -92,7 +92,7 @@ def asks_for_nodes() -> bool:
 
 
 def keep_ended(job: str, ended_s: float, text: str) -> None:
-    """Store a note about a job's end, and delete notes about jobs that ended over an hour before this job."""
+    """Store a note about a job's end, and delete notes about jobs that ended more than an hour before it."""
     _put(f"{_ENDED}{ended_s:.3f}/{job}".encode(), text.encode())
     for key in _ended_keys():
         if ended_s - _ended_s(key) > ENDED_FOR_S:
@@ -115,11 +115,11 @@ def _ended_s(key: bytes) -> float:
 
 
 def key_of(controller: str, name: str) -> bytes:
-    """Return the key under which a controller's note is stored in Ray's control store.
+    """Return the key of a controller's note in Ray's control store.
 
     Args:
         controller: Id of the controller's actor, which stays the same when Ray restarts it.
-        name: Name of the note; an empty name, or one that ends with a slash, is the prefix of other notes.
+        name: Name of the note; an empty name, or a name that ends with a slash, is a prefix for other notes.
     """
     return f"{_CONTROLLERS}{controller}/{name}".encode()
 
@@ -127,7 +127,7 @@ def key_of(controller: str, name: str) -> bytes:
 def delete_orphaned() -> tuple[str, ...]:
     """Delete the notes of controllers that will never run again; return these controllers' ids. Blocks briefly.
 
-    Nothing is deleted for a controller whose state Ray does not know at the moment, since it may be about to restart.
+    Nothing is deleted for a controller whose state Ray does not currently know, since it may be about to restart.
     """
     keys = internal_kv._internal_kv_list(_CONTROLLERS.encode(), namespace=NAMESPACE) or ()
     controllers = {key.decode().removeprefix(_CONTROLLERS).partition("/")[0] for key in keys}

@@ -1,4 +1,4 @@
-"""SHELL: watch for the cloud's notice that a spot node will be reclaimed, upon which Ray drains the node.
+"""SHELL: watch for the cloud's notice that a spot node will be reclaimed; Ray then drains the node.
 
 All components handle draining nodes: the allocator moves jobs off them, and Ray schedules nothing new on them. Since an
 actor keeps a node from being idle, only nodes that elastic jobs use are watched.
@@ -34,7 +34,7 @@ _QUIET_POLLS = 30  # unanswered looks after which it is asked again what cloud t
 
 
 class Watchers:
-    """Watcher actors of the allocator, one on each watched node; they end with the allocator."""
+    """Allocator's watcher actors, one on each watched node; they end with the allocator."""
 
     def __init__(self, config: NoticeConfig) -> None:
         self._config = config
@@ -60,7 +60,7 @@ class Watchers:
 
 
 class NoticeWatcher:
-    """Actor class that watches on one node for the cloud's notice that it will reclaim the node."""
+    """Actor class that watches, on one node, for the cloud's notice that it will reclaim that node."""
 
     def __init__(self, config: NoticeConfig, node_id: str) -> None:
         log_plainly(logging.INFO)
@@ -96,13 +96,7 @@ class NoticeWatcher:
 
 
 class Metadata:
-    """Client of a machine's metadata server, which names the cloud and announces the machine's end.
-
-    Its methods block.
-
-    Args:
-        clock: Monotonic clock [s], used to renew the AWS token.
-    """
+    """Client of a machine's metadata server, which names the cloud and announces the machine's end; it blocks."""
 
     def __init__(self, config: NoticeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._clock = config, clock
@@ -124,12 +118,7 @@ class Metadata:
         return None
 
     def poll(self, cloud: str) -> Notice | None:
-        """Return the cloud's notice that it will reclaim this machine; None if there is none.
-
-        Raises:
-            OSError, http.client.HTTPException: There is no answer, or an invalid one.
-            ValueError: The answer cannot be parsed.
-        """
+        """Return the cloud's notice that it will reclaim this machine; None if there is none."""
         try:
             answer = self._ask(self._question(cloud))
         except urllib.error.HTTPError as error:
@@ -145,7 +134,7 @@ class Metadata:
         return question(cloud, self._token)
 
     def _ask(self, request: Request) -> str | None:
-        """Return the body of the answer; None for 404 (not found)."""
+        """Return the body of the response; None for 404 (not found)."""
         asked = urllib.request.Request(
             self._config.address.rstrip("/") + request.path, headers=dict(request.headers), method=request.method
         )
@@ -168,12 +157,7 @@ def drain(node_id: str, notice: Notice) -> None:
 
 
 def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
-    """Request Ray to drain a node, as ``ray drain-node`` does; return "", or Ray's reason if it refuses.
-
-    Args:
-        reason: Reason for draining the node, as text.
-        deadline_s: Time at which the node goes away [s since the epoch].
-    """
+    """Request Ray to drain a node, as ``ray drain-node`` does; return "", or Ray's reason if it refuses."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2
 

@@ -1,4 +1,4 @@
-"""Cloud notices that a spot node will be reclaimed, in the format of each metadata server (pure).
+"""Cloud notices that a spot node will be reclaimed, in each metadata server's format (pure).
 
 Sources: AWS "Spot Instance interruption notices" (``spot/instance-action``, two minutes ahead), Google Cloud "Spot
 VMs" (``instance/preempted``, 30 s ahead), Azure "Scheduled Events" (``Preempt``, 30 s ahead or more).
@@ -21,7 +21,7 @@ CLOUDS = ("auto", "aws", "gcp", "azure")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoticeConfig(NamesArguments):
-    """Configuration of the watch for notices that the cloud will reclaim a spot node.
+    """Configuration for watching for notices that the cloud will reclaim a spot node.
 
     Attributes:
         cloud: "aws", "gcp" or "azure"; "auto" detects the cloud from the metadata server.
@@ -94,11 +94,7 @@ def read_notice(cloud: str, answer: str | None, *, now_s: float, machine: str = 
     """Return the notice in a metadata server's response; None if the response contains no notice.
 
     Args:
-        answer: Body of the response; None for 404 (not found).
-        now_s: Current time [s since the epoch].
         machine: Azure's name of this machine; Azure's responses list all machines of a scale set.
-
-    Raises ValueError: the response cannot be parsed; the message includes it.
     """
     if answer is None:
         return None

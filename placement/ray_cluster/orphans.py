@@ -1,9 +1,9 @@
 """SHELL: release of placement groups and notes left behind by jobs whose controller is gone.
 
-Groups are detached, so they outlive a controller that Ray restarts. A controller that ends releases its own groups,
-and a worker that has lost its controller first saves the job and then releases its group. What remains are
-reservations whose process is dead, or that were never assigned to a process. The same holds for notes in Ray's
-control store.
+Groups are detached, so they outlive a controller that Ray restarts. A controller that ends releases its own groups, and
+a worker that has lost its controller first saves the job and then releases its group. This leaves reservations whose
+process is dead, and those that were never assigned to a process. Notes in Ray's control store can be left behind in the
+same way.
 """
 
 from __future__ import annotations
@@ -29,15 +29,10 @@ _NOTES_EVERY_S = 300.0  # Ray is asked for each controller that has any
 def orphaned(
     holders: Mapping[str, bool | None], since_s: dict[str, float], now_s: float, timeout_s: float
 ) -> tuple[str, ...]:
-    """Return the placement groups to release, among those whose job the allocator does not know.
+    """Return the placement groups to release, out of those whose job the allocator does not know.
 
     A group is released at once if its process is dead, and after ``_ORPHANED_S`` if no process holds it. Pure, except
     that ``since_s`` is updated.
-
-    Args:
-        holders: For each group, True if its process is alive, False if the process is dead; None if there is none.
-        since_s: Time when each group was first seen without a known job [s].
-        timeout_s: Time for which a living process keeps its group [s].
     """
     for group in since_s.keys() - holders.keys():
         del since_s[group]
@@ -48,7 +43,7 @@ def orphaned(
 
 
 def _holders(left: Collection[str]) -> dict[str, bool | None]:
-    """Return for each group whether its process lives. Blocks for some milliseconds per group."""
+    """Return, for each group, whether its process is alive. Blocks for some milliseconds per group."""
     return {group: groups.holder_lives(group) for group in left}
 
 
@@ -59,11 +54,7 @@ async def _release(group_id: str) -> None:
 
 
 class Orphans:
-    """Periodic search for orphaned groups (every few seconds) and orphaned notes (every few minutes, or on demand).
-
-    Args:
-        timeout_s: Time for which a process without a controller, which may be saving the job, keeps its group [s].
-    """
+    """Periodic search for orphaned groups (every few seconds) and orphaned notes (every few minutes, or on demand)."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -87,12 +78,7 @@ class Orphans:
             logger.warning("the placement groups of job %s were not released: %s", job, error)
 
     async def poll(self, known: Collection[str], now_s: float) -> None:
-        """Release groups that have long had no known job, and delete notes of dead controllers.
-
-        Args:
-            known: Names of the jobs that the allocator knows.
-            now_s: Current time [s, monotonic].
-        """
+        """Release groups that have long had no known job, and delete notes of dead controllers."""
         if now_s - self._looked_s < _EVERY_S:
             return
         self._looked_s = now_s

@@ -36,7 +36,7 @@ class RawNode:
 
 
 def group_name(job: str, worker: str) -> str:
-    """Return the name of the placement group of one worker, from which ``job_of`` recovers the job."""
+    """Return the name of one worker's placement group; ``job_of`` recovers the job from it."""
     return f"{GROUP_PREFIX}:{job}:{worker}"
 
 
@@ -72,10 +72,7 @@ def read_available() -> dict[str, dict[str, float]]:
 
 
 def is_dead(actor: str) -> bool:
-    """True if Ray knows that the actor with this hex id will never run again. Blocks for a moment.
-
-    False if Ray is restarting the actor, no longer knows it, or cannot be queried now.
-    """
+    """True if Ray knows that this actor (hex id) never runs again; False if unknown now. Blocks for a moment."""
     try:
         return bool(_STATE.actor_table(actor).get("State") == "DEAD")
     except ValueError:  # no id of an actor
@@ -85,10 +82,10 @@ def is_dead(actor: str) -> bool:
 def on_head() -> dict[str, Any]:
     """Return actor options that keep an actor on the head node; empty if Ray does not reveal the head node.
 
-    Node affinity does not work: Ray may place an actor without resources on any node. A node that has just joined
-    does not know the head yet, treats a soft affinity to it as one to a lost node, and keeps the actor (measured with
-    Ray 2.60: most such actors within a second of a node's arrival). The options therefore request a resource that only
-    the head has, even after a restart.
+    Node affinity does not work: Ray may place an actor without resources on any node. A node that has just joined does
+    not know the head yet, treats a soft affinity to it as an affinity to a lost node, and keeps the actor (measured
+    with Ray 2.60: most such actors within a second of a node's arrival). The options therefore request a resource that
+    only the head has, even after a restart.
     """
     has_head = any(_HEAD in node["Resources"] for node in _STATE.node_table() if node["Alive"])
     return {"resources": {_HEAD: _SHARE_OF_HEAD}} if has_head else {}
@@ -101,10 +98,6 @@ def usable(history: Sequence[Sequence[RawNode]], ours: Collection[str]) -> Clust
 
     Ray's view of available resources lags behind placement groups that come and go, in both directions. The median of
     the latest snapshots is therefore used, so that use by others counts only once it has lasted for a while.
-
-    Args:
-        history: The latest snapshots, oldest first; the last one determines the nodes.
-        ours: Names of elastic jobs known to the allocator; groups of other jobs count as use by others.
     """
     earlier = [{node.node_id: node for node in snapshot} for snapshot in history]
     nodes = []

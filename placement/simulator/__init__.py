@@ -4,7 +4,7 @@
     report = simulate("workload-6.csv", "profiles", "aws:16x4", rules="pollux", policy="tiresias")
     report.avg_jct_s
 
-The simulator has no policy of its own: it drives ``placement.allocator.core.AllocatorCore``, the class that runs live.
+The simulator has no policy of its own: it drives ``placement.allocator.core.AllocatorCore``, which is also used live.
 Names are imported on first use, so that ``python -m placement.simulator`` can limit NumPy to one thread beforehand.
 """
 

@@ -1,4 +1,4 @@
-"""Command line of the simulator, which prints a table and can write a JSON file and a picture."""
+"""Command line for the simulator, which prints a table and can write a JSON file and a picture."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from placement.simulator.nodes.provider import AutoscaledCluster
 from placement.simulator.results.report import SimulationReport
 from placement.simulator.workloads.traces import Lengths
 from placement.simulator.world.rules import RULES
+from placement.text import plain_table
 
 CLUSTER = "t4:2x4"
 
@@ -61,7 +62,7 @@ def write_demo(folder: Path) -> tuple[Path, Path]:
 
 
 def _step_s(nodes: int, workers: int, batch: int, sample_s: float) -> tuple[float, float]:
-    """Return the time of a step and of its synchronisation: 10 ms if workers > 1, 20 ms more if nodes > 1 [s]."""
+    """Return the time for a step, and for its synchronisation: 10 ms if workers > 1, 20 ms more if nodes > 1 [s]."""
     sync_s = 0.01 * (workers > 1) + 0.02 * (nodes > 1)
     return 0.02 + sample_s * batch + sync_s, sync_s
 
@@ -143,7 +144,7 @@ def _run_demo(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Simulate each trace under each policy, print, write and draw the results, and return exit status 0."""
+    """Simulate each trace under each policy; print, write and draw the results; return exit status 0."""
     policies = [name.strip() for name in options.policy.split(",") if name.strip()]
     if not policies:
         raise InputError("policy must name one policy or more, but got none")
@@ -191,7 +192,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def table(records: Sequence[dict[str, object]]) -> str:
-    """Return records (one per trace and policy) as a text table; for several traces, with each policy's means."""
+    """Return records (one per trace and policy) as a text table, with each policy's means if there are several."""
     columns = [
         ("trace", "trace", "{}"),
         ("policy", "policy", "{}"),
@@ -209,7 +210,7 @@ def table(records: Sequence[dict[str, object]]) -> str:
         ("max", "decision_ms_max", "{:.1f}"),
     ]
     shown = [*records, *mean_records(records)]
-    rows = [[title for title, _, _ in columns]]
+    rows = []
     for record in shown:
         row = []
         for title, key, form in columns:
@@ -220,18 +221,11 @@ def table(records: Sequence[dict[str, object]]) -> str:
                 value = float(str(value)) / 3600.0
             row.append(form.format(value))
         rows.append(row)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    aligned = [
-        "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in aligned)
+    return plain_table([title for title, _, _ in columns], rows, left=2)
 
 
 def _add_facts(group: argparse._ArgumentGroup) -> None:
-    """Add the options for the facts that jobs declare, which every policy sees."""
+    """Add the options for facts that jobs declare, which every policy sees."""
     whether = "whether jobs declare how many epochs they run"
     group.add_argument("--declare", choices=("none", "epochs"), default="epochs", help=whether)
     _add_number(group, "--length-error", "SIGMA", 0.0, "log-normal, of declared epochs")
@@ -241,7 +235,6 @@ def _add_facts(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_disturbances(group: argparse._ArgumentGroup) -> None:
-    """Add the options for failures, slow nodes, noise, and spot nodes."""
     _add_fields(group, Disturbances(), _DISTURBANCES)
     spot = "spot trace (.json counts or .csv events) of all nodes, or of those of one GPU type; may be repeated"
     group.add_argument("--spot", action="append", default=[], metavar="[TYPE=]FILE", help=spot)
@@ -265,7 +258,6 @@ def _add_number(group: argparse._ArgumentGroup, option: str, unit: str, value: f
 
 
 def _add_fields(group: argparse._ArgumentGroup, defaults: object, fields: Mapping[str, tuple[str, str, str]]) -> None:
-    """Add an option for each of these fields: its name, unit and meaning."""
     for field, (option, unit, meaning) in fields.items():
         value = getattr(defaults, field)
         said = f"{meaning}; {value:g} by default"
@@ -290,7 +282,7 @@ def _autoscaled(options: argparse.Namespace) -> AutoscaledCluster | None:
 
 
 def _spot(values: Sequence[str]) -> dict[str, SpotTrace]:
-    """Return spot traces keyed by GPU type ("" for all nodes). Raise InputError if a type is given twice."""
+    """Return spot traces keyed by GPU type ("" for all nodes); raise InputError if a type is given twice."""
     traces: dict[str, SpotTrace] = {}
     for value in values:
         match = _TYPED.fullmatch(value)
@@ -302,14 +294,7 @@ def _spot(values: Sequence[str]) -> dict[str, SpotTrace]:
 
 
 def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bool = False) -> list[SimulationReport]:
-    """Run simulations in parallel and return their reports in the order of the tasks.
-
-    All input is checked before anything runs.
-
-    Raises:
-        InputError: The input of some task is invalid.
-        ValueError: A policy is unknown.
-    """
+    """Check all input, run simulations in parallel, and return their reports in the order of the tasks."""
     if processes is not None:
         check_number("processes", processes, least=1, error=InputError)
     for task in tasks:
@@ -328,7 +313,7 @@ def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bo
 
 
 class _ProgressBar:
-    """Progress bar of finished simulations, on standard error."""
+    """Progress bar for finished simulations, on standard error."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
         from rich.console import Console
@@ -353,7 +338,7 @@ class _ProgressBar:
 
 
 def mean_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one record per policy with the mean of every number over all traces; empty for a single trace."""
+    """Return one record per policy with each number's mean over all traces; empty for a single trace."""
     traces = {record["trace"] for record in records}
     if len(traces) < 2:
         return []

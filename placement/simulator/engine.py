@@ -1,4 +1,4 @@
-"""Replay of a trace: events come from a heap, nothing sleeps, and no clock is read."""
+"""Replay of a trace: events are taken from a heap, nothing sleeps, and no clock is read."""
 
 from __future__ import annotations
 
@@ -72,25 +72,26 @@ def simulate(
     Args:
         trace: Path of a trace file, or a sequence of jobs.
         profiles: Folder with one folder per application, or the applications keyed by name.
-        cluster: Nodes as text, such as ``aws:16x4``: 16 nodes with 4 GPUs each of type ``aws``.
+        cluster: Nodes as a string, such as ``aws:16x4``: 16 nodes with 4 GPUs each of type ``aws``.
         rules: Rules for time and the cost of changes: ``pollux``, ``sia``, ``live``, or a custom ``Rules`` object.
         policy: A registered name or a policy object.
         seed: Seed for all randomness.
-        requested: True to run jobs with the trace's batch size and GPU count. None does so for rigid policies only.
+        requested: True to run jobs with the trace's batch size and GPU count. None does so only for rigid policies.
         knowledge: True if jobs of one application share their measurements. Ignored for a policy with
             ``shares_knowledge`` set to False, such as Sia as published.
-        lengths: Actual and declared lengths of jobs; None uses the profiled lengths for both.
+        lengths: Actual and declared job lengths; None uses the profiled lengths for both.
         disturbances: Failures, slow nodes, spot markets and noise; None simulates none of these.
         prices: GPU prices; None uses built-in approximate prices.
         autoscale: How the cluster grows and shrinks, up to ``cluster``; None keeps it fixed.
         statistical: True if jobs know their statistical efficiency; otherwise they maximise throughput alone.
         spot_use: How jobs use spot nodes in an autoscaled cluster.
         mixed_gpu_types: True if jobs that are not rigid may run on several GPU types at once.
-        sizes: Worker counts with which non-rigid jobs can train. Ignored for a job whose batch size allows none of
+        sizes: Worker counts that non-rigid jobs can train with. Ignored for a job with a batch size that allows none of
             them.
         apart: Value of ``AllocatorConfig.one_multi_node_job_per_node``.
         foresight: True if jobs with a batch-size ramp (``TraceJob.ramp``) announce its later steps.
-        on_progress: Callback for every simulated hour, with jobs done, number of jobs and time [s]; None for none.
+        on_progress: Callback for every simulated hour, with jobs done, number of jobs and time [s]; None for no
+            callback.
 
     Raises:
         InputError: The input is invalid; raised before the simulation starts.
@@ -135,7 +136,7 @@ class _Checked:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Arguments of one simulation, which runs a trace under one policy; see ``simulate``."""
+    """Arguments for one simulation, which runs a trace under one policy; see ``simulate``."""
 
     trace: str | Path | Sequence[TraceJob]
     profiles: str | Path | Mapping[str, Application]
@@ -157,12 +158,7 @@ class Task:
     foresight: bool = True
 
     def check(self) -> _Checked:
-        """Check all input without running the simulation.
-
-        Raises:
-            InputError: The input is invalid.
-            ValueError: The policy is unknown.
-        """
+        """Check all input without running the simulation."""
         nodes, rules, trace, profiles = parse_cluster(self.cluster), make_rules(self.rules), self.trace, self.profiles
         types = gpu_types(nodes)
         applications = load_profiles(profiles, types) if isinstance(profiles, (str, Path)) else profiles
@@ -192,7 +188,7 @@ class Task:
         )
 
     def run(self, on_progress: OnProgress | None = None) -> SimulationReport:
-        """Run the simulation. Arguments and errors are those of ``simulate``."""
+        """Run the simulation; arguments and errors are as in ``simulate``."""
         checked = self.check()
         shares = self.knowledge and bool(getattr(checked.policy, "shares_knowledge", True))
         with one_thread():
@@ -280,7 +276,7 @@ class Task:
         return world, None
 
     def _settings(self, *, rigid: bool, shares: bool) -> dict[str, object]:
-        """Return the settings of the simulation as plain values."""
+        """Return the simulation's settings as plain values."""
         wrong = {f.name: getattr(self.disturbances, f.name) for f in dataclasses.fields(self.disturbances)}
         spot = {gpu or "all": trace.source for gpu, trace in sorted(self.disturbances.spot.items())}
         return {
@@ -297,7 +293,6 @@ class Task:
 
 
 def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
-    """Return the rent of all nodes for a duration [s]."""
     hours = seconds / 3600.0
     usd = sum(node.total["GPU"] * rates[node.gpu_type] * hours for node in nodes.nodes)
     counts = collections.Counter(node.gpu_type for node in nodes.nodes)
@@ -307,7 +302,7 @@ def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
 def _told(
     policy: Policy, specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, rules: Rules
 ) -> Policy:
-    """Return the policy; if it has a ``told`` method, with the arrival rates and run times of the jobs."""
+    """Return the policy, with the jobs' arrival rates and run times if it has a ``told`` method."""
     told: Callable[[Mapping[str, JobClass], float], Policy] | None = getattr(policy, "told", None)
     if told is None or not specs:
         return policy
@@ -322,10 +317,7 @@ def _told(
 def job_classes(
     specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, rules: Rules
 ) -> dict[str, JobClass]:
-    """Return each application's arrivals per hour and run time on each number of workers, keyed by its name.
-
-    Run times are for the GPU type of the first node, and include a restart and half a round.
-    """
+    """Return each application's arrivals per hour and run time on each number of workers, keyed by its name."""
     gpu, per_node = nodes.nodes[0].gpu_type, int(nodes.nodes[0].total["GPU"])
     arrivals = [spec.time_s for spec in specs]
     hours = max((max(arrivals) - min(arrivals)) / 3600.0, 1e-3)
@@ -364,7 +356,7 @@ def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_p
 
 
 def _report(job: SimulatedJob, fairness: float) -> JobReport:
-    """Return the report of a finished job; ``fairness`` is its rho."""
+    """Return the report on a finished job; ``fairness`` is its rho."""
     assert job.started_s is not None and job.finished_s is not None
     return JobReport(
         job=job.name,

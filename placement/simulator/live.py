@@ -1,4 +1,4 @@
-"""Event-driven time: the allocator learns of arrivals, ends and lost nodes at once, of progress at intervals.
+"""Event-driven time: the allocator learns of arrivals, ends and lost nodes at once, and of progress at intervals.
 
 In a cluster that grows and shrinks, the autoscaler requests nodes from a simulated cloud.
 """
@@ -25,12 +25,11 @@ _SCRIPT_S = 30 * 86400.0
 
 
 class LiveDriver:
-    """Driver of a simulation with a heap of events; simultaneous events are handled in the order they were pushed.
+    """Driver for a simulation with a heap of events; simultaneous events are handled in the order they were pushed.
 
     Args:
-        cluster: All nodes of the cluster, before any is lost.
         longest_s: Simulated time after which the simulation gives up [s].
-        pace: Interval of heartbeats and of the allocator's periodic checks, and delay until a new size is measured.
+        pace: Interval of heartbeats and of the allocator's periodic checks, and the delay until a new size is measured.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class LiveDriver:
         self._at(now_s + self._pace.heartbeat_s, self.tick)
 
     def _wake(self, job: SimulatedJob, version: int, now_s: float) -> None:
-        """Handle the end of a job's epoch or its new workers joining, unless it was placed again meanwhile."""
+        """Handle the end of a job's epoch or its new workers joining, unless it has been placed again since."""
         if self._version.get(job.name) != version or job.name not in self._present:
             return
         joins, batch = job.joined_s <= now_s, job.fixed_batch
@@ -152,15 +151,14 @@ class LiveDriver:
             self._at(time_s, lambda now_s: self._wake(job, version, now_s))
 
     def _slow_down(self, job: SimulatedJob) -> None:
-        """Slow the job down for its slowest node and for shared links."""
+        """Slow the job down to account for its slowest node and for shared links."""
         nodes = () if job.location is None else tuple(job.location.nodes)
-        job.see_slow({node: self._disturbances.slow_factor for node in nodes if self._slow.get(node)})
+        loss = 0.0
         if self._disturbances.interference and len(nodes) > 1:
-            others = [
-                each.location.nodes for each in self._present.values() if each is not job and each.location is not None
-            ]
+            others = [each.location.nodes for each in self._present.values() if each is not job and each.location]
             if any(len(each) > 1 and not each.keys().isdisjoint(nodes) for each in others):
-                job.see_shared_link(self._disturbances.interference)
+                loss = self._disturbances.interference
+        job.see_slow({node: self._disturbances.slow_factor for node in nodes if self._slow.get(node)}, loss=loss)
 
 
 _LEAVE_S = 30.0
@@ -168,10 +166,10 @@ _LEAVE_S = 30.0
 
 
 class ScalingDriver(LiveDriver):
-    """Live driver with an autoscaler, whose requests for nodes a simulated cloud grants if it can.
+    """Live driver with an autoscaler whose requests for nodes are granted by a simulated cloud if possible.
 
     Args:
-        disturbances: Disturbances of the jobs. Its spot markets are ignored, since the provider simulates them.
+        disturbances: Disturbances to the jobs. Their spot markets are ignored, since the provider simulates them.
         notice_s: Time between the notice that a spot node will be reclaimed and its loss [s].
     """
 
@@ -221,7 +219,7 @@ class ScalingDriver(LiveDriver):
         self._let_go(now_s)
 
     def _let_go(self, now_s: float) -> None:
-        """Return released nodes that no longer run any worker."""
+        """Give back released nodes that no longer run any worker."""
         busy = {node for job in self._present.values() if job.location is not None for node in job.location.nodes}
         empty = [node for node in self._released if node in self._ready and node not in busy]
         for node in empty:
@@ -231,7 +229,7 @@ class ScalingDriver(LiveDriver):
             self._send_nodes(now_s)
 
     def _marking(self, machine: Machine, marked: set[str], act: Callable[[float], None]) -> Callable[[float], None]:
-        """Return an event that marks a machine, if it is still rented, and acts on that."""
+        """Return an event that marks a machine and calls ``act``, if the machine is still rented."""
 
         def mark(now_s: float) -> None:
             if machine.node.node_id in self._provider.machines:
@@ -241,7 +239,7 @@ class ScalingDriver(LiveDriver):
         return mark
 
     def _lose(self, machine: Machine, now_s: float) -> None:
-        """Remove a machine if it is still rented: its workers die, and allocator and autoscaler are notified."""
+        """Remove a machine if it is still rented: its workers die, and the allocator and autoscaler are notified."""
         node_id = machine.node.node_id
         if node_id not in self._provider.machines:
             return

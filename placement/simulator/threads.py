@@ -1,4 +1,4 @@
-"""Restriction of linear algebra to one thread, since all systems are tiny and waking threads costs seconds."""
+"""Restriction of linear algebra to one thread, since all linear systems are tiny and waking threads costs seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def ask_for_one() -> None:
 
 
 def one_thread() -> contextlib.AbstractContextManager[object]:
-    """Return a context with one thread for linear algebra; no effect without ``threadpoolctl`` (of scikit-learn)."""
+    """Return a context with one thread for linear algebra; no effect without ``threadpoolctl`` (from scikit-learn)."""
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:

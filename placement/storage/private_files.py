@@ -38,10 +38,7 @@ class ForeignDirectoryError(PermissionError):
 
 
 def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> None:
-    """Create a directory and its parents; if private, make it readable only by its user, even if it exists.
-
-    Existing parents keep their modes.
-    """
+    """Create a directory and its parents; if private, make it (even if it exists) readable only by its user."""
     if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         filesystem.create_dir(path, recursive=True)
         return
@@ -76,9 +73,8 @@ def open_output(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) 
 def replace_file(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes, *, private: bool) -> None:
     """Replace a file atomically, by writing the new one beside it and moving it into place.
 
-    If a move does not replace a file (HDFS), only the new one exists for a moment, as ``PATH.part``: see
-    ``open_whole``. An object store replaces an object when the new one is complete.
-    Raises OSError: the file system refuses.
+    If a move cannot replace a file (HDFS), only the new file exists for a moment, as ``PATH.part``: see ``open_whole``.
+    An object store replaces an object once the new one is complete. Raises OSError if the file system reports an error.
     """
     part = path if isinstance(filesystem, _OBJECT_STORES) else f"{path}{PART}"
     if part != path and not isinstance(filesystem, pyarrow.fs.LocalFileSystem):  # where a move replaces
@@ -100,7 +96,7 @@ def replace_file(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes, *
 
 
 def open_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
-    """Open a file written by ``replace_file``. Raises FileNotFoundError if it does not exist."""
+    """Open a file written by ``replace_file``; raise FileNotFoundError if it does not exist."""
     try:
         return filesystem.open_input_stream(path)
     except FileNotFoundError:
@@ -108,7 +104,7 @@ def open_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
 
 
 def sync_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
-    """Wait until a file's content has reached the disk, so that a crash of the node cannot lose it."""
+    """Wait until a file's content has reached the disk, so that a node crash cannot lose it."""
     if isinstance(filesystem, pyarrow.fs.LocalFileSystem):  # elsewhere a file is kept once it is written
         _open_and_sync(path)
 
@@ -151,10 +147,7 @@ def open_append(path: str, *, private: bool) -> int:
 
 
 def check_own(path: str) -> None:
-    """Raise ForeignDirectoryError if a directory belongs to another user, who could change any file in it.
-
-    The message suggests a remedy.
-    """
+    """Raise ForeignDirectoryError, with a remedy, if a directory is another user's, who could change files in it."""
     owner = os.stat(path).st_uid
     if owner not in (os.geteuid(), _uid_on(path)):
         raise ForeignDirectoryError(
@@ -165,11 +158,7 @@ def check_own(path: str) -> None:
 
 
 def make_own(path: str, below: str) -> None:
-    """Create a private directory, and its parents inside ``below``, where other users may write (such as ``/tmp``).
-
-    Raises ForeignDirectoryError: a directory on the path belongs to another user, or is a link, which may lead
-    anywhere.
-    """
+    """Create a private directory, and its parents inside ``below``, where other users may write (such as ``/tmp``)."""
     levels, level = [], os.path.abspath(path)
     while level != os.path.abspath(below):
         levels.append(level)
@@ -186,7 +175,7 @@ def make_own(path: str, below: str) -> None:
 
 
 def open_to_others(path: str) -> bool:
-    """True if another account of this machine can reach a directory and replace files in it.
+    """True if another account on this machine can reach a directory and replace files in it.
 
     This is possible if others can write to the directory, unless it is sticky or a directory above it denies access.
     """
@@ -230,7 +219,7 @@ def _has_other_members(gid: int) -> bool:
 
 
 def _uid_on(path: str) -> int | None:
-    """Return the owner that our files get in a directory, since NFS may map users, and FUSE may know only one."""
+    """Return the owner given to our files in a directory, since NFS may map users, and FUSE may know only one."""
     try:
         descriptor, probe = tempfile.mkstemp(prefix=".owner_", dir=path)
     except OSError:
@@ -243,7 +232,7 @@ def _uid_on(path: str) -> int | None:
 
 
 def tighten(path: str | int) -> None:
-    """Remove the permissions of group and others from a file or directory of our own."""
+    """Remove group and other permissions from one of our own files or directories."""
     found = os.stat(path)
     if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
         os.chmod(path, stat.S_IMODE(found.st_mode) & 0o700)
@@ -257,12 +246,9 @@ logger = logging.getLogger("placement.storage")
 
 
 class LineFile:
-    """File to which lines are appended in order; they are in the file when the call returns.
+    """File that lines are appended to in order; they are in the file when the call returns.
 
     After an error, which is logged, nothing more is written, because a gap between lines would falsify the record.
-
-    Args:
-        path: Path of the file; its folder must exist.
     """
 
     def __init__(self, path: str) -> None:

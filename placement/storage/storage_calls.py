@@ -1,8 +1,8 @@
 """Calls to storage that may never return, each in a thread and with a deadline (pure).
 
-File systems are accessed through blocking calls; NFS without its server and S3 behind a dead link block for good.
-Such a call costs only one thread of this pool: threads are few, they are daemons (so none delays the end of its
-process), and the caller continues at its deadline.
+File systems are accessed through blocking calls; NFS without its server and S3 behind a dead link block forever. Such a
+call costs only one thread of this pool: threads are few, they are daemons (so none delays its process's exit), and the
+caller continues at its deadline.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Call:
     given_up: bool = False  # its caller does not wait for it any more; a call that continues in pieces ends itself
 
     def heard(self) -> bool:
-        """Record that a part of the call has finished; return False if the caller has given up on the call."""
+        """Record that a part of the call has finished; return False if the caller has given up on it."""
         self.heard_s = time.monotonic()
         return not self.given_up
 
@@ -49,12 +49,7 @@ class Call:
 
 
 class StorageCalls:
-    """Pool of threads for one owner's calls to one storage.
-
-    Args:
-        where: Name of the storage, for messages.
-        threads: Maximum number of concurrent calls; further calls wait for their turn.
-    """
+    """Pool of threads for one owner's calls to one storage."""
 
     def __init__(self, where: str, *, threads: int = 4) -> None:
         self.where = where
@@ -66,7 +61,7 @@ class StorageCalls:
         self._idle = 0
 
     def start(self, what: str, function: Callable[[], Any]) -> Call:
-        """Start a call in a thread and return it at once; its ``answer`` is a future. Messages call it ``what``."""
+        """Start a call in a thread and return it at once; its ``answer`` is a future. Messages name it ``what``."""
         return self._add(Call(what=what, run=function, heard_s=time.monotonic()))
 
     def start_long(self, what: str, function: Callable[[Callable[[], bool]], Any]) -> Call:
@@ -75,11 +70,7 @@ class StorageCalls:
         return self._add(call)
 
     async def run(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-        """Run a call in a thread and await its result.
-
-        Raises StorageTimeoutError if there is no result within ``timeout_s``. Errors of the function are raised
-        unchanged.
-        """
+        """Run a call in a thread and await its result."""
         call = self.start(what, function)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(call.answer), timeout_s)
@@ -90,7 +81,7 @@ class StorageCalls:
             raise StorageTimeoutError(self.silent_for(call)) from error
 
     async def run_long(self, what: str, function: Callable[[Callable[[], bool]], T], *, timeout_s: float) -> T:
-        """Run a call of several parts (see ``start_long``) and await its result; each part may last ``timeout_s``."""
+        """Run a call in several parts (see ``start_long``) and await its result; each part may take ``timeout_s``."""
         call = self.start_long(what, function)
         answer = asyncio.wrap_future(call.answer)
         while not answer.done():
@@ -110,7 +101,7 @@ class StorageCalls:
     def wait(self, call: Call, *, timeout_s: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Wait until a call has ended or ``until`` returns True; return True if the call has ended, else abandon it.
 
-        Raises StorageTimeoutError: storage was silent for ``timeout_s``.
+        Raises StorageTimeoutError if storage was silent for ``timeout_s``.
         """
         finished = threading.Event()
         call.answer.add_done_callback(lambda _: finished.set())
@@ -126,17 +117,17 @@ class StorageCalls:
         return True
 
     def silent_for(self, call: Call) -> str:
-        """Return a sentence that says for how long storage has not answered a call."""
+        """Return a sentence saying how long storage has left a call unanswered."""
         return f"storage {self.where} has not answered for {time.monotonic() - call.heard_s:.0f} s: {call.what}"
 
     @property
     def heard_s(self) -> float:
-        """Time at which a running call last made progress [s, monotonic]; 0 if no call is running."""
+        """Time when a running call last made progress [s, monotonic]; 0 if no call is running."""
         with self._news:
             return max((call.heard_s for call in self._running), default=0.0)
 
     def waiting(self) -> str:
-        """Return a sentence about the longest unanswered call; empty if storage answers."""
+        """Return a sentence about the longest unanswered call; empty if storage is answering."""
         with self._news:
             calls = [*self._running, *(call for call in self._queue if not call.given_up)]
         if not calls:
@@ -186,8 +177,5 @@ class StorageCalls:
 
 
 def call_storage(where: str, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-    """Make one blocking call to storage, with a deadline; errors name the storage ``where`` and the call ``what``.
-
-    Raises StorageTimeoutError if there is no answer within ``timeout_s``. Errors of the function are raised unchanged.
-    """
+    """Make one blocking call to storage, with a deadline; errors name the storage ``where`` and the call ``what``."""
     return StorageCalls(where, threads=1).call(what, function, timeout_s=timeout_s)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 
 from elastic_ray.adaptation import Interference, PolicyView, SetStrategy
+from elastic_ray.adaptation.policies.interference import _sent
 from elastic_ray.monitoring.measures import WorkerMeasures
+from elastic_ray.sync.operations.topologies import SCHEDULES
 from tests.adaptation.scripted import ScriptedRun, listed
 
 START = PolicyView(workers=4, batch_size=64, strategies=("all_reduce",))
@@ -37,6 +41,76 @@ def test_it_is_noticed_within_ten_steps_and_fastest_stays() -> None:
     assert [request for _, request in script.asked] == [SetStrategy("bf16"), SetStrategy("powersgd")]
     assert script.asked[0][0] - since <= 10
     assert script.view.strategies == ("powersgd",)
+
+
+TOPOLOGIES = ("all_reduce", "star", "tree", "ring", "two_level")
+TWO_NODES = dataclasses.replace(START, nodes=2)
+
+
+def on_slow_link(link: Link, *, steps: int = 60, view: PolicyView = TWO_NODES) -> ScriptedRun:
+    """A run whose link slows after 30 steps; each of its five topologies is a choice."""
+    script = ScriptedRun(policy=Interference(TOPOLOGIES), view=view, step_s=link.step_s)
+    script.steps(30)
+    link.shared = True
+    script.steps(steps)
+    return script
+
+
+def chosen(script: ScriptedRun) -> list[str]:
+    return [request.strategy for _, request in script.asked if isinstance(request, SetStrategy)]
+
+
+def test_topology_that_sends_least_is_tried_first_and_kept() -> None:
+    link = Link(all_reduce=(0.1, 0.7), two_level=(0.1, 0.54), ring=(0.1, 0.8), tree=(0.1, 0.9), star=(0.1, 1.6))
+    script = on_slow_link(link)
+    assert chosen(script) == ["two_level"]
+    slow = [end - start for start, end in itertools.pairwise(script.ends_s)][29:]
+    assert max(slow[10:]) <= 0.54 + 1e-9, "within ten steps"
+
+
+def test_others_are_tried_where_least_sent_gains_little() -> None:
+    # Two thirds of the bytes should take 0.47 s: not even half of that gain is there.
+    link = Link(all_reduce=(0.1, 0.7), two_level=(0.1, 0.6), ring=(0.1, 0.3), tree=(0.1, 0.9), star=(0.1, 1.6))
+    script = on_slow_link(link)
+    assert chosen(script) == ["two_level", "ring", "tree", "star", "ring"]
+    assert script.view.strategies == ("ring",)
+
+
+@pytest.mark.parametrize("two_level_s", [0.8, 0.5])
+def test_a_loser_runs_for_two_measured_steps(two_level_s: float) -> None:
+    link = Link(all_reduce=(0.1, 0.7), two_level=(0.1, two_level_s), bf16=(0.1, 0.9), powersgd=(0.1, 0.4))
+    policy = Interference(["powersgd", "bf16", "two_level"])
+    script = ScriptedRun(policy=policy, view=TWO_NODES, step_s=link.step_s)
+    script.steps(30)
+    link.shared = True
+    script.steps(60)
+    assert chosen(script) == ["two_level", "powersgd", "bf16", "powersgd"], "topologies first, others in their order"
+    steps = [step for step, _ in script.asked]
+    assert [b - a for a, b in itertools.pairwise(steps)] == [3 + (2 if two_level_s > 0.7 else 5), 3 + 5, 3 + 2]
+
+
+def test_on_one_node_topologies_keep_their_order() -> None:
+    link = Link(all_reduce=(0.1, 0.7), star=(0.1, 0.6), tree=(0.1, 0.5), ring=(0.1, 0.4), two_level=(0.1, 0.3))
+    assert chosen(on_slow_link(link, view=START)) == list(TOPOLOGIES[1:])
+
+
+@pytest.mark.parametrize(("workers", "nodes"), [(4, 2), (8, 2), (6, 3), (16, 4)])
+def test_sent_times_are_those_of_the_schedules(workers: int, nodes: int) -> None:
+    places, size = [rank * nodes // workers for rank in range(workers)], 5040
+
+    def busy(rounds: list[Any]) -> float:
+        total = 0.0
+        for each in rounds:
+            loads = collections.Counter[tuple[str, int]]()
+            for (source, destination), (first, last) in each.transfers.items():
+                if places[source] != places[destination]:
+                    loads["out", places[source]] += last - first
+                    loads["in", places[destination]] += last - first
+            total += max(loads.values(), default=0) / size
+        return total
+
+    for name, schedule in SCHEDULES.items():
+        assert _sent(name, workers, nodes) == pytest.approx(busy(schedule(places, size)), rel=0.01), name
 
 
 def test_present_one_stays_if_fastest_and_is_not_doubted() -> None:

@@ -62,7 +62,7 @@ def _applied_rate() -> float:
     """What policies have made of the rate."""
     from elastic_ray.loop.api import current_session
 
-    return current_session().adaptation.rate_factor
+    return current_session().adaptation.runner.values.rate_factor
 
 
 def check(outcome: Outcome) -> None:

@@ -20,8 +20,8 @@ from bench_decision import make_views, train
 from common import bar, finish, median, side_parser
 
 from elastic_ray.events import JobPhase, JobStatus
-from elastic_ray.observe.page.changes import difference, tables, to_json
 from elastic_ray.observe.page.cluster_page import ClusterPage
+from elastic_ray.observe.page.feed import difference, tables, to_json
 from elastic_ray.observe.page.model import PageSnapshot
 from elastic_ray.observe.page.source import ClusterLook, JobFacts, JobLook, NodeLook, StoredPage
 from placement.allocator.config import AllocatorConfig

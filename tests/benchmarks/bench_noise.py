@@ -12,8 +12,7 @@ The bias by layers is that of the noise scale S / G2 from what they find on aver
 columns in turn. The spread of the noise scale is to first order: the standard deviation of s / S - g / G2 over
 estimates (s, g). Beside it stands that of G2 alone, the squared norm of the true gradient. What layers add to the
 spread by samples is taken over 32 steps, in which each column comes once. Steps to a noise scale with a standard error
-of a quarter are proportional to the spread's square. "norms alone" is the noise scale of normalisation layers by
-themselves.
+of a quarter are proportional to the spread's square. "norms alone" is the noise scale of normalisation layers only.
 
 No estimate from one batch of 8 samples alone can have a spread of G2 below 0.354 (no noise) to 0.378 (noise alone) of
 the pairs' at equal steps: the mean of <g_i, g_j> over all pairs of B samples has the variance 4 a / B + 2 b / (B (B -

@@ -2,9 +2,9 @@
 
 Nodes are network namespaces with a link of 1 Gbit/s and 5 ms one way between them; gloo; four ranks share two cores.
 
-``--part ways``: 10.5 M parameters with SGD. One model is switched from topology to topology in alternating blocks,
+``--part ways``: models of 1.6 to 42 MB with SGD. One model is switched from topology to topology in alternating blocks,
 torch DDP and the same steps without any reduction beside it. A reduction's time is what a step takes longer than those.
-Bar: ``two_level`` takes at most 0.6 x the time of the flat reduction.
+Bars: ``two_level`` takes at most 0.6 x the time of the flat reduction and DDP's; the flat one at most 1.1 x DDP's.
 
 ``--part slow``: 1.3 M parameters under ``Interference``, whose choices are topologies. At a step the link slows to a
 tenth; later every topology runs in turn. Bar: within ten steps the speed is 0.9 x that of the best one, and stays so.
@@ -17,7 +17,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench_shard_groups import NODES, RANKS, measure
@@ -27,6 +27,8 @@ from network import Nodes, change_rate, far_namespaces, may_make_namespaces
 
 WAYS = ("all_reduce", "two_level", "ring", "tree", "star")
 DDP, ALONE = "torch DDP", "no reduction"
+# [MB]: width and number of layers, and rounds, for short steps vary most
+SIZES = {"1.6": (320, 4, 12), "4.2": (512, 4, 12), "12.6": (1024, 3, 8), "42": (1871, 3, 4)}
 DELAY_S = 0.005
 FREE_STEPS, WINDOW = 15, 5
 CHOICES = {"two choices": (WAYS[:2], 25), "five choices": (WAYS, 50)}  # and steps on the slow link
@@ -36,6 +38,8 @@ def main() -> None:
     """All ranks, and what rank 0 has measured."""
     parser = side_parser(__doc__ or "", sides=False)
     parser.add_argument("--part", choices=("ways", "slow"), help="only this part")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="of models [MB], of ways")
+    parser.add_argument("--ways", nargs="+", default=WAYS, help="topologies to measure, such as 'ring of 4 MiB'")
     parser.add_argument("--rank-of", nargs="*", help="of a process that this benchmark starts itself")
     options = parser.parse_args()
     if options.rank_of is not None:
@@ -46,10 +50,15 @@ def main() -> None:
         raise SystemExit("this process may not make network namespaces")
     rows: dict[str, list[dict[str, Any]]] = {}
     bars = []
-    for part, run in (("ways", _ways), ("slow", _slow)):
-        if options.part in (None, part):
-            rows[part], found = run(quick=options.quick)
+    if options.part in (None, "ways"):
+        rows["ways"] = []
+        for size in options.sizes:
+            made, found = _ways(size, options.ways, quick=options.quick)
+            rows["ways"] += made
             bars += found
+    if options.part in (None, "slow"):
+        rows["slow"], found = _slow(quick=options.quick)
+        bars += found
     for part, each in rows.items():
         finish(f"topology, {part}", rows=each, bars=bars if part == list(rows)[-1] else [])
 
@@ -59,12 +68,13 @@ def _launch(*arguments: str) -> dict[str, Any]:
         return launch(Nodes(made.prefix), RANKS, arguments, timeout_s=1500, script=__file__)
 
 
-def _ways(*, quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows and bars of fixed topologies."""
-    found = _launch("ways", *(["2", "2"] if quick else ["3", "3"]))
+def _ways(size: str, ways: Sequence[str], *, quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows and bars of fixed topologies for a model of some size."""
+    found = _launch("ways", size, "2" if quick else str(SIZES[size][2]), *ways)
     alone = statistics.median(found[ALONE][0])
     rows = [
         {
+            "model [MB]": float(size),
             "topology": name,
             "step [s]": statistics.median(times),
             "reduction [s]": statistics.median(times) - alone,
@@ -72,16 +82,13 @@ def _ways(*, quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         }
         for name, (times, received) in found.items()
     ]
-    by_name = {row["topology"]: row for row in rows}
+    took = {row["topology"]: row["reduction [s]"] for row in rows}
+    where = "reduction between two nodes of two ranks, 1 Gbit/s and 5 ms"
+    compared = [("two_level", "all_reduce", 0.6), ("two_level", DDP, 0.6), ("all_reduce", DDP, 1.1)]
     return rows, [
-        bar(
-            f"{what}, two_level / {flat}: two nodes of two ranks, 1 Gbit/s and 5 ms",
-            value=by_name["two_level"][column] / by_name[flat][column],
-            limit=0.6,
-            at_least=False,
-        )
-        for what, column in (("reduction", "reduction [s]"), ("step", "step [s]"))
-        for flat in ("all_reduce", DDP)
+        bar(f"{where}, {size} MB: {one} / {other}", value=took[one] / took[other], limit=limit, at_least=False)
+        for one, other, limit in compared
+        if one in took and other in took
     ]
 
 
@@ -119,15 +126,34 @@ def _slow(*, quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 # -- one rank --------------------------------------------------------------------------------------------------------
 
 
-def _our_steps(data: Any, chosen: list[str]) -> Iterator[None]:
+def _model(size: str) -> Any:
+    """Return layers of equal width, and a small last one."""
+    import torch
+
+    torch.manual_seed(0)
+    width, layers, _ = SIZES[size]
+    deep = [each for _ in range(layers) for each in (torch.nn.Linear(width, width), torch.nn.ReLU())]
+    return torch.nn.Sequential(*deep, torch.nn.Linear(width, 10))
+
+
+def _strategy(name: str) -> Any:
+    """Return the strategy of a name such as "ring", or "ring of 4 MiB"."""
+    from elastic_ray.sync import AllReduce
+
+    topology, _, size = name.partition(" of ")
+    if not size:
+        return name
+    native = topology == "all_reduce"
+    return AllReduce(topology="native" if native else topology, bucket_bytes=int(float(size.split()[0]) * 2**20))
+
+
+def _our_steps(data: Any, chosen: list[str], size: str) -> Iterator[None]:
     """Train under the topology that is chosen; yields after each step."""
     import torch
-    from sync_cases import dense_mlp
 
     import elastic_ray as er
 
-    torch.manual_seed(0)
-    module = dense_mlp()
+    module = _model(size)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     model, present = er.AdaptiveDataParallel(module, optimizer, scaling_rule="none"), WAYS[0]
     loader = er.AdaptiveDataLoader(data, batch_size=8 * RANKS, drop_last=True)
@@ -135,21 +161,19 @@ def _our_steps(data: Any, chosen: list[str]) -> Iterator[None]:
         for x, y in loader:
             if chosen[0] != present:
                 present = chosen[0]
-                model.set_strategy(present)
+                model.set_strategy(_strategy(present))
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             yield
 
 
-def _their_steps(data: Any, *, reduces: bool) -> Iterator[None]:
+def _their_steps(data: Any, size: str, *, reduces: bool) -> Iterator[None]:
     """The same of torch DDP."""
     import torch
     import torch.distributed as dist
-    from sync_cases import dense_mlp
 
-    torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(dense_mlp())
+    model = torch.nn.parallel.DistributedDataParallel(_model(size))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     sampler = torch.utils.data.DistributedSampler(data, dist.get_world_size(), dist.get_rank())
     while True:
@@ -170,15 +194,15 @@ def _start() -> None:
     torch.manual_seed(0)  # all ranks share one dataset
 
 
-def _rank_of_ways(rounds: str, steps: str) -> None:
+def _rank_of_ways(size: str, rounds: str, *ways: str) -> None:
     import torch
 
     _start()
-    data = torch.utils.data.TensorDataset(torch.randn(2048, 1024), torch.randint(10, (2048,)))
+    data = torch.utils.data.TensorDataset(torch.randn(2048, SIZES[size][0]), torch.randint(10, (2048,)))
     chosen = [WAYS[0]]
-    ours = _our_steps(data, chosen)
-    theirs = {DDP: _their_steps(data, reduces=True), ALONE: _their_steps(data, reduces=False)}
-    measure({**dict.fromkeys(WAYS, ours), **theirs}, chosen, int(rounds), int(steps))
+    ours = _our_steps(data, chosen, size)
+    theirs = {DDP: _their_steps(data, size, reduces=True), ALONE: _their_steps(data, size, reduces=False)}
+    measure({**dict.fromkeys(ways, ours), **theirs}, chosen, int(rounds), 4)
 
 
 def _rank_of_slow(choices: str) -> None:

@@ -173,18 +173,19 @@ def test_a_jobs_next_head_continues_it_once(tmp_path: Path, environment: None) -
     for name, changed in {
         "closure": {"command": ()},
         "elsewhere": {"command": ("/nowhere/train.py", "--name", "elsewhere")},
+        "copied": {"storage": "/runs/digits"},
     }.items():
         other = RunStorage(str(runs / name))
         other.create()
-        other.write_submission(
-            dataclasses.replace(JOB, job=name, address="127.0.0.1:1", submission=name, **changed).to_json()
-        )
+        told_of = {"job": name, "storage": other.path, "address": "127.0.0.1:1", "submission": name}
+        other.write_submission(dataclasses.replace(JOB, **{**told_of, **changed}).to_json())
     second = start_head()
     try:
         said = run(second, "resume", "--all", str(runs), code=1)
         assert "digits: submitted as digits.resumed-" in said.stdout
         assert "closure: not resumed: its code is not known" in said.stderr
         assert "elsewhere: not resumed: " in said.stderr and "/nowhere/train.py" in said.stderr
+        assert "copied: not resumed: its files were written to /runs/digits, where" in said.stderr
         again = run(second, "resume", "--all", str(runs), code=1)
         assert "submitted as" not in again.stdout, "once"
         row = wait_for_step(second, "digits", 20)

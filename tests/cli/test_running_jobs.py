@@ -14,6 +14,7 @@ import pytest
 
 import elastic_ray as er
 from tests.cli.commands import run
+from tests.job.controllers import kill_controller
 from tests.job.jobs import start, wait_until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
@@ -78,7 +79,10 @@ def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_pat
     (row,) = json.loads(run(ray_cluster, "jobs", "--json").stdout)
     assert (row["phase"], row["workers"], row["waits_for"]) == ("paused", 0, "")
     assert "there are slots" in run(ray_cluster, "resume", "seen").stdout
-    assert "stopped" in run(ray_cluster, "stop", "seen").stdout
+    kill_controller(handle)
+    assert "job seen" in run(ray_cluster, "status", "seen").stdout
+    kill_controller(handle)
+    assert "stopped" in run(ray_cluster, "stop", "seen").stdout, "a controller that restarts has not ended"
     handle.result(timeout=180)
 
     failing = start(tmp_path, workers=1, name="bad", raise_at=3)

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from elastic_ray.cli.listings import JobRow, NodeRow
-from elastic_ray.cli.observe.status_lines import outlook_lines, until_end
+from elastic_ray.cli.listings import JobRow, NodeRow, outlook_lines, until_end
 from elastic_ray.cli.observe.top_lines import SORTS, sorted_rows, table_lines, top_lines
 from elastic_ray.events import Pause
 

@@ -57,6 +57,8 @@ def test_help_names_every_command_without_loading_ray_or_torch() -> None:
         (["top", "--interval", "0"], "x>=0.2"),
         (["allocator", "set"], "Missing argument 'POLICY'"),
         (["drain"], "give either node names or --label"),
+        (["submit", __file__, "--name", ""], "must start with a letter"),
+        (["branch", "a", "--factors", "x"], "must be whole numbers such as 2,4"),
         (["drain", "10.0.0.7", "--label", "rack=a"], "not both"),
         (["drain", "--label", "rack"], "must be KEY=VALUE, but got 'rack'"),
         (["drain", "a", "--deadline", "0"], "x>=1"),

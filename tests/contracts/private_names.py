@@ -252,8 +252,8 @@ _TORCH = (
     ),
     PrivateNames(
         home="torch.distributed:ProcessGroupGloo._Options",
-        names=("_timeout", "_devices"),
-        why="the same",
+        names=("_timeout", "_devices", "_threads"),
+        why="the same, and as many reductions at once as there are buckets on their way",
         instead="the same",
     ),
     PrivateNames(
@@ -546,8 +546,8 @@ _LIGHTNING = (
     ),
     PrivateNames(
         home="lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector",
-        names=("_first_loop_iter",),
-        why="the same",
+        names=("_callback_metrics", "_first_loop_iter"),
+        why="the same, and the last value of each name",
         instead="the same",
     ),
     PrivateNames(
@@ -571,7 +571,7 @@ _LIGHTNING = (
     ),
     PrivateNames(
         home="lightning.pytorch.callbacks:ModelCheckpoint",
-        names=("_last_global_step_saved",),
+        names=("_defer_save_until_validation", "_last_checkpoint_saved", "_last_global_step_saved"),
         why="a joiner does not save what was saved",
         instead="a checkpoint twice",
     ),

@@ -69,7 +69,7 @@ PIECE = StoredPiece(start=0, length=2, offset=64, nbytes=8, offsets=(0,), sizes=
 TENSOR = StoredTensor(path=("model", "weight"), shape=(2,), dtype="float32", pieces=((0, PIECE),))
 MANIFEST = Manifest(steps=10, files=(("ab" * 32, 200),), tree={"model": {"weight": TensorIndex(0)}}, tensors=(TENSOR,))
 PART = Part(rank=0, steps=10, sha256="ab" * 32, size=200, tensors=(TENSOR,))
-STRATEGY = Strategy(name="mine", default=Reduce())
+STRATEGY = Strategy(name="mine", default=Reduce(bucket_bytes=25 << 20))
 LENGTHS = Measurements(lengths=(KnownLength(fingerprint="net", samples=1e6, part=0.5, seen_s=7.0),))
 TOLD = (NodesChanged(cluster=cluster(4)), JobEnded(job="a"))
 

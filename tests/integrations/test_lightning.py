@@ -170,6 +170,36 @@ def test_callbacks_count_once_and_reach_joiners(script: Any, first: Any) -> None
         assert (counts.batches, counts.epochs) == (STEPS * EPOCHS, EPOCHS)
 
 
+def test_joiner_after_last_step_knows_epoch_and_metrics() -> None:
+    alone = fit(False)
+    results, _ = job([Change(STEPS * EPOCHS - 1, (1, 2))], (1,))
+    check_alike(results, alone)
+    assert results[2].metrics.keys() == alone.metrics.keys() and results[2].metrics["val"] == results[1].metrics["val"]
+
+
+def test_checkpoint_put_off_until_validation_reaches_joiners(tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        return [ModelCheckpoint(tmp_path, monitor="val", every_n_train_steps=STEPS // 2, filename="{step}")]
+
+    # the first validation is after the step at whose end worker 3 joins
+    script = [Kill(2 * STEPS - 1, 2, "edge", joins=(3,))]
+    results, _ = job(script, (1, 2), callbacks=callbacks, check_val_every_n_epoch=2, enable_checkpointing=True)
+    assert set(results) == {1, 3} and (tmp_path / f"step={2 * STEPS}.ckpt").exists()
+
+
+class SavesMore(Module):
+    """Has a state that only Lightning's checkpoints have."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["temperature"] = 1.0
+
+
+def test_what_only_checkpoints_hold_is_warned_of() -> None:
+    _, outcome = job([Change(2, (1, 2))], (1,), make=SavesMore)
+    (warning,) = (text for kind, text, _ in outcome.told if kind == "warning")
+    assert "on_save_checkpoint() saves does not reach workers that join" in warning
+
+
 def test_one_checkpoint_at_time_and_any_trainer_reads_it(tmp_path: Path) -> None:
     def callbacks() -> list[Any]:
         return [ModelCheckpoint(tmp_path, monitor="val", save_top_k=2, filename="{epoch}-{step}"), Counts()]

@@ -73,6 +73,18 @@ def test_a_missing_line_is_reported(lines: list[str], missing: int) -> None:
     assert "unproven until there" in found[-1].text or "epoch 0: no line" in found[0].text
 
 
+def test_lines_cut_off_are_missed_by_its_result(lines: list[str]) -> None:
+    assert states(verify_events(lines, epochs=2)) == WHOLE
+    (lost,) = (each for each in verify_events(lines[:4], epochs=2) if not each.proven)
+    assert lost.text.startswith("epoch 1: no line says")
+
+
+@pytest.mark.parametrize("command", ["verify", "usage"])
+def test_a_path_without_a_run_is_no_answer(command: str, tmp_path: Path) -> None:
+    answer = CliRunner().invoke(cli, [command, str(tmp_path / "none")])
+    assert answer.exit_code == 1 and "none' cannot be read" in answer.output
+
+
 def test_a_run_cut_short_is_proven_so_far(lines: list[str]) -> None:
     cut = [*lines[:3], lines[3][: len(lines[3]) // 2]]
     found = verify_events(cut)

@@ -156,8 +156,9 @@ class _Job:
         controller: LocalController,
         options: Mapping[str, Any],
         fixed_batch: bool,
+        nodes: int,
     ) -> None:
-        self._train, self._controller, self._fixed_batch = train, controller, fixed_batch
+        self._train, self._controller, self._fixed_batch, self._nodes = train, controller, fixed_batch, nodes
         self._options = {"form_s": _WAIT_S, "timeout_s": _WAIT_S, **options}
         self._kills = [each for each in script if isinstance(each, Kill)]
         self._holds = {(each.worker, each.step, each.moment) for each in script if isinstance(each, Hold)}
@@ -288,7 +289,7 @@ class _Job:
         self.outcome.groups.append(workers)
         spec = GenerationSpec(
             generation=self._generation,
-            members=tuple(Member(worker=f"w{each}", node="here") for each in workers),
+            members=tuple(Member(worker=f"w{each}", node=f"node-{each % self._nodes}") for each in workers),
             void_below=self._generation if void else 0,
         )
         for each in self._told:
@@ -345,11 +346,13 @@ def run_job(
     *,
     first: Sequence[int] = (1,),
     fixed_batch: bool = False,
+    nodes: int = 1,
     **options: Any,
 ) -> Outcome:
     """Run a train function in a thread for each worker, while the script says which workers there are.
 
-    ``fixed_batch`` is the job's; ``options`` are those of their communicators.
+    ``fixed_batch`` is the job's; ``nodes`` is the number of nodes that workers take in turn; ``options`` are those of
+    their communicators.
     """
     with local_controller() as controller:
-        return _Job(train, script, controller, options, fixed_batch).run(first)
+        return _Job(train, script, controller, options, fixed_batch, nodes).run(first)

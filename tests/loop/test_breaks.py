@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import elastic_ray as er
 from elastic_ray.adaptation import Policy, PolicyView
 from elastic_ray.run.current import session_of_thread
+from elastic_ray.sync import LocalSGD
 from tests.loop.changing import Kill, run_job
 
 SAMPLES, BATCH, STEPS, EPOCHS = 24, 6, 2, 3
@@ -119,20 +120,25 @@ def test_pass_to_end_with_a_lost_step_draws_again(moment: str, joins: tuple[int,
     assert result[0] == pytest.approx(undisturbed[0], abs=1e-6)
 
 
-def nested_trainings(*, leaves: bool, first: bool) -> tuple[float, int]:
-    """Updates in a nested loop, all or two of its three, and one of the loop around it: a parameter, the steps."""
+def nested_trainings(
+    *, leaves: bool = False, first: bool = True, most: int = BATCH, accumulates: bool = False
+) -> tuple[float, int, int]:
+    """Updates in a nested loop, all or two of its three, and one of the loop around it: parameter, steps, schedule."""
     torch.manual_seed(1)
     model: Any = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.99)
+    model = er.AdaptiveDataParallel(model, optimizer, lr_scheduler=schedule, scaling_rule="none")
     rows = TensorDataset(torch.arange(SAMPLES).float())
     loader = er.AdaptiveDataLoader(rows, batch_size=BATCH, seed=3)
+    loader.autoscale_batch_size(2 * BATCH, (1, most), gradient_accumulation=accumulates)
     inner = er.AdaptiveDataLoader(TensorDataset(rows.tensors[0][:18]), batch_size=BATCH, seed=4)
 
     def train(x: torch.Tensor) -> None:
         optimizer.zero_grad()
         (model(x[:, None] / 10) - 1).square().mean().backward()
         optimizer.step()
+        schedule.step()
 
     for _ in er.remaining_epochs_until(1):
         for (x,) in loader:
@@ -140,23 +146,40 @@ def nested_trainings(*, leaves: bool, first: bool) -> tuple[float, int]:
                 train(x)
             for (other,) in inner:
                 train(other)
+                session_of_thread().moment("nested")
                 if leaves and inner.batches_left == 1:
                     break
             if not first:
                 train(x)
-    return model.module.bias.item(), er.get_context().get_global_step()
+    return model.module.bias.item(), er.get_context().get_global_step(), schedule.last_epoch
 
 
-@pytest.mark.parametrize("moment", ["allreduce", "optimizer_step", "edge"])
+@pytest.mark.parametrize("moment", ["allreduce", "optimizer_step", "edge", "nested"])
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("first", [False, True])
 def test_each_update_of_nested_trainings_is_made_once(first: bool, leaves: bool, moment: str) -> None:
-    def train() -> tuple[float, int]:
+    def train() -> tuple[float, int, int]:
         return nested_trainings(leaves=leaves, first=first)
 
     (undisturbed,) = set(run_job(train, [], first=(1, 2, 3)).results.values())
     (result,) = set(run_job(train, [Kill(2, 1, moment)], first=(1, 2, 3)).results.values())
-    assert result == (pytest.approx(undisturbed[0], abs=1e-6), undisturbed[1])
+    assert result == (pytest.approx(undisturbed[0], abs=1e-6), *undisturbed[1:])
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_nested_training_between_micro_batches_is_refused(first: bool) -> None:
+    with pytest.raises(RuntimeError, match="let one loop follow the other"):
+        run_job(lambda: nested_trainings(first=first, most=3, accumulates=True))
+
+
+def test_no_step_with_a_nested_training_is_halved() -> None:
+    def train() -> tuple[float, int, int]:
+        session_of_thread().registry.need_halves()
+        return nested_trainings(most=2 * BATCH)
+
+    (alone,) = run_job(train).results.values()
+    (result,) = set(run_job(train, first=(1, 2)).results.values())
+    assert result == (pytest.approx(alone[0], abs=1e-6), *alone[1:])
 
 
 def both_left() -> list[bool]:
@@ -179,6 +202,88 @@ def both_left() -> list[bool]:
 def test_a_pass_left_with_one_within_it_has_ended(world: int) -> None:
     outcome = run_job(both_left, [], first=tuple(range(1, world + 1)))
     assert list(outcome.results.values()) == [[True, True]] * world
+
+
+def leaves_both() -> tuple[float, float]:
+    """Trains in a step of a loop within a loop, and leaves both: a parameter, the samples of a third loop."""
+    torch.manual_seed(1)
+    model: Any = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = er.AdaptiveDataParallel(model, optimizer)
+    rows = TensorDataset(torch.arange(SAMPLES).float()[:, None] / 10)
+    loader, inner, third = (er.AdaptiveDataLoader(rows, batch_size=BATCH) for _ in range(3))
+    for _ in er.remaining_epochs_until(1):
+        for _ in loader:
+            for (x,) in inner:
+                (model(x) - 1).square().mean().backward()
+                optimizer.step()
+                break
+            break
+        samples = er.Accumulator()
+        for (x,) in third:
+            samples["all"] += len(x)
+    return float(model.module.bias), int(samples["all"])
+
+
+@pytest.mark.parametrize("moment", ["backward", "edge"])
+@pytest.mark.parametrize("joins", [(), (4,)])
+def test_loss_after_two_breaks_gives_up_both_passes(moment: str, joins: tuple[int, ...]) -> None:
+    (undisturbed,) = set(run_job(leaves_both, [], first=(1, 2)).results.values())
+    outcome = run_job(leaves_both, [Kill(0, 2, moment, last=True, joins=joins)], first=(1, 2))
+    (result,) = set(outcome.results.values())
+    assert result[1] == SAMPLES
+    assert (result[0] == pytest.approx(undisturbed[0])) == (moment == "edge"), "an update that was made counts"
+    (told,) = [text for kind, text, _ in outcome.told if kind == "warning"]
+    assert f"its {2 * BATCH} samples are not used" in told or moment == "edge"
+
+
+def evaluates_within(*, leaves: bool = False, **options: Any) -> tuple[int, float, float]:
+    """Evaluates in an epoch's second step, and may leave its loop then: the steps, the samples of each loop."""
+    torch.manual_seed(1)
+    model: Any = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = er.AdaptiveDataParallel(model, optimizer, **options)
+    rows = TensorDataset(torch.arange(SAMPLES).float()[:, None] / 10)
+    loader, inner = (er.AdaptiveDataLoader(rows, batch_size=BATCH) for _ in range(2))
+    trained = evaluated = 0.0
+    for _ in er.remaining_epochs_until(2):
+        sums = er.Accumulator()
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+            sums["trained"] += len(x)
+            if _nth() == 2:
+                for (other,) in inner:
+                    sums["evaluated"] += len(other)
+                if leaves:
+                    break
+        trained, evaluated = trained + sums["trained"], evaluated + sums["evaluated"]
+    return er.get_context().get_global_step(), trained, evaluated
+
+
+@pytest.mark.parametrize("joins", [(), (3,)])
+@pytest.mark.parametrize(
+    ("leaves", "moment", "counted"),
+    [
+        (False, "backward", (8, 2 * SAMPLES, 2 * SAMPLES)),
+        (False, "after_step", (8, 2 * SAMPLES, 2 * SAMPLES)),
+        (True, "backward", (3, 3 * BATCH, SAMPLES)),  # what was left is not drawn again
+        (True, "after_step", (4, 3 * BATCH)),  # but for an update that was made
+    ],
+)
+def test_lost_step_with_an_evaluation_counts_once(
+    leaves: bool, moment: str, counted: tuple[int, ...], joins: tuple[int, ...]
+) -> None:
+    script = [Kill(1, 2, moment, last=True, joins=joins)]
+    outcome = run_job(lambda: evaluates_within(leaves=leaves), script, first=(1, 2))
+    assert {each[: len(counted)] for each in outcome.results.values()} == {counted}
+
+
+def test_averaged_step_with_an_evaluation_counts_once() -> None:
+    script = [Kill(1, 2, "backward", last=True)]
+    outcome = run_job(lambda: evaluates_within(strategy=LocalSGD(period=1)), script, first=(1, 2))
+    assert set(outcome.results.values()) == {(8, 2 * SAMPLES, 2 * SAMPLES)}
 
 
 def accumulates_within() -> float:

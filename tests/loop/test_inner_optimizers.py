@@ -91,20 +91,54 @@ def test_inner_optimizers_state_reaches_joiner_and_nobody_is_warned(optimizer_of
         torch.testing.assert_close(own, moment, rtol=0, atol=1e-5)
 
 
-def test_a_second_optimizer_of_the_same_parameters_is_told() -> None:
-    def train() -> None:
-        model = _model()
-        optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
-        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
-        for _ in er.remaining_epochs_until(1):
-            for (x,) in er.AdaptiveDataLoader(_data(), batch_size=48):
-                optimizer.zero_grad()
-                wrapped(x).square().mean().backward()
-                optimizer.step()
-                other.step()
+class Turns(torch.optim.Optimizer):
+    """One of two optimizers steps, the other after three steps."""
 
-    (told,) = {text for kind, text, _ in run_job(train, first=(1, 2)).told if kind == "warning"}
-    assert "workers that join later get nothing of its state" in told
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.first = torch.optim.Adam(self.param_groups, lr=0.1)
+        self.second = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.second.param_groups = self.first.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        steps = self.first.state[self.param_groups[0]["params"][0]].get("step", 0)
+        (self.first if steps < 3 else self.second).step()
+
+
+def _in_turns(wrap: Any = lambda optimizer: optimizer, kind: Any = Turns) -> Tensor:
+    """Two optimizers of one model, of which the wrapper gets one."""
+    model = _model()
+    optimizer: Any = kind(model.parameters())
+    wrapped = er.AdaptiveDataParallel(model, wrap(optimizer), scaling_rule="none")
+    for _ in er.remaining_epochs_until(1):
+        for (x,) in er.AdaptiveDataLoader(_data(), batch_size=12, shuffle=False):
+            optimizer.zero_grad()
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+    return model.weight.detach().clone()
+
+
+def test_optimizers_that_take_turns_are_one_optimizer() -> None:
+    model = _model()
+    optimizer = Turns(model.parameters())
+    for (x,) in torch.utils.data.DataLoader(_data(), batch_size=12):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    found = run_job(_in_turns, [Change(5, (1, 2, 3))], first=(1, 2))
+    for weight in found.results.values():
+        torch.testing.assert_close(weight, model.weight.detach(), rtol=0, atol=1e-5)
+
+
+def test_optimizer_other_than_the_wrapped_one_is_refused() -> None:
+    words = "Turns steps parameters of a wrapped model.* takes turns with others has them as attributes"
+    with pytest.raises(RuntimeError, match=words):
+        run_job(lambda: _in_turns(lambda own: torch.optim.SGD(own.param_groups[0]["params"])), first=(1, 2))
+
+
+def test_optimizer_around_the_wrapped_one_is_told() -> None:
+    told = run_job(lambda: _in_turns(lambda optimizer: optimizer.inner, Sam), first=(1, 2)).told
+    assert {kind for kind, text, _ in told if "workers that join later get nothing of its state" in text} == {"warning"}
 
 
 def _net() -> nn.Sequential:

@@ -252,27 +252,37 @@ def unwrapped(which: str) -> list[str]:
     wrapped = er.AdaptiveDataParallel(model, optimizer) if which != "none" else model
     dataset = rows(24)
     loader = er.AdaptiveDataLoader(dataset, batch_size=8)
+    stranger.step()  # what all workers do alike before they join is theirs
     for _epoch in er.remaining_epochs_until(2):
+        if which == "own":
+            stranger = torch.optim.SGD(other.parameters(), 0.01)
         for (x,) in loader if which != "plain" else torch.utils.data.DataLoader(dataset, batch_size=8):
             optimizer.zero_grad()
             wrapped(x).sum().backward()
             optimizer.step()
-            if which == "beside":
+            if which in ("beside", "own"):
                 stranger.zero_grad()
                 other(x).sum().backward()
                 stranger.step()
     return told
 
 
-def test_a_model_that_is_not_wrapped_is_an_error(ranks: Ranks) -> None:
-    with pytest.raises(RankFailedError, match=r"SGD steps parameters that AdaptiveDataParallel does not know"):
-        ranks.run(unwrapped, "none", world=2)
-    assert ranks.run(unwrapped, "none") == []  # alone it is
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("none", "SGD steps parameters that AdaptiveDataParallel does not know"),
+        ("beside", "make the optimizer within the epochs"),
+    ],
+)
+def test_a_model_that_is_not_wrapped_is_an_error(ranks: Ranks, which: str, words: str) -> None:
+    with pytest.raises(RankFailedError, match=words):
+        ranks.run(unwrapped, which, world=2)
+    assert ranks.run(unwrapped, which) == []  # alone it is
 
 
 @pytest.mark.parametrize(
     ("which", "words"),
-    [("beside", "SGD steps parameters that"), ("plain", "trained outside of a loop over an AdaptiveDataLoader")],
+    [("own", "SGD steps parameters that"), ("plain", "trained outside of a loop over an AdaptiveDataLoader")],
 )
 def test_training_that_is_not_shared_is_warned_of_once(ranks: Ranks, which: str, words: str) -> None:
     first, second = ranks.run(unwrapped, which, world=2)

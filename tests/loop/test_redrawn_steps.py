@@ -62,6 +62,36 @@ def test_each_sample_is_in_one_update(make: Any, strategy: str, moment: str) -> 
         assert 6 in counts and total == SAMPLES
 
 
+def with_rates(by: str) -> torch.Tensor:
+    """Train with rates that the loop itself sets after each step, or a scheduler in place; return the weights."""
+    model = torch.nn.Linear(2, 1, bias=False).double()
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1) if by == "tensor" else 0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) if by == "tensor" else None
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scheduler)
+    x = torch.linspace(-1, 1, 2 * SAMPLES, dtype=torch.float64).view(SAMPLES, 2)
+    loader = er.AdaptiveDataLoader(TensorDataset(x), batch_size=BATCH, shuffle=False)
+    for _ in er.remaining_epochs_until(1):
+        for (rows,) in loader:
+            optimizer.zero_grad()
+            wrapped(rows).square().mean().backward()
+            optimizer.step()
+            for group in optimizer.param_groups if scheduler is None else ():
+                group["lr"] *= 0.8
+            if scheduler is not None:
+                scheduler.step()
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize("by", ["hand", "tensor"])
+@pytest.mark.parametrize("moment", ["backward", "edge"])
+def test_rates_that_a_lost_step_has_set_are_undone(by: str, moment: str) -> None:
+    (alone,) = run_job(lambda: with_rates(by)).results.values()
+    results = run_job(lambda: with_rates(by), [Kill(4, 2, moment, joins=(3,))], first=(1, 2)).results
+    for weights in results.values():
+        torch.testing.assert_close(weights, alone, rtol=1e-12, atol=0)
+
+
 def befores(strategy: str) -> dict[int, list[torch.Tensor]]:
     """Train with a loader of each epoch's own; return the weights before each step, as often as it was drawn."""
     model = torch.nn.Linear(2, 1, bias=False).double()

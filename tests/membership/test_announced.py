@@ -45,7 +45,10 @@ def test_codes_tell_kinds_numbers_and_details_apart() -> None:
         (Announced(Intent.GRADIENTS, 0, 1, "fp16"), "reduces the gradients of model 0 under strategy 'fp16' (layout 0"),
         (Announced(Intent.EDGE, 1), "has come to the end of a step"),
         (Announced(Intent.EDGE, 3), "has come to the end of a step of a loader nested 2 deep"),
-        (Announced(Intent.EDGE, 1, 7), "has come to the end of a step, and averages models (what and how: 0000000007)"),
+        (
+            Announced(Intent.EDGE, 1, 7),
+            "has come to the end of a step, and averages models or ends its pass (00000",
+        ),
         (Announced(Intent.END_OF_PASS, 0, 9), "ends its pass over a loader, or left it (buffers 0000000009)"),
         (Announced(Intent.BUFFERS, 0, 9), "brings the buffers of its models along (layout 0000000009)"),
         (Announced(Intent.ROWS, 1, 4 * 5 + 1), "fetches rows of ShardedEmbedding 5 of model 1"),

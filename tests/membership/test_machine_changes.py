@@ -22,8 +22,9 @@ def test_growing_keeps_ranks_and_counts_the_longest_pause() -> None:
     driver.ready("w4")
     spec = plan_in(driver.ready("w3"))
     assert members_of(spec) == ["w1", "w2", "w3", "w4"]
-    assert [spec.local_rank_of(w) for w in ("w1", "w2", "w3", "w4")] == [0, 1, 0, 1]
-    assert [spec.node_rank_of(w) for w in ("w1", "w2", "w3", "w4")] == [0, 0, 1, 1]
+    places = [spec.place_of(w) for w in ("w1", "w2", "w3", "w4")]
+    assert [each.local_rank for each in places] == [0, 1, 0, 1]
+    assert [each.node_rank for each in places] == [0, 0, 1, 1]
     driver.switched(2, "w1", pause_s=0.2)
     assert driver.machine.world_size == 4  # in effect as soon as one is there: all ranks agreed
     driver.switched(2, "w2", "w3", pause_s=0.1)

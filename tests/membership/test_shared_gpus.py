@@ -9,13 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ray.communication.communicator import (
-    CommunicationFailedError,
-    Communicator,
-    _meet,
-    receive_staged,
-    send_staged,
-)
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, _meet
+from elastic_ray.communication.staged_transfers import receive_staged, send_staged
 from tests.membership.groups import on_ranks
 
 

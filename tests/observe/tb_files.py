@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from elastic_ray.observe.trackers import event_format
+from elastic_ray.observe.trackers import tensorboard
 
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 
@@ -35,8 +35,8 @@ def own_scalars(folder: Path) -> dict[str, Points]:
     found: dict[str, Points] = collections.defaultdict(list)
     for path in sorted(folder.glob("events.out.tfevents.*")):
         with path.open("rb") as stream:
-            for record in event_format.records(stream):
-                event = event_format.read_event(record)
+            for record in tensorboard.records(stream):
+                event = tensorboard.read_event(record)
                 if event.restarts:
                     for tag, points in found.items():
                         found[tag] = [point for point in points if point[0] < event.step]
@@ -52,7 +52,7 @@ def texts(folder: Path) -> dict[str, list[tuple[int, str]]]:
     found: dict[str, list[tuple[int, str]]] = collections.defaultdict(list)
     for path in sorted(folder.glob("events.out.tfevents.*")):
         with path.open("rb") as stream:
-            for record in event_format.records(stream):
+            for record in tensorboard.records(stream):
                 event = Event.FromString(record)
                 if event.HasField("session_log") and event.session_log.status == SessionLog.START:
                     for tag, marks in found.items():

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from elastic_ray.observe.trackers import event_format as format_
+from elastic_ray.observe.trackers import tensorboard as format_
 
 
 def test_the_check_sum_is_that_of_the_rfc() -> None:

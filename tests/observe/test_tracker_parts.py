@@ -18,9 +18,9 @@ from hypothesis import given
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import EventKind, JobEvent, JobPhase, Report
 from elastic_ray.observe.trackers.callbacks import TrackedRun, folder_of
+from elastic_ray.observe.trackers.run_trackers import TrackerThread
 from elastic_ray.observe.trackers.series import JobNumbers, SeenReports, flat_numbers
 from elastic_ray.observe.trackers.tensorboard import TensorBoardWriter
-from elastic_ray.observe.trackers.tracker_thread import TrackerThread
 from tests.observe.tb_files import own_scalars, scalars, texts
 
 
@@ -137,7 +137,7 @@ def test_what_an_error_cannot_say_ends_no_thread() -> None:
 
 
 def test_begin_that_fails_is_tried_again_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ray.observe.trackers.tracker_thread._AGAIN_S", 0.05)
+    monkeypatch.setattr("elastic_ray.observe.trackers.run_trackers._AGAIN_S", 0.05)
     recorder, tries = Recorder(), [0]
     begin = recorder.start
 

@@ -80,11 +80,11 @@ def test_a_worker_stands_where_expected_until_its_group() -> None:
 class Model:
     """A model that notes when the run comes to it; where one notes a property, it is read there alone."""
 
-    local = is_open = drifts = gives_statistics = divided = tabled = False
+    local = is_open = drifts = on = gives_statistics = divided = tabled = False
     settled, scaler, strategy_name, strategy_key = True, None, "noted", "noted"
 
     def __init__(self, session: Session, note: Callable[[str], None]) -> None:
-        self._session, self._note = session, note
+        self._session, self._note, self.drift = session, note, self
 
     @property
     def marker(self) -> int:
@@ -92,7 +92,7 @@ class Model:
         self._note("exchange")
         return 0
 
-    def collapse(self, *, gather: bool = True) -> None:
+    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
         self._note("collapse")
 
     def prepare_to_save(self) -> None:

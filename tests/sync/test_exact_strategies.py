@@ -45,6 +45,7 @@ STRATEGIES: dict[str, Any] = {
     "all_reduce": "all_reduce",
     "ring": "ring",
     "tree": "tree",
+    "two_level": "two_level",
     "ps": "ps",
     "ps_balanced": Strategy(default=Owner(bucket_bytes=1024)),
     "partitioned_ar": "partitioned_ar",
@@ -269,6 +270,7 @@ def test_changes_and_kills_leave_the_steps_as_they_are(strategy: Any, script: li
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
     (wanted,) = run_job(loop).results.values()
-    outcome = run_job(loop, script, first=first)
-    assert sorted(outcome.results) == sorted(outcome.groups[-1]) and outcome.told == []
+    outcome = run_job(loop, script, first=first, nodes=2)
+    assert sorted(outcome.results) == sorted(outcome.groups[-1])
+    assert all("two_level is all_reduce" in text for _, text, _ in outcome.told), "a group of one on each node"
     assert_all(list(outcome.results.values()), wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from ray.train import Checkpoint
 
 import elastic_ray as er
-from elastic_ray.checkpoints.automatic import CorruptStateError, keep_last
-from elastic_ray.checkpoints.resumable import find_stored
+from elastic_ray.checkpoints.automatic import CorruptStateError, find_stored, keep_last
 from elastic_ray.checkpoints.sharded import model_loading
+from elastic_ray.cli.app import cli
 from elastic_ray.session import session as sessions
 from elastic_ray.session.session import Session
 from tests.sync.sharded_parameters import sharded
@@ -94,6 +96,32 @@ def test_checkpoint_copy_of_it_and_the_run_are_found(finished: Job, tmp_path: Pa
     shutil.copytree(storage.path, tmp_path / "run")
     for source in (checkpoint, Checkpoint(copy), copy, f"file://{tmp_path}/run", tmp_path / "run"):
         assert len(er.load_model_state(source)) == 6
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_verify_reads_what_a_run_ended_with(finished: Job, tmp_path: Path, damaged: bool) -> None:
+    shutil.copytree(finished.storage.path, tmp_path / "run")
+    (tmp_path / "run" / "events.jsonl").touch()
+    (part,) = (tmp_path / "run").rglob("*.distcp")
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= damaged
+    part.write_bytes(content)
+    answer = CliRunner().invoke(cli, ["verify", str(tmp_path / "run"), "--json"])
+    found = [each for each in json.loads(answer.output) if each["what"] == "checkpoint"]
+    assert [each["proven"] for each in found] == [not damaged]
+
+
+@pytest.mark.parametrize("note", ["[]", "{}", "", "0"])
+def test_a_damaged_note_is_named(finished: Job, tmp_path: Path, note: str, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(finished.storage.path, tmp_path / "run")
+    (only,) = (tmp_path / "run").rglob("step_*.json")
+    newer = only.with_name("step_000000000099_new.json")
+    newer.write_text(note)
+    er.load_model_state(tmp_path / "run")
+    assert f"{newer.stem} is not used" in caplog.text and f"{only.stem} is loaded" in caplog.text
+    only.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{newer.stem} is not used: "):
+        er.load_model_state(tmp_path / "run")
 
 
 def test_a_job_of_the_name_begins_anew(finished: Job) -> None:

@@ -18,7 +18,7 @@ from tests.loop.changing import Change, Kill, run_job
 
 BATCH, STEPS = 8, 5
 CLOSE = 2e-5
-EACH = AllReduce(bucket_bytes=1024)  # a bucket for each weight
+EACH = AllReduce(bucket_bytes=1024)  # two: the shared layer's weight is apart
 
 
 class Net(nn.Module):

@@ -88,7 +88,14 @@ def test_a_small_model_has_smaller_buckets(sync: Reduce | Owner) -> None:
         for count, model in sizes.items()
     }
     assert largest == {4: 2, 64: 8}, "an eighth of the model, and at least 1 MiB"
-    assert len(lower(Strategy(default=Reduce(bucket_bytes=4 * MB)), sizes[64], ranks(2)).buckets) == 32
+
+
+@pytest.mark.parametrize("sync", [Reduce, Owner])
+def test_bucket_size_of_a_user_counts_as_it_is(sync: type[Reduce | Owner]) -> None:
+    model = profile(*(param(f"p{i}", MB // 2) for i in range(64)))
+    for size, buckets in ((4 * MB, 32), (4 << 20, 8), (25 << 20, 2), (1 << 30, 1)):
+        plan = lower(Strategy(default=sync(bucket_bytes=size)), model, ranks(2))
+        assert len(plan.buckets) == buckets, size
 
 
 def test_the_first_rule_that_matches_holds() -> None:

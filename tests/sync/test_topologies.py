@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import itertools
 import json
+import threading
+import time
+import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.communication.communicator import Communicator
+from elastic_ray.communication.background_work import BackgroundWork
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.sync import AllReduce, Strategy, StrategyError
 from elastic_ray.sync.builders import resolve_strategy
 from elastic_ray.sync.choosing.explanation import explain
@@ -38,6 +45,7 @@ def carried_out(rounds: Sequence[Round], nodes: Sequence[int], size: int) -> lis
                     assert not held[destination][at] & before[source][at], "added twice"
                     held[destination][at] |= before[source][at]
                 else:
+                    assert len(before[source][at]) == len(nodes), "a receiver may not have sent its part yet"
                     held[destination][at] = before[source][at]
     return held
 
@@ -91,7 +99,7 @@ def own(rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("topology", list(SCHEDULES))
 def test_ranks_of_a_real_group_hold_equal_bits(topology: str, dtype: torch.dtype) -> None:
-    def work(communicator: Communicator) -> tuple[torch.Tensor, int]:
+    def work(communicator: Communicator) -> tuple[torch.Tensor, int, int]:
         params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((7, 5), (3,))]
         bucket, operation = Bucket(0, 0, params, 0), make_operation(plan(topology, TWO_NODES))
         for step in (1, 2):
@@ -103,17 +111,103 @@ def test_ranks_of_a_real_group_hold_equal_bits(topology: str, dtype: torch.dtype
                         communicator.wait(each)
                     works = operation.next_round(bucket, communicator.gradients, finished)
                     finished += 1
-        return bucket.flat.clone(), communicator.traffic["all_reduce"]
+        return bucket.flat.clone(), communicator.traffic["all_reduce"], communicator.traffic["send"]
 
     results = on_ranks(len(TWO_NODES), work)
     wanted = 2 * torch.stack([own(rank) for rank in range(len(TWO_NODES))]).sum(0)
     for each in results:
         if isinstance(each, Exception):
             raise each
-    for flat, reduced in results:
+    for flat, reduced, _ in results:
         assert torch.equal(flat, results[0][0]), "not the same bits"
         torch.testing.assert_close(flat.float(), wanted, rtol=0.02, atol=0.1)
         assert not reduced, "the backend's own way was taken"
+    spans = [each.transfers.values() for each in SCHEDULES[topology](TWO_NODES, 38)]
+    elements = sum(end - begin for begin, end in itertools.chain(*spans))
+    assert sum(sent for *_, sent in results) == 2 * elements * dtype.itemsize
+
+
+def test_sums_under_way_at_once_do_not_mix() -> None:
+    """Buckets of several models, or of several topologies, may have one number, or other numbers of rounds."""
+    names = ("ring", "star", "ring", "two_level")
+
+    def work(communicator: Communicator) -> list[torch.Tensor]:
+        found = []
+        for step in range(5):
+            works, buckets = [], []
+            for number, name in enumerate(names):
+                bucket = Bucket(0, 0, [torch.nn.Parameter(torch.zeros(20 + number))], 0)
+                bucket.flat.fill_(float(10**number * (step + communicator.rank)))
+                works += make_operation(plan(name, TWO_NODES[:3])).launch(bucket, communicator.gradients)
+                buckets.append(bucket)
+            for each in works:
+                communicator.wait(each)
+            found += [bucket.flat for bucket in buckets]
+        return found
+
+    wanted = [torch.full((20 + at,), float(10**at * (3 * step + 3))) for step in range(5) for at in range(4)]
+    for found in on_ranks(3, work):
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("ending", ["a lost peer", "void"])
+def test_rounds_end_with_their_group(ending: str) -> None:
+    def work(communicator: Communicator) -> str:
+        if communicator.rank == 0:
+            if ending == "a lost peer":
+                communicator.leave(2.0)
+            return "gone"
+        bucket = Bucket(0, 0, [torch.nn.Parameter(torch.zeros(5))], 0)
+        works = make_operation(plan("star", TWO_NODES[:3])).launch(bucket, communicator.gradients)
+        if ending == "void":
+            threading.Timer(0.2, communicator.void).start()
+        since_s = time.monotonic()
+        with pytest.raises(CommunicationFailedError) as told:
+            communicator.wait(works[0])
+        assert communicator.broken and time.monotonic() - since_s < 5.0, "not before the group's timeout"
+        communicator.leave(2.0)
+        return str(told.value)
+
+    gone, *others = on_ranks(3, work, timeout_s=30.0)
+    assert gone == "gone"
+    for told in others:
+        assert isinstance(told, str) and ("called off" in told) == (ending == "void"), told
+
+
+def test_a_failed_transfer_keeps_nothing_alive() -> None:
+    class Backend:
+        def fail(self) -> None:
+            raise RuntimeError("the peer is gone")
+
+    backend = Backend()
+    there = weakref.ref(backend)
+    work = BackgroundWork(functools.partial(Backend.fail, backend))
+    del backend
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="the peer is gone"):
+            work.wait()
+        until_s = time.monotonic() + 5.0
+        while there() is not None and time.monotonic() < until_s:
+            time.sleep(0.001)  # the thread returns
+        assert work.is_completed() and there() is None
+    finally:
+        gc.enable()
+
+
+def _wait_for(event: threading.Event) -> None:
+    event.wait(20.0)
+
+
+def test_a_short_wait_for_transfers_leaves_them_alone() -> None:
+    go = threading.Event()
+    work = BackgroundWork(functools.partial(_wait_for, go))
+    with pytest.raises(RuntimeError, match="not ended"):
+        work.wait(timedelta(milliseconds=1))
+    assert not work.is_completed()
+    go.set()
+    work.wait()
+    assert work.is_completed()
 
 
 def test_control_values_ride_on_any_way() -> None:

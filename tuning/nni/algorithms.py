@@ -15,7 +15,7 @@ _HYPEROPT = "hyperopt 0.3 rounds to arrays, which NNI 3.0 cannot read"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSupport:
-    """Support for one NNI algorithm on elastic jobs: whether it runs, in which settings, and a substitute if not."""
+    """Support for one NNI algorithm on elastic jobs: whether and in what settings it runs, and a substitute."""
 
     kind: str = "tuner"  # "tuner", "advisor" (a tuner that stops trials itself) or "assessor"
     optimizes: bool = True  # whether it takes ``optimize_mode``
@@ -59,30 +59,19 @@ KNOWN: Mapping[str, AlgorithmSupport] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """NNI tuner, advisor or assessor that a user chose, with its arguments in NNI's format."""
+    """NNI tuner, advisor or assessor chosen by a user, with its arguments in NNI's format."""
 
     name: str = ""
     class_name: str = ""
     code_directory: str = "."
     class_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    @property
-    def is_advisor(self) -> bool:
-        """True if the algorithm is an advisor, which stops trials itself and allows no assessor."""
-        return self.name in KNOWN and KNOWN[self.name].kind == "advisor"
-
 
 def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
     """Return the tuner that a user specified, as a name such as ``"TPE"`` or as an NNI ``tuner`` configuration.
 
     Args:
-        given: A name, a mapping with ``name`` (or ``class_name`` and ``code_directory``) and ``class_args``, or
-            an NNI ``AlgorithmConfig``.
-        mode: "max" or "min", which sets ``optimize_mode``.
         in_tune: True if the tuner will run in Ray Tune, without NNI's manager.
-
-    Raises TypeError: ``given`` has another form. ValueError: the tuner is unknown or not supported; the message names
-    one that is supported.
     """
     return _with_mode("tuner", _read("tuner", ("tuner", "advisor"), given, in_tune=in_tune), mode)
 
@@ -115,7 +104,8 @@ def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | 
 
 def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:
     """Raise ValueError if an assessor is given with a tuner that stops trials itself (an advisor, or PBT)."""
-    if assessor is not None and (tuner.is_advisor or tuner.name == "PBT"):
+    advises = tuner.name in KNOWN and KNOWN[tuner.name].kind == "advisor"
+    if assessor is not None and (advises or tuner.name == "PBT"):
         raise ValueError(
             f"assessor must be None with tuner={tuner.name!r}, which compares trials of equal length itself, but got "
             f"{assessor.name or assessor.class_name!r}"
@@ -129,7 +119,7 @@ def works(kind: str) -> list[str]:
 
 
 def _read(what: str, kinds: tuple[str, ...], given: Any, *, in_tune: bool = False) -> Algorithm:
-    """Return the named algorithm or the user's own class. Raise TypeError if both or neither are given."""
+    """Return the named algorithm or the user's own class; raise TypeError if both or neither are given."""
     if isinstance(given, str):
         given = {"name": given}
     elif not isinstance(given, Mapping):
@@ -173,7 +163,7 @@ def _known_name(what: str, kinds: tuple[str, ...], name: Any, in_tune: bool) -> 
 
 
 def _with_mode(what: str, algorithm: Algorithm, mode: str) -> Algorithm:
-    """Return the algorithm with ``optimize_mode`` if it accepts one. Raise ValueError if it contradicts ``mode``."""
+    """Return the algorithm with ``optimize_mode`` if it accepts one; raise ValueError if it contradicts ``mode``."""
     if mode not in ("max", "min"):
         raise ValueError(f"mode must be 'max' or 'min', but got {mode!r}")
     word = {"max": "maximize", "min": "minimize"}[mode]

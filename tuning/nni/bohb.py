@@ -8,4 +8,4 @@ from tuning.nni.hyperband import TextIds
 
 
 class BOHB(TextIds, NNIBOHB):  # type: ignore[misc]  # NNI has no types
-    """NNI's advisor for ``tuner="BOHB"``, changed to use text as parameter ids."""
+    """NNI's advisor for ``tuner="BOHB"``, changed to use strings as parameter ids."""

@@ -15,7 +15,7 @@ from tuning.nni.wire import DEFAULT, FINAL, PARAMETER, TrialId
 
 
 class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no types
-    """Channel through which NNI's trial functions work in every worker of a trial; only rank 0's reports count."""
+    """Channel that lets NNI's trial functions work in every worker of a trial; only rank 0's reports count."""
 
     def receive_parameter(self) -> Any:
         """Return the tuner's record for this trial (id and parameters), which is the same on every worker."""

@@ -1,4 +1,4 @@
-"""SHELL: NNI experiments, with NNI's manager and web page, in which each trial is an elastic job."""
+"""SHELL: NNI experiments, with NNI's manager and web page, where each trial is an elastic job."""
 
 from __future__ import annotations
 
@@ -44,42 +44,43 @@ _NAME = r"[A-Za-z0-9._=,+-]{1,100}"
 
 
 class Experiment:
-    """NNI experiment, with NNI's manager, web page and tuner, in which each trial is an elastic job.
+    """NNI experiment, with NNI's manager, web page and tuner, where each trial is an elastic job.
 
     Run it with ``Experiment(train, {"lr": {"_type": "loguniform", "_value": [1e-4, 1e-1]}},
     max_trial_number=24).run(8080)``. ``train`` is a train loop that calls NNI's functions (``nni.get_next_parameter``,
-    ``report_intermediate_result``, ``report_final_result``), or one that receives the parameters as its config and
-    calls ``elastic_ray.report``. Every worker calls these functions; only rank 0's reports count. A learning rate among
-    the parameters applies to the loader's initial batch size and is scaled from there when the batch grows.
+    ``report_intermediate_result``, ``report_final_result``), or a train loop that receives the parameters as its config
+    and calls ``elastic_ray.report``. Every worker calls these functions; only rank 0's reports count. If a learning
+    rate is among the parameters, it applies to the loader's initial batch size and is scaled from there when the batch
+    grows.
 
-    Trials run on the Ray cluster that this process is connected to, or else on the one at ``RAY_ADDRESS``, and end when
-    this process ends.
+    Trials run on the Ray cluster that this process is connected to, or else on the cluster at ``RAY_ADDRESS``, and end
+    when this process ends.
 
     Args:
         train_loop_or_trainer: A train loop, or an ``ElasticTrainer`` whose settings apply to all trials.
         search_space: Search space in NNI's format.
         tuner: Name, or an NNI ``tuner`` configuration: ``{"name": ..., "class_args": {...}}``.
         assessor: Assessor, in the same forms as ``tuner``; with None, no trial is stopped early.
-        metric: Name of the reported metric. Values reported with NNI's own functions are always accepted.
-        mode: "max" if a larger metric is better, "min" otherwise; passed on to tuner and assessor.
-        trial_concurrency: Number of trials that run at a time.
+        metric: Name of the reported metric. Values reported through NNI's own functions are always accepted.
+        mode: "max" if a larger metric is better, "min" otherwise; passed on to the tuner and assessor.
+        trial_concurrency: Number of trials that run at the same time.
         max_trial_number: Total number of trials; None for no limit other than the tuner's.
         max_experiment_duration: Time after which no trial is started, such as "1h" or "30m"; None for no limit.
         train_loop_config: As for ``ElasticTrainer``; a trial's parameters override it.
         scaling_config: Workers per trial, ``num_workers=(min, max)``, and the resources of each worker.
         elastic_config: As for ``ElasticTrainer``, except that ``warm_workers_per_node`` defaults to 0.
-        scheduling_config: As for ``ElasticTrainer``. If it names no tenant (the owner to which the allocator assigns a
-            share of the cluster), the experiment gets a tenant of its own.
+        scheduling_config: As for ``ElasticTrainer``. If it names no tenant (the owner that receives a share of the
+            cluster from the allocator), the experiment gets its own tenant.
         model_fingerprint: As for ``ElasticTrainer``.
         weight: Weight of the experiment relative to other jobs.
-        promise: Rule that compares running trials, so that the best get more workers (see ``tuning.Promise``); None
+        promise: Rule for comparing running trials, so that the best get more workers (see ``tuning.Promise``); None
             derives the rule from the assessor. If a report lacks the rule's metric, the value that NNI sees (usually
             "default") is used. The rule's mode must equal ``mode``.
         name: Name of the experiment, shown on the web page and in the cluster's tools.
-        storage_path: Directory or URI for the trials' events and checkpoints, visible to all nodes; by default
-            NNI's directory of the experiment.
+        storage_path: Directory or URI for the trials' events and checkpoints, visible to all nodes; by default, NNI's
+            directory for the experiment.
         directory: NNI's ``experiment_working_directory``; ``nnictl`` only searches NNI's default directory.
-        host: Address that the web page and REST API listen on: "127.0.0.1" is reachable from this machine only,
+        host: Address that the web page and REST API listen on: "127.0.0.1" is reachable only from this machine,
             "0.0.0.0" from every machine. They have no password and can start commands.
 
     Raises:
@@ -169,7 +170,7 @@ class Experiment:
     def run(self, port: int = 8080) -> Results:
         """Run the experiment until it ends, and return its results; Ctrl-C stops it.
 
-        The web page exists only while the experiment runs; ``nnictl view ID`` shows it again later.
+        The web page exists only while the experiment is running; ``nnictl view ID`` shows it again later.
 
         Args:
             port: Port of the web page and REST API; 0 picks a free one.
@@ -177,7 +178,7 @@ class Experiment:
         Raises:
             ExperimentFailedError: The Ray cluster, NNI's manager or the tuner failed. The error holds the results.
             ImpossibleResourcesError: The cluster could never run a trial.
-            RuntimeError: The port is in use, or another experiment of this name is running.
+            RuntimeError: The port is in use, or another experiment with this name is running.
         """
         self.start(port)
         try:
@@ -224,7 +225,7 @@ class Experiment:
                 release_sweep(self._sweep, self._driver)
 
     def results(self) -> Results:
-        """Return all trials so far in order of their numbers, each with its parameters, metric values and status."""
+        """Return all trials so far in numerical order, each with its parameters, metric values and status."""
         self._poll()
         known = self._server.outcomes() if self._server is not None else {}
         trials = []
@@ -244,7 +245,6 @@ class Experiment:
 
     @property
     def _sweep(self) -> str:
-        """Name of the sweep that the trials belong to."""
         return self._name or f"nni-{self.id}"
 
     def _context(self) -> ExperimentContext:
@@ -272,7 +272,7 @@ class Experiment:
         return True
 
     def _over(self) -> bool:
-        """True if the experiment has ended or has no more trials. Raises ExperimentFailedError if it has failed."""
+        """True if the experiment has ended or has no more trials; raise ExperimentFailedError if it has failed."""
         now_s = time.monotonic()
         if self._reachable():
             self._answered_s = now_s
@@ -309,7 +309,7 @@ class Experiment:
 
 
 def _agreed(promise: Promise | None, mode: str) -> Promise | None:
-    """Return the promise. Raise ValueError if its mode differs from the experiment's."""
+    """Return the promise; raise ValueError if its mode differs from the experiment's."""
     if isinstance(promise, Promise) and promise.mode != mode:
         raise ValueError(
             f"promise.mode must be {mode!r}, the experiment's mode, but got {promise.mode!r}: trials would grow that "

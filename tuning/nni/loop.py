@@ -1,4 +1,4 @@
-"""Train loops as trials of an NNI experiment, in whose workers NNI's functions for trial code work."""
+"""Train loops as trials of an NNI experiment; NNI's functions for trial code work in their workers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ _CHANNEL = "import://tuning.nni.channel.ReportChannel"
 
 
 class TrialLoop(PickledTrainLoop):
-    """Train loop of a trial, called in each worker; NNI is imported only if the user's loop imports it.
-
-    Args:
-        packed: The user's loop, packed by ``elastic_ray.worker.train_loop.pack``.
-        trial: Trial whose parameters and ids ``nni.get_next_parameter``, ``get_trial_id`` and similar functions return.
-    """
+    """Train loop of a trial, called in each worker; NNI is imported only if the user's loop imports it."""
 
     def __init__(self, packed: bytes, trial: TrialId) -> None:
         super().__init__(packed)

@@ -34,14 +34,7 @@ class ExperimentState:
 
 
 class Manager:
-    """Process of NNI's manager, which serves one experiment, its web page and its tuner; started by :meth:`start`.
-
-    Args:
-        host: Address that the web page listens on, see ``tuning.nni.Experiment``.
-        settings: Other fields of NNI's ``ExperimentConfig``, keyed by name.
-
-    Raises ImportError: NNI is not installed.
-    """
+    """Process of NNI's manager, which serves one experiment, its web page and its tuner; started by :meth:`start`."""
 
     def __init__(self, host: str, tuner: Algorithm, assessor: Algorithm | None, settings: Mapping[str, Any]) -> None:
         self._host = host
@@ -82,20 +75,17 @@ class Manager:
 
     @property
     def folder(self) -> Path:
-        """NNI's directory of the experiment, on this machine."""
+        """NNI's directory for the experiment, on this machine."""
         return Path(self.nni.config.experiment_working_directory).expanduser().absolute() / str(self.nni.id)
 
     def start(self, port: int, trials_at: str) -> None:
-        """Start the manager on ``port`` (0 picks a free one); trial commands connect to the Unix socket ``trials_at``.
-
-        Raises RuntimeError: the port is in use.
-        """
+        """Start the manager on ``port`` (0 for a free one); trial commands connect to the Unix socket ``trials_at``."""
         port = _free_port(port)
         with _environment(trials_at, self._host), _patience():
             self.nni.start(port)
 
     def state(self) -> ExperimentState:
-        """Fetch the experiment's state from the manager. Raises ``OSError`` if it does not answer."""
+        """Fetch the experiment's state from the manager; raise ``OSError`` if it does not answer."""
         from nni.experiment import rest
 
         rows = rest.get(self.nni.port, "/trial-jobs")
@@ -107,7 +97,7 @@ class Manager:
         )
 
     def tuners_words(self) -> str:
-        """Return the last error message in the log of NNI's tuner, or a sentence saying that there is none."""
+        """Return the last error message in the NNI tuner's log, or a sentence saying that there is none."""
         with contextlib.suppress(OSError):
             lines = (self.folder / "log" / "dispatcher.log").read_text(errors="replace").splitlines()
             return next((line for line in reversed(lines) if _ERROR.match(line)), "it left no error")
@@ -119,7 +109,7 @@ class Manager:
 
 
 def _configured(tuner: Algorithm, assessor: Algorithm | None, settings: Mapping[str, Any]) -> Any:
-    """Return a configured ``nni.experiment.Experiment`` that is not started. Raise ImportError without NNI."""
+    """Return a configured ``nni.experiment.Experiment`` that is not started yet; raise ImportError without NNI."""
     try:
         import nni
         from nni.experiment import Experiment
@@ -138,7 +128,7 @@ def _configured(tuner: Algorithm, assessor: Algorithm | None, settings: Mapping[
 
 
 def _algorithm(algorithm: Algorithm) -> Any:
-    """Return NNI's configuration of an algorithm: a custom one for the user's class or our replacement class."""
+    """Return NNI's configuration for an algorithm: a custom one for the user's class or our replacement class."""
     from nni.experiment import AlgorithmConfig, CustomAlgorithmConfig
 
     arguments = dict(algorithm.class_args)
@@ -154,7 +144,7 @@ def _algorithm(algorithm: Algorithm) -> Any:
 
 @contextlib.contextmanager
 def _environment(trials_at: str, host: str) -> Iterator[None]:
-    """Set the environment of the manager and, through it, of every trial's command."""
+    """Set the environment for the manager and, through it, for every trial's command."""
     preload = json.dumps(str(Path(__file__).with_name("manager.js")))
     wanted = {
         ADDRESS: trials_at,
@@ -188,7 +178,7 @@ def _patience() -> Iterator[None]:
 
 
 def _free_port(port: int) -> int:
-    """Return the port itself, or any free one for 0. Raise RuntimeError if it is in use."""
+    """Return the port itself, or any free port for 0; raise RuntimeError if it is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

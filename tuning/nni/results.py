@@ -1,4 +1,4 @@
-"""Results of an NNI experiment: its trials, the best one, and an error that carries the results so far."""
+"""Results of an NNI experiment: its trials, the best trial, and an error that carries the results so far."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Outcome:
     """Outcome of a trial.
 
     Attributes:
-        trial: NNI's id of the trial.
+        trial: NNI's id for the trial.
         sequence: Number of the trial in the experiment, from 0.
         status: NNI's status: "SUCCEEDED", "EARLY_STOPPED", "FAILED", "USER_CANCELED", "RUNNING"...
         parameters: Parameters that the tuner chose.
-        value: Last reported value of the metric; None if it was never reported.
-        reports: Value of the metric at each report.
+        value: Last reported metric value; None if it was never reported.
+        reports: Metric value at each report.
         workers: Number of workers at each report.
-        path: Directory of the trial's events and checkpoints on the experiment's storage; empty if it never started.
-        error: Reason of the failure; empty if the trial did not fail.
+        path: Directory for the trial's events and checkpoints on the experiment's storage; empty if it never started.
+        error: Reason for the failure; empty if the trial did not fail.
 
     Examples:
         >>> from tuning.nni import Outcome
@@ -41,10 +41,10 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """Results of an experiment: all trials, in the order of their numbers.
+    """Results of an experiment: all trials, in numerical order.
 
     Attributes:
-        experiment: NNI's id of the experiment, as shown by ``nnictl experiment list``.
+        experiment: NNI's id for the experiment, as shown by ``nnictl experiment list``.
         trials: All trials, finished or not.
         mode: "max" if a larger value is better, "min" otherwise.
 
@@ -82,7 +82,7 @@ class ExperimentFailedError(RuntimeError):
     """Error raised if the experiment cannot continue; its ``results`` contain the trials so far.
 
     Args:
-        message: Reason of the failure.
+        message: Reason for the failure.
         results: Results of the trials so far.
     """
 

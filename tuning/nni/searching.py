@@ -1,4 +1,4 @@
-"""SHELL: NNI's tuners as a Ray Tune ``Searcher``, its assessors as a ``TrialScheduler``, without NNI's manager."""
+"""SHELL: NNI's tuners as a Ray Tune ``Searcher`` and its assessors as a ``TrialScheduler``, without NNI's manager."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class NNISearch(Searcher):
-    """Ray Tune searcher that uses one of NNI's tuners, for ``TuneConfig(search_alg=...)``.
+    """Ray Tune searcher that uses an NNI tuner, for ``TuneConfig(search_alg=...)``.
 
     Use it as ``TuneConfig(search_alg=NNISearch("TPE"), metric="accuracy", mode="max")``. The search space is the
     ``Tuner``'s ``param_space``, or a space in NNI's format.
@@ -65,8 +65,8 @@ class NNISearch(Searcher):
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
         """Set the metric, mode and search space that Ray Tune passes; return False if they conflict with earlier ones.
 
-        Parameters to search in ``config`` conflict with a space that is already set. Raises ValueError if there is no
-        parameter to search, or no metric or mode.
+        Parameters to search in ``config`` conflict with a space that is already set. Raises ValueError if there are no
+        parameters to search, or no metric or mode.
         """
         searched, _ = from_tune(config)
         if self._space is not None and searched:
@@ -96,7 +96,7 @@ class NNISearch(Searcher):
         return dict(self._parameters[index])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Report a trial's last metric value to the tuner, or only the trial's end if it failed or has no value."""
+        """Report a trial's last metric value to the tuner, or just that it has ended, if it failed or has no value."""
         index = self._ids.pop(trial_id, None)
         if index is None:
             return
@@ -108,7 +108,7 @@ class NNISearch(Searcher):
         self._tuner.trial_end(index, value is not None)
 
     def save(self, checkpoint_path: str) -> None:
-        """Save the tuner and its state to a file, from which ``Tuner.restore`` continues the search."""
+        """Save the tuner and its state to a file that ``Tuner.restore`` continues the search from."""
         state = {name: value for name, value in vars(self).items() if name != "_tuner"}
         tuner = copy.copy(self._tuner)  # the one in use keeps its callback
         if hasattr(tuner, "send_trial_callback"):
@@ -149,13 +149,12 @@ class NNISearch(Searcher):
             self._refused = bool(self._ids)
 
     def _later(self, index: int, parameters: Any) -> None:
-        """Queue parameters that the tuner has delivered."""
         self._parameters[index] = {name: _plain(value) for name, value in parameters.items()}
         self._ready.append(index)
 
 
 class AssessorScheduler(FIFOScheduler):
-    """Ray Tune scheduler that stops trials which an NNI assessor judges hopeless, for ``TuneConfig(scheduler=...)``.
+    """Ray Tune scheduler that stops trials that an NNI assessor considers hopeless, for ``TuneConfig(scheduler=...)``.
 
     Args:
         assessor: "Medianstop", "Curvefitting", or an NNI ``assessor`` configuration.
@@ -183,18 +182,18 @@ class AssessorScheduler(FIFOScheduler):
 
     @property
     def metric(self) -> str | None:
-        """Metric by which trials are compared; None until ``set_search_properties`` if the constructor got none."""
+        """Metric used to compare trials; None until ``set_search_properties`` if the constructor received none."""
         return self._metric
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        """Set the metric and mode; return False if Ray Tune passes one of them that is already set."""
+        """Set the metric and mode; return False if Ray Tune passes either of them although it is already set."""
         if (metric and self._metric) or (mode and self._mode):
             return False
         self._metric, self._mode = self._metric or metric, self._mode or mode
         return True
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Return Ray Tune's "CONTINUE" or "STOP" for the trial, as the assessor judges its metric values so far."""
+        """Return Ray Tune's "CONTINUE" or "STOP", according to the assessor's verdict on the trial's values so far."""
         value = finite(result.get(str(self._metric)))
         if result.get("done") or value is None:
             return str(TrialScheduler.CONTINUE)

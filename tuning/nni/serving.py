@@ -1,8 +1,8 @@
-"""SHELL: elastic jobs of an NNI experiment's trials, one thread each, in the experiment's process.
+"""SHELL: elastic jobs for an NNI experiment's trials, one thread each, in the experiment's process.
 
-Each trial's command (``tuning.nni.trial``) connects to this process and waits. The trial runs as long as the connection
-exists; NNI ends a trial by killing its command. The job's reports reach NNI's manager through the channel that NNI
-gives every trial.
+Each trial's command (``tuning.nni.trial``) connects to this process and waits. The trial runs for as long as the
+connection exists; NNI ends a trial by killing its command. The job's reports reach NNI's manager through the channel
+that NNI gives every trial.
 """
 
 from __future__ import annotations
@@ -72,10 +72,7 @@ class ManagerChannel:
         self._call("PUT", message)
 
     def _call(self, method: str, data: Mapping[str, Any] | None = None) -> bytes:
-        """Return the body of the manager's answer; empty if there is none yet.
-
-        Raises HTTPError for any other refusal.
-        """
+        """Return the body of the manager's answer; empty if there is none yet."""
         body = None if data is None else json.dumps(data).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self._url, data=body, headers=headers, method=method)
@@ -90,11 +87,7 @@ class ManagerChannel:
 
 
 class TrialServer:
-    """Server that runs the jobs of an NNI experiment's trials; each trial's command connects to it.
-
-    Args:
-        metric: Name of the reported metric that NNI's tuner receives.
-    """
+    """Server that runs the jobs of an NNI experiment's trials; each trial's command connects to it."""
 
     def __init__(self, template: Template, metric: str, context: ExperimentContext) -> None:
         self._template, self._metric, self._context = template, metric, context
@@ -111,16 +104,12 @@ class TrialServer:
         threading.Thread(target=self._accept, name="nni-trials", daemon=True).start()
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Return each trial's outcome so far, keyed by NNI's trial id; ``status`` is known to NNI's manager only."""
+        """Return each trial's outcome so far, keyed by NNI's trial id; only NNI's manager knows ``status``."""
         with self._lock:
             return dict(self._outcomes)
 
     def close(self, wait_s: float) -> None:
-        """End all running trials and wait for their jobs to release resources.
-
-        Args:
-            wait_s: Longest wait [s]. A job that needs longer ends when its lease (the driver's claim on it) expires.
-        """
+        """End all running trials and wait for their jobs to release resources."""
         self._open = False
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -150,7 +139,7 @@ class TrialServer:
                 thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Run the trial of one command, then send (exit status, message). For a failure, the message is its error."""
+        """Run one command's trial, then send (exit status, message); for a failure, the message is its error."""
         told: dict[str, str] = {}
         try:
             told = json.loads(connection.makefile().readline())
@@ -169,7 +158,7 @@ class TrialServer:
         connection.close()
 
     def _run(self, connection: socket.socket, told: Mapping[str, str]) -> str:
-        """Run one trial until it ends or its command is gone; return the reason of a failure, or ""."""
+        """Run one trial until it ends or its command is gone; return the reason for a failure, or ""."""
         channel = ManagerChannel(told["channel"])
         record = channel.parameter()
         sequence = int(told["sequence"])
@@ -187,7 +176,7 @@ class TrialServer:
             job.stop()
 
     def _start(self, trial: TrialId, parameters: Any) -> TrialJob:
-        """Start the trial's job in its own directory. Raise TypeError if the parameters are not a mapping."""
+        """Start the trial's job in its own directory; raise TypeError if the parameters are not a mapping."""
         if not isinstance(parameters, Mapping):
             raise TypeError(f"a tuner must choose a mapping of names to values, but chose {parameters!r}")
         directory = posixpath.join(self._context.path, trial.trial)
@@ -208,7 +197,7 @@ class TrialServer:
     def _forward_reports(
         self, connection: socket.socket, channel: ManagerChannel, trial: TrialId, job: TrialJob
     ) -> str:
-        """Forward the job's reports to NNI until the trial ends; return the reason of a failure, or ""."""
+        """Forward the job's reports to NNI until the trial ends; return the reason for a failure, or ""."""
         values: list[float] = []
         workers: list[int] = []
         last: Mapping[str, Any] = {}

@@ -23,11 +23,7 @@ _VALUES = {
 
 
 def check_space(space: Any, tuner: Algorithm) -> dict[str, Any]:
-    """Return the NNI search space as a dict, after checking that the tuner can search it.
-
-    Raises TypeError: ``space`` is not a mapping. ValueError: a parameter is not in NNI's format or cannot be searched;
-    the message names the parameter.
-    """
+    """Return the NNI search space as a dict, after checking that the tuner can search it."""
     if not isinstance(space, Mapping):
         raise TypeError(
             'search_space must be a mapping such as {"lr": {"_type": "loguniform", "_value": [1e-4, 1e-1]}}, but got '
@@ -69,10 +65,7 @@ def _check_parameter(name: Any, spec: Any) -> None:
 
 
 def from_tune(space: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Convert Tune's ``param_space`` into two dicts: the searched part in NNI's format, and the fixed values.
-
-    Raises ValueError: NNI has no equivalent for a parameter; the message names it.
-    """
+    """Convert Tune's ``param_space`` into two dicts: the searched part in NNI's format, and the fixed values."""
     from ray.tune.search.sample import Categorical, Domain, Float, Integer
 
     searched: dict[str, Any] = {}
@@ -102,7 +95,7 @@ def _has_domain(value: Any) -> bool:
 
 
 def _from_domain(name: str, domain: Any) -> dict[str, Any]:
-    """Return a numeric Tune domain in NNI's format. Raise ValueError if NNI has no equivalent."""
+    """Return a numeric Tune domain in NNI's format; raise ValueError if NNI has no equivalent."""
     from ray.tune.search.sample import Integer, LogUniform, Normal, Quantized
 
     sampler: Any = domain.get_sampler()

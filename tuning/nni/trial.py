@@ -1,8 +1,8 @@
 """SHELL: NNI's trial command, which connects a trial to the experiment's process and ends with the trial.
 
-``exec python -m tuning.nni.trial``. It imports nothing slow: the process that runs :class:`tuning.nni.Experiment`
-holds the trial's job. NNI stops a trial with SIGINT, and shows it as EARLY_STOPPED only if the command dies from that
-signal; the experiment's process notices that the connection is broken.
+Runs as ``exec python -m tuning.nni.trial``. It imports nothing slow: the process that runs
+:class:`tuning.nni.Experiment` holds the trial's job. NNI stops a trial with SIGINT, and shows it as EARLY_STOPPED only
+if the command dies from that signal; the experiment's process notices that the connection is broken.
 """
 
 from __future__ import annotations

@@ -54,13 +54,7 @@ def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
 
 
 def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message that reports a trial's metric to NNI's manager.
-
-    Args:
-        final: True if the metric is the trial's final result.
-        index: Number of the intermediate result, from 0; not used for the final result.
-        value: The metrics, including ``default``.
-    """
+    """Return the message that reports a trial's metric to NNI's manager."""
     data = {
         "parameter_id": trial.parameter.get("parameter_id"),
         "trial_job_id": trial.trial,
@@ -72,7 +66,7 @@ def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[st
 
 
 def finite(value: Any) -> float | None:
-    """Return a reported number (Python, NumPy or a tensor) as a float; None if it is text or not finite."""
+    """Return a reported number (Python, NumPy or a tensor) as a float; None if it is a string or not finite."""
     if value is None or isinstance(value, str | bytes):
         return None
     try:

@@ -22,10 +22,7 @@ class ReadyPolicy(Policy):
         most: float = math.inf,
         below: float = math.inf,
     ) -> float:
-        """Check that an argument is a finite number within bounds, and return it.
-
-        Raises TypeError or ValueError with the name of the argument.
-        """
+        """Check that an argument is a finite number within bounds, and return it."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{type(self).__name__}({name}) must be a number, but got {value!r}")
         if math.isfinite(value) and value >= least and value > above and value <= most and value < below:

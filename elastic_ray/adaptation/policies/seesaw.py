@@ -23,19 +23,19 @@ class Seesaw(ReadyPolicy):
         M = min(M0 r0 / r, cap)
 
     The rate at that batch is r sqrt(M / M0) for Adam and similar optimizers, and r M / M0 for others
-    (``scaling_rules``). Below the cap, a scheduled decay of the rate by a thus makes the batch 1 / a times as large,
-    and the rate decays by sqrt(a) only (for SGD, not at all). The loss after equally many samples is the same. Once the
-    cap is reached, the user's decay applies. If the rate rises again, the batch shrinks again. Source: Seesaw, arXiv
-    2510.14717.
+    (``scaling_rules``). Below the cap, a scheduled decay of the rate by a factor a therefore multiplies the batch by 1
+    / a, and the rate by only sqrt(a) (for SGD, the rate stays the same). The loss after the same number of samples is
+    unchanged. Once the cap is reached, the user's decay applies. If the rate rises again, the batch shrinks again.
+    Source: Seesaw, arXiv 2510.14717.
 
     The cap is the smallest of three limits: the loader's ``max_batch_size``, the critical batch measured by branches,
-    and the measured noise scale, up to which growth wastes few samples. A batch that has grown is kept if the noise
-    scale falls. If the batch does not fit into memory, it is reduced, and the rate follows the actual batch.
+    and the measured noise scale (growth up to that size wastes few samples). A batch that has grown is kept if the
+    noise scale falls. If the batch does not fit into memory, it is reduced, and the rate matches the actual batch.
 
     Args:
         growth: see ``GROWTH``; 1 or more.
 
-    Raises TypeError, ValueError: an argument has the wrong type or is out of range.
+    Raises TypeError or ValueError if an argument has the wrong type or is out of range.
     """
 
     starts_at_initial = True
@@ -48,10 +48,7 @@ class Seesaw(ReadyPolicy):
         self.changes: list[tuple[int, int]] = []  # samples and batch of the last two requests
 
     def before_train(self, view: PolicyView) -> Answer:
-        """Return a request for the initial batch, so that the job does not choose the batch itself.
-
-        Raises ValueError: the loader's batch is fixed.
-        """
+        """Return a request for the initial batch, so that the job does not choose the batch itself."""
         if view.max_batch_size is None:
             raise ValueError(
                 f"schedule='seesaw' grows the batch, but the loader's is fixed at {view.initial_batch_size}: call "
@@ -101,10 +98,7 @@ class Seesaw(ReadyPolicy):
         return most if view.critical_batch is None else max(view.initial_batch_size, min(most, view.critical_batch))
 
     def _decay(self, rates: tuple[float, ...]) -> float:
-        """Return the current rates as a fraction of their highest values.
-
-        Raises ValueError: the parameter groups do not decay by the same factor.
-        """
+        """Return the current rates as a fraction of their highest values."""
         if len(self.peaks) != len(rates):
             self.peaks = [0.0] * len(rates)
         self.peaks = [max(peak, rate) for peak, rate in zip(self.peaks, rates, strict=True)]

@@ -22,7 +22,6 @@ from elastic_ray.checkpoints.sharded.manifest import (
     ManifestError,
     Part,
     Path,
-    StoredTensor,
     account_name,
     complete,
     part_name,
@@ -37,12 +36,7 @@ Values = Iterable[tuple[Path, tuple[int, int]]]
 
 
 class PartsMissingError(Exception):
-    """Error raised if some ranks have not written their parts of a checkpoint.
-
-    Args:
-        text: message with the missing ranks and the time waited.
-        unseen: True if no file of the missing ranks has appeared in the directory.
-    """
+    """Error raised if some ranks have not written their parts of a checkpoint."""
 
     def __init__(self, text: str, *, unseen: bool) -> None:
         super().__init__(text)
@@ -62,13 +56,9 @@ def await_parts(
     """Wait until all ranks have written their parts of a checkpoint, and return the parts in rank order.
 
     Args:
-        own: the part of rank 0, already written.
-        ranks: number of ranks.
-        timeout_s: longest time without any change in the checkpoint's ``directory`` [s].
+        timeout_s: maximum time without any change in the checkpoint's ``directory`` [s].
         go_on: polled while waiting; if it returns False, waiting stops with ``InterruptedError``.
         all_live: returns True if all workers that should write a part are still in the group.
-
-    Raises PartsMissingError: some ranks have not written their parts. ManifestError: a part is invalid.
     """
     found: dict[int, Part] = {0: own}
     sizes: dict[str, int] = {}
@@ -105,10 +95,7 @@ def finish(
     resume_point: ResumePoint,
     go_on: Callable[[], bool] = lambda: True,
 ) -> StateFile:
-    """Write torch's metadata, the manifest and finally the note, which makes the checkpoint complete.
-
-    Raises ManifestError: the parts do not form a complete state. InterruptedError: ``go_on`` returned False.
-    """
+    """Write torch's metadata, the manifest and finally the note, which makes the checkpoint complete."""
     manifest = complete(parts)
     metadata, content = torch_metadata(manifest, parts[0].values), manifest.to_bytes()
     path = posixpath.join(directory, TORCH_METADATA)
@@ -124,16 +111,12 @@ def finish(
 
 
 def _sizes(storage: RunStorage, directory: str) -> dict[str, int]:
-    """Return the size [bytes] of each file in a directory, keyed by name."""
     entries = storage.filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))
     return {posixpath.basename(each.path): int(each.size or 0) for each in entries if each.is_file}
 
 
 def _account(storage: RunStorage, directory: str, rank: int, steps: int) -> Part | None:
-    """Read a rank's account of its part and compare it with the part; None while the account is being written.
-
-    Raises ManifestError: the account is of another rank, step or size.
-    """
+    """Read a rank's account of its part and compare it with the part; None while the account is being written."""
     name = account_name(rank)
     size = storage.filesystem.get_file_info(posixpath.join(directory, name)).size or 0
     if size > _LARGEST_ACCOUNT_BYTES:
@@ -156,16 +139,20 @@ def torch_metadata(manifest: Manifest, values: Values) -> bytes:
     """Return the content of the metadata file that ``torch.distributed.checkpoint`` needs to read the checkpoint.
 
     A tensor's name is its path joined by dots, as torch names the leaves of nested dicts: ``model/0.layer.weight``.
-
-    Args:
-        values: path of each plain value, and offset and size [bytes] of its torch archive in rank 0's part.
     """
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for tensor in manifest.tensors:
         name = _new_name(tensor.path, entries)
-        entries[name] = _described(tensor)
+        entries[name] = dcp.TensorStorageMetadata(
+            properties=dcp.TensorProperties(dtype=dtype_of(tensor.dtype)),
+            size=torch.Size(tensor.shape),
+            chunks=[
+                dcp.ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
+                for _, piece in tensor.pieces
+            ],
+        )
         paths[name] = _torch_path(tensor.path)
         for rank, piece in tensor.pieces:
             index = dcp.MetadataIndex(name, torch.Size(piece.offsets))
@@ -178,18 +165,6 @@ def torch_metadata(manifest: Manifest, values: Values) -> bytes:
         dcp.Metadata(
             state_dict_metadata=entries, planner_data=paths, storage_data=places, storage_meta=dcp.StorageMeta()
         )
-    )
-
-
-def _described(tensor: StoredTensor) -> dcp.TensorStorageMetadata:
-    """Describe a tensor in torch's terms."""
-    return dcp.TensorStorageMetadata(
-        properties=dcp.TensorProperties(dtype=dtype_of(tensor.dtype)),
-        size=torch.Size(tensor.shape),
-        chunks=[
-            dcp.ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
-            for _, piece in tensor.pieces
-        ],
     )
 
 

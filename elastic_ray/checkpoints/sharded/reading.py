@@ -39,11 +39,6 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 
     Large tensors of which each rank needs only its rows or tiles are returned as `UnreadTensor`, to be read later. All
     parts are read once and compared with their checksums; they must stay in storage until these tensors are read.
-
-    Args:
-        least_bytes: tensors smaller than this [bytes] are read at once, which is cheaper than reading them later.
-
-    Raises CorruptStateError: the checkpoint differs from what was written, or cannot be read after several attempts.
     """
 
     def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:
@@ -56,10 +51,7 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 
 
 def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
-    """Retry a read while storage fails, so that a short failure does not cost the progress since an earlier state.
-
-    Raises CorruptStateError: all attempts failed.
-    """
+    """Retry a read while storage fails, so that a short failure does not cost the progress since an earlier state."""
     try:
         for pause_s in _PAUSES_S:
             try:
@@ -75,10 +67,7 @@ def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
 
 
 def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises CorruptStateError, ManifestError, OSError: the manifest cannot be read, or has changed.
-    """
+    """Read the manifest of a checkpoint."""
     path = posixpath.join(state.path, MANIFEST)
     size = _size(storage, path)
     if size > _LARGEST_MANIFEST_BYTES:
@@ -96,14 +85,39 @@ def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
     return manifest
 
 
+def check_whole(storage: RunStorage, state: StateFile) -> None:
+    """Read all files of an automatic checkpoint, in little memory. Raises CorruptStateError like `open_checkpoint`."""
+
+    def read() -> None:
+        manifest = read_manifest(storage, state)
+        for rank, file in enumerate(_parts(storage, state, manifest)):
+            _scatter(file, manifest.files[rank][0])
+
+    try:
+        _patiently(state.path, read)
+    except ManifestError as error:
+        raise CorruptStateError(f"{state.path} is no state of ours: {error}") from error
+
+
+def _parts(storage: RunStorage, state: StateFile, manifest: Manifest) -> list[PartFile]:
+    """Return a checkpoint's parts, in rank order. Raises CorruptStateError if a part's size has changed."""
+    files = [PartFile(storage, posixpath.join(state.path, part_name(rank))) for rank in range(len(manifest.files))]
+    for file, (_, size) in zip(files, manifest.files, strict=True):
+        if (there := _size(storage, file.path)) != size:
+            raise CorruptStateError(f"{file.path} has {there} bytes, but {size} were written")
+    return files
+
+
+def _scatter(file: PartFile, sha256: str, pieces: Sequence[tuple[int, memoryview]] = ()) -> None:
+    """Read a part into ``pieces`` (see `PartFile.scatter`). Raises CorruptStateError if its checksum differs."""
+    if file.scatter(pieces) != sha256:
+        raise CorruptStateError(f"{file.path} does not have the checksum of what was written")
+
+
 def _read_parts(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) -> dict[str, Any]:
     """Read a sharded checkpoint like :func:`open_checkpoint`; also raises ManifestError and OSError."""
     manifest = read_manifest(storage, state)
-    files = [PartFile(storage, posixpath.join(state.path, part_name(rank))) for rank in range(len(manifest.files))]
-    for rank, (_, size) in enumerate(manifest.files):  # before memory is taken for them
-        path = posixpath.join(state.path, part_name(rank))
-        if (there := _size(storage, path)) != size:
-            raise CorruptStateError(f"{path} has {there} bytes, but {size} were written")
+    files = _parts(storage, state, manifest)  # before memory is taken for them
     found: list[Tensor | UnreadTensor] = []
     pieces: dict[int, list[tuple[int, memoryview]]] = {}
     for each in manifest.tensors:
@@ -118,9 +132,7 @@ def _read_parts(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) ->
             begin = piece.start * _itemsize(each)
             pieces.setdefault(rank, []).append((piece.offset, view[begin : begin + piece.nbytes]))
     for rank, (sha256, _) in enumerate(manifest.files):
-        if files[rank].scatter(pieces.get(rank, [])) != sha256:
-            path = posixpath.join(state.path, part_name(rank))
-            raise CorruptStateError(f"{path} does not have the checksum of what was written")
+        _scatter(files[rank], sha256, pieces.get(rank, []))
     try:
         states: dict[str, Any] = unpack(manifest.tree, found)
     except (RuntimeError, TypeError, IndexError) as error:
@@ -150,7 +162,6 @@ def _itemsize(tensor: StoredTensor) -> int:
 
 
 def _size(storage: RunStorage, path: str) -> int:
-    """Return the size of a file [bytes]; raises FileNotFoundError if it does not exist."""
     found = storage.filesystem.get_file_info(path)
     if not found.is_file:
         raise FileNotFoundError(f"there is no file {path}")
@@ -161,20 +172,16 @@ class PartFile:
     """Reader of one rank's part of a checkpoint, which detects changes of the file after the first complete read."""
 
     def __init__(self, storage: RunStorage, path: str) -> None:
-        self._storage, self._path = storage, path
+        self._storage, self.path = storage, path
         self._size = 0
         self._sums = array.array("I")
 
     def scatter(self, pieces: Sequence[tuple[int, memoryview]] = ()) -> str:
-        """Read the whole file, copy the given ranges of bytes into buffers, and return its SHA-256 in hexadecimal.
-
-        Args:
-            pieces: for each range, the position of its first byte in the file, and the buffer to fill.
-        """
+        """Read the entire file, copy the given byte ranges into buffers, and return its SHA-256 in hexadecimal."""
         digest, at = hashlib.sha256(), 0
         waiting = sorted(pieces, key=lambda piece: piece[0])
         blocks = _Blocks()
-        with self._storage.filesystem.open_input_stream(self._path) as raw:
+        with self._storage.filesystem.open_input_stream(self.path) as raw:
             while data := raw.read(CHUNK_BYTES):
                 chunk = memoryview(data)
                 digest.update(chunk)
@@ -192,16 +199,10 @@ class PartFile:
         return digest.hexdigest()
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Read bytes of the file into `target`, using only a few blocks of memory; call :meth:`scatter` first.
-
-        Args:
-            target: buffer for the bytes, which must lie within the file.
-
-        Raises CorruptStateError: the bytes have changed since :meth:`scatter`. OSError: they cannot be read.
-        """
+        """Read bytes of the file into `target` in few blocks of memory; call :meth:`scatter` first."""
         end = offset + len(target)
         at, stop = offset // BLOCK_BYTES * BLOCK_BYTES, min(self._size, -(-end // BLOCK_BYTES) * BLOCK_BYTES)
-        with self._storage.filesystem.open_input_file(self._path) as raw:
+        with self._storage.filesystem.open_input_file(self.path) as raw:
             while at < stop:
                 count = min(_READ_BYTES, stop - at)
                 chunk = memoryview(raw.read_at(count, at))
@@ -210,7 +211,7 @@ class PartFile:
                 first, found = at // BLOCK_BYTES, blocks.sums()
                 if len(chunk) != count or found != self._sums[first : first + len(found)]:
                     raise CorruptStateError(
-                        f"{self._path} has changed since it was compared with its checksum: start the job again; it "
+                        f"{self.path} has changed since it was compared with its checksum: start the job again; it "
                         "then continues from the last complete checkpoint"
                     )
                 _put(target, offset, chunk, at)
@@ -233,7 +234,7 @@ class _Blocks:
                 self._running, self._left = 0, BLOCK_BYTES
 
     def sums(self) -> array.array[int]:
-        """Return the checksums of all blocks; the last block may be short."""
+        """Return each block's checksum; the last block may be short."""
         return self._sums + array.array("I", [self._running] if self._left < BLOCK_BYTES else [])
 
 

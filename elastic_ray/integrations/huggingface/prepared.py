@@ -16,13 +16,10 @@ from elastic_ray.loop.api import current_session
 
 
 def step_through_ours(theirs: Any) -> None:
-    """Make accelerate's prepared optimizer call the ``step`` of the wrapper that was put around its model later.
+    """Make accelerate's prepared optimizer call the ``step`` of the wrapper later put around its model.
 
     With a gradient scaler, accelerate stores ``optimizer.step`` when it prepares the optimizer and restores it at each
     step, so the stored method is replaced here.
-
-    Args:
-        theirs: Accelerate's optimizer. A plain optimizer, which stores nothing, is left unchanged.
     """
     if getattr(theirs, "scaler", None) is not None:
         theirs._optimizer_original_step_method = theirs.optimizer.step
@@ -34,9 +31,6 @@ class AccelerateModel(LateWrapped):
 
     Scripts prepare models, optimizers and schedulers in one call or in several, in any order. Only at the first epoch
     is it certain which of them belong together.
-
-    Args:
-        make_wrapper: Function that returns the wrapped model, or None while the model's optimizer is not prepared.
     """
 
     def __init__(
@@ -57,11 +51,7 @@ class AccelerateModel(LateWrapped):
 
 
 class AccelerateLoader(LoaderOnDevice):
-    """Loader prepared by the ``Accelerator``, which sets accelerate's gradient state for each micro-batch.
-
-    Args:
-        accelerator: Source of the device and gradient state; no reference to it is kept.
-    """
+    """Loader prepared by the ``Accelerator``, which sets accelerate's gradient state for each micro-batch."""
 
     _is_accelerate_prepared = True
     remainder = -1  # accelerate's word for: no sample is there twice

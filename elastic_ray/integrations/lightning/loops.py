@@ -51,6 +51,10 @@ check_overridden(
 
 logger = logging.getLogger(__name__)
 
+_NOT_SENT = (
+    "what the module's on_save_checkpoint() saves does not reach workers that join: keep it in buffers, return it from "
+    "get_extra_state(), or register it: elastic_ray.register_state(name, object)"
+)
 _PLACE = "elastic_ray_place"  # in a checkpoint: Lightning's loaders, which have no state, refuse one under their name
 
 
@@ -130,6 +134,9 @@ class ElasticFitLoop(_FitLoop):
         self._start_where_restored()
         try:
             epochs.join()
+            self._count_epochs_done(session.progress.epoch)
+            if session.elastic and is_overridden("on_save_checkpoint", self.trainer.lightning_module):
+                session.run.notify("warning", _NOT_SENT)
             self._epochs = epochs
             self._came_later = bool(session.progress.passes)
             set_rank()
@@ -228,13 +235,16 @@ class ElasticFitLoop(_FitLoop):
         assert self._epochs is not None
         epoch = self._epochs.start_epoch()
         self._came_later = False
+        self._count_epochs_done(epoch)
+        super().on_advance_start()
+
+    def _count_epochs_done(self, epoch: int) -> None:
         progress: Any = self.epoch_progress
         for theirs in (progress.total, progress.current):
             theirs.ready = theirs.started = theirs.processed = theirs.completed = epoch
-        super().on_advance_start()
 
     def on_advance_end(self) -> None:
-        """End the epoch, together with all other workers."""
+        """End the epoch at the same time as all other workers."""
         super().on_advance_end()
         self.logged.report(self.trainer.callback_metrics)
         assert self._epochs is not None
@@ -249,7 +259,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
 
     @property
     def done(self) -> bool:
-        """True if the epoch ends now; a worker that joined mid-epoch first checks whether further batches exist."""
+        """True if the epoch ends now; a worker that joined mid-epoch first checks for more batches."""
         return not self._came_later and super().done
 
     def reset(self) -> None:
@@ -268,7 +278,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         theirs.fetched = self.batch_progress.current.ready
 
     def advance(self, data_fetcher: Any) -> None:
-        """Train one micro-batch; a step's last one is trained again if a failure voided the step."""
+        """Train one micro-batch; a step's last micro-batch is trained again if a failure voided the step."""
         set_rank()
         self._came_later = False
         if data_fetcher.exhausted:  # this worker has come after the last batch, or its end was not known before
@@ -296,10 +306,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             self._train_batch(data_fetcher)
 
     def _train_batch(self, data_fetcher: Any) -> None:
-        """Run Lightning's ``advance`` until a micro-batch counts; end-of-batch hooks are skipped for a lost one.
-
-        Raises StopIteration if ``on_train_batch_start()`` ends the epoch.
-        """
+        """Run Lightning's ``advance`` until a micro-batch counts; end-of-batch hooks are skipped for a lost one."""
         while True:
             try:
                 return super().advance(data_fetcher)
@@ -313,7 +320,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
                     raise
 
     def _end_of_data(self) -> None:
-        """Move schedulers that count epochs, unless they have already moved at this epoch's last step."""
+        """Step the schedulers that count epochs, unless this epoch's last step has already done so."""
         session, epoch = current_session(), self.trainer.current_epoch
         if self.moved_epochs > epoch or session.ledger.accumulating:
             return
@@ -322,11 +329,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             super().update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Update schedulers as Lightning does; schedulers that count epochs step once per epoch.
-
-        Raises:
-            _BatchLostError: The micro-batch that was just trained belongs to a lost step.
-        """
+        """Update schedulers as Lightning does; schedulers that count epochs step once per epoch."""
         if interval == "step" and not update_plateau_schedulers and current_session().ledger.failed:
             raise _BatchLostError
         if interval == "step" or update_plateau_schedulers:

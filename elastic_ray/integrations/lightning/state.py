@@ -12,7 +12,8 @@ from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict, _call_callbacks_state_dict
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
-_LAST_SAVED = "_last_global_step_saved"
+# What ModelCheckpoint decides by, and its own state does not contain.
+_SAVING = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 
 
@@ -31,7 +32,8 @@ class TrainerState:
             "folders": {callback.state_key: str(path) for callback, path in _folders(trainer)},
             "logged": [_described(each) for each in trainer.fit_loop.epoch_loop._results.values() if _is_live(each)],
             "should_stop": bool(trainer.should_stop),
-            "saved": _last_saved(trainer),
+            "saved": _saving(trainer),
+            "metrics": {name: float(value) for name, value in _last_values(trainer).items() if value.numel() == 1},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -39,7 +41,8 @@ class TrainerState:
         theirs: Any = self._trainer
         set_counters(theirs, state["loops"])
         theirs.should_stop = state["should_stop"]
-        _set_last_saved(theirs, state["saved"])
+        _set_saving(theirs, state["saved"])
+        _last_values(theirs).update({name: torch.tensor(value) for name, value in state["metrics"].items()})
         for theirs, path in _folders(self._trainer):
             theirs.dirpath = state["folders"].get(theirs.state_key, path)
         _call_callbacks_load_state_dict(self._trainer, {"callbacks": state["callbacks"]})
@@ -54,25 +57,25 @@ class StepState:
         self._trainer = trainer
 
     def remember(self) -> dict[str, Any]:
-        """Return the trainer's current state on this rank, which the caller must copy, for :meth:`roll_back`."""
+        """Return the trainer's current state on this rank, for :meth:`roll_back`; the caller must copy it."""
         trainer = self._trainer
         results = trainer.fit_loop.epoch_loop._results
         return {
             "loops": counters(trainer),
             "callbacks": _call_callbacks_state_dict(trainer),
             "should_stop": bool(trainer.should_stop),
-            "saved": _last_saved(trainer),
+            "saved": _saving(trainer),
             "logged": {key: each._copy_state_dict() for key, each in results.items() if each.is_tensor},
             "metrics": [(each._copy_state_dict(), each._update_count) for each in metrics_of(trainer)],
         }
 
     def roll_back(self, remembered: dict[str, Any]) -> None:
-        """Restore the trainer's state that :meth:`remember` returned before the step that is repeated."""
+        """Restore the trainer's state that :meth:`remember` returned before the repeated step."""
         set_counters(self._trainer, remembered["loops"])
         _call_callbacks_load_state_dict(self._trainer, {"callbacks": remembered["callbacks"]})
         theirs: Any = self._trainer
         theirs.should_stop = remembered["should_stop"]
-        _set_last_saved(theirs, remembered["saved"])
+        _set_saving(theirs, remembered["saved"])
         results = self._trainer.fit_loop.epoch_loop._results
         for key in results.keys() - remembered["logged"].keys():
             if results[key].is_tensor:
@@ -82,6 +85,12 @@ class StepState:
         for theirs, (values, updates) in zip(metrics_of(self._trainer), remembered["metrics"], strict=True):
             _set_values(theirs, values)
             theirs._update_count = updates
+
+
+def _last_values(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return the last values of logged metrics, which schedulers, callbacks and code after ``fit`` read."""
+    found: dict[str, torch.Tensor] = trainer._logger_connector._callback_metrics
+    return found
 
 
 def counters(trainer: Trainer) -> dict[str, Any]:
@@ -135,16 +144,18 @@ def _fill(theirs: Any, values: dict[str, Any]) -> None:
             setattr(theirs, name, value)
 
 
-def _last_saved(trainer: Any) -> dict[str, int]:
-    """Return the step of each callback's last checkpoint, which its own state does not contain."""
-    callbacks = (each for each in trainer.callbacks if hasattr(each, _LAST_SAVED))
-    return {each.state_key: int(getattr(each, _LAST_SAVED)) for each in callbacks}
+def _saving(trainer: Any) -> dict[str, dict[str, Any]]:
+    """Return what each callback has saved last and is about to save, which its own state does not contain."""
+    found = {
+        each.state_key: {name: getattr(each, name) for name in _SAVING if hasattr(each, name)}
+        for each in trainer.callbacks
+    }
+    return {key: values for key, values in found.items() if values}
 
 
-def _set_last_saved(trainer: Any, steps: dict[str, int]) -> None:
+def _set_saving(trainer: Any, values: dict[str, dict[str, Any]]) -> None:
     for each in trainer.callbacks:
-        if each.state_key in steps:
-            setattr(each, _LAST_SAVED, steps[each.state_key])
+        vars(each).update(values.get(each.state_key, {}))
 
 
 def _folders(trainer: Any) -> Iterator[tuple[Any, Any]]:
@@ -160,7 +171,7 @@ def _is_live(metric: _ResultMetric) -> bool:
 
 
 def _described(metric: _ResultMetric) -> dict[str, Any]:
-    """Return the name, averaging settings and attribute from which other ranks recreate the metric."""
+    """Return the name, averaging settings and attribute that other ranks need to recreate the metric."""
     meta = metric.meta
     return {
         "attribute": None if metric.is_tensor else meta.metric_attribute,

@@ -60,10 +60,7 @@ class PackedDatasets:
 
 
 def check_datasets(datasets: Any) -> dict[str, Any]:
-    """Return a job's datasets after checking them; None counts as no datasets.
-
-    Raises TypeError if ``datasets`` does not map names to ``ray.data.Dataset``, or if a dataset cannot be pickled.
-    """
+    """Return a job's datasets after checking them; None counts as no datasets."""
     if datasets is None:
         return {}
     if not isinstance(datasets, Mapping) or not all(isinstance(name, str) and name for name in datasets):
@@ -85,7 +82,7 @@ def check_datasets(datasets: Any) -> dict[str, Any]:
 
 
 def name_coordinator(job: str) -> str:
-    """Return a new name for the dataset coordinator of a job, different for each run of the job."""
+    """Return a new name for a job's dataset coordinator, different for each run of the job."""
     return f"data:{job}:{secrets.token_hex(4)}"
 
 
@@ -93,7 +90,7 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
     """Return datasets checked by :func:`check_datasets`, packed for :func:`unpack` in another process.
 
     This process must be connected to Ray. The seed for shuffles depends only on the job's name, so that a resubmitted
-    job continues in the same order. ``left`` holds the amounts of resources to reserve for the job's workers.
+    job continues in the same order. ``left`` holds the resource amounts to reserve for the job's workers.
     """
     readable = _readable(datasets)
     pickled, stored = _pickled(readable), ""
@@ -106,10 +103,7 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
 
 
 def unpack(packed: PackedDatasets) -> dict[str, bytes]:
-    """Return the datasets keyed by name, each pickled separately, because every execution needs its own copy.
-
-    Raises LookupError if the datasets are no longer in Ray's control store.
-    """
+    """Return the datasets keyed by name, each pickled separately, because every execution needs its own copy."""
     pickled: bytes | None = packed.pickled
     if packed.stored:
         pickled = internal_kv._internal_kv_get(packed.stored.encode(), namespace=NAMESPACE)

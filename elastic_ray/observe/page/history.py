@@ -50,12 +50,7 @@ class History:
         return {job: own[node][5] for job, own in self._open.items() if node in own}
 
     def place(self, time_s: float, job: str, nodes: Mapping[str, int], decision: int) -> None:
-        """Set the job's slots on each node from ``time_s`` on; bars that do not change continue.
-
-        Args:
-            nodes: Number of slots, keyed by node id; empty if the job has lost all its slots.
-            decision: Number of the allocator's decision that caused the change; 0 if none did.
-        """
+        """Set the job's slots on each node from ``time_s`` on; bars that do not change continue."""
         own = self._open.setdefault(job, {})
         for node in [node for node, bar in own.items() if bar[5] != nodes.get(node)]:
             self._end(own.pop(node), time_s)

@@ -14,11 +14,7 @@ _DECADES = 100.0  # a parameter whose values differ by such a factor was drawn b
 
 
 def importance(trials: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], str]:
-    """Return the PED-ANOVA importance of each varying parameter, largest first, and "" or why it is unknown.
-
-    Args:
-        trials: Rows of the page, with ``parameters``, ``score`` and ``mode``.
-    """
+    """Return the PED-ANOVA importance of each varying parameter, largest first, and "" or why it is unknown."""
     told = [row for row in trials if row["score"] is not None]
     if len(told) < LEAST_TRIALS:
         return {}, f"it is known from {LEAST_TRIALS} trials with a value on; {len(told)} have one"

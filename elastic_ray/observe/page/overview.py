@@ -186,12 +186,7 @@ def _fairness(own: Sequence[JobState], owed: float, look: AllocatorLook) -> floa
 
 
 def wanted_nodes(look: AllocatorLook, since: Mapping[str, float]) -> tuple[WantedNodes, ...]:
-    """Return the nodes that the allocator requests, as rows sorted by type; empty if it does not manage nodes.
-
-    Args:
-        look: The allocator's state.
-        since: Time since which nodes of a type have been missing [s], keyed by type.
-    """
+    """Return the nodes that the allocator requests, as rows sorted by type; empty if it does not manage nodes."""
     decision = look.scaling
     if decision is None:
         return ()

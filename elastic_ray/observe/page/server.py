@@ -15,8 +15,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from elastic_ray.observe.page.changes import difference, plain, tables, to_json
-from elastic_ray.observe.page.feed import Client, Feed, TooManyClientsError
+from elastic_ray.observe.page.feed import Client, Feed, TooManyClientsError, difference, plain, tables, to_json
 from elastic_ray.observe.page.gate import HEADERS, LONGEST_WAIT_S, MOST, MOST_OF_ONE, Asked, Doors, Gate
 from elastic_ray.observe.page.importance import importance
 from elastic_ray.observe.page.source import LOOKS, ActionRefusedError, Source
@@ -114,11 +113,7 @@ class PageServer:
         self._feed.notify(_message("change", self._version, {"source": self._tables["source"]}))
 
     async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the source, one call at a time; a call is completed even if its browser disconnects.
-
-        Raises:
-            web.HTTPServiceUnavailable: Too many calls are waiting.
-        """
+        """Call the source, one call at a time; a call is completed even if its browser disconnects."""
         if self._waiting >= _MOST_QUESTIONS:
             raise web.HTTPServiceUnavailable(reason="too many questions wait; ask again in a moment")
         self._waiting += 1
@@ -329,10 +324,7 @@ def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
     """Return a socket that listens at an address of this machine, given as ``host``.
 
     Args:
-        port: Port number; 0 for any free port.
         or_any: True to use any free port if the given one is not available.
-
-    Raises OSError: listening fails; the message names the address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)

@@ -17,21 +17,9 @@ REPORT = f"{PREFIX}report"
 
 _MARKS = frozenset(
     {
-        EventKind.STARTED,
-        EventKind.RESIZE,
-        EventKind.FAILURE,
-        EventKind.RESTART,
-        EventKind.PREEMPTED,
-        EventKind.PAUSED,
-        EventKind.RESUMED,
-        EventKind.BATCH,
-        EventKind.BATCH_KEPT,
-        EventKind.STRATEGY,
-        EventKind.STRAGGLER,
-        EventKind.OUT_OF_MEMORY,
-        EventKind.RECOVERED,
-        EventKind.NOT_FINITE,
-        EventKind.FINISHED,
+        *(EventKind.STARTED, EventKind.RESIZE, EventKind.FAILURE, EventKind.RESTART, EventKind.PREEMPTED),
+        *(EventKind.PAUSED, EventKind.RESUMED, EventKind.BATCH, EventKind.BATCH_KEPT, EventKind.STRATEGY),
+        *(EventKind.STRAGGLER, EventKind.OUT_OF_MEMORY, EventKind.RECOVERED, EventKind.NOT_FINITE, EventKind.FINISHED),
     }
 )
 _STARTS = frozenset({EventKind.STARTED, EventKind.RECOVERED})
@@ -81,10 +69,7 @@ def job_numbers(
 
 
 def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers among reported metrics, keyed by ``prefix`` + name; nested ones are named ``outer/inner``.
-
-    Values that are not numbers are left out.
-    """
+    """Return the numbers among reported metrics, keyed by ``prefix`` + name; nested ones are named ``outer/inner``."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

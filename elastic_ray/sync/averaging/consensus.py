@@ -58,19 +58,43 @@ def agree(
 
     Raises CommunicationFailedError: the group broke.
     """
-    tensors: dict[str, list[torch.Tensor]] = {}
-    mine: dict[str, _Part] = {}
-    for key, tree in trees.items():
-        skeleton, tensors[key] = pack(tree)
-        specs = tuple((tuple(t.shape), dtype_name(t.dtype), t.is_cuda) for t in tensors[key])
-        mine[key] = _Part(skeleton=skeleton, specs=specs)
-    text = encode([(key, part.skeleton, part.specs) for key, part in mine.items()])
+    mine, tensors = _parts(trees)
+    text = _text(mine)
     rows = communicator.gather_ints([int(counts), int(holds and changed), digest(text)], with_gradients=True)
     if not any(row[1] for row in rows):
         return None
     counting = [rank for rank, row in enumerate(rows) if row[0]]
     found = _sums(communicator, _kept(communicator, mine, text, counting, [row[2] for row in rows]), tensors)
     return found if holds else None
+
+
+def mean(communicator: Communicator, trees: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mean of all ranks' trees as :func:`agree` does; all ranks are known to have the same :func:`layout`.
+
+    Raises CommunicationFailedError: the group broke.
+    """
+    mine, tensors = _parts(trees)
+    everyone = tuple(range(communicator.world_size))
+    return _sums(communicator, {key: _Kept(part=part, holders=everyone) for key, part in mine.items()}, tensors)
+
+
+def layout(trees: Mapping[str, Any]) -> int:
+    """Return a digest of the structure of trees, and of the shapes and types of their tensors."""
+    return digest(_text(_parts(trees)[0]))
+
+
+def _parts(trees: Mapping[str, Any]) -> tuple[dict[str, _Part], dict[str, list[torch.Tensor]]]:
+    tensors: dict[str, list[torch.Tensor]] = {}
+    parts: dict[str, _Part] = {}
+    for key, tree in trees.items():
+        skeleton, tensors[key] = pack(tree)
+        specs = tuple((tuple(t.shape), dtype_name(t.dtype), t.is_cuda) for t in tensors[key])
+        parts[key] = _Part(skeleton=skeleton, specs=specs)
+    return parts, tensors
+
+
+def _text(parts: _Parts) -> bytes:
+    return encode([(key, part.skeleton, part.specs) for key, part in parts.items()])
 
 
 def _kept(

@@ -14,7 +14,7 @@ from elastic_ray.communication.model_exchange import ModelExchange
 from elastic_ray.state.layout import digest
 from elastic_ray.state.tree import as_divided
 from elastic_ray.sync.averaging.algorithms import Averager, PairAverager, make_averager
-from elastic_ray.sync.averaging.consensus import agree
+from elastic_ray.sync.averaging.consensus import agree, layout, mean
 from elastic_ray.sync.device_numbers import local
 from elastic_ray.sync.spec import Average
 
@@ -164,15 +164,28 @@ class Drift:
         """
         self._replica.enter_exchange(communicator)
 
-    def collapse(self) -> None:
+    @property
+    def layout(self) -> int:
+        """Digest of the tensors that :meth:`collapse` merges, and of whether this rank has changed them."""
+        return digest((layout(self._trees()), self._changed))
+
+    def collapse(self, *, alike: bool = False) -> None:
         """Set all replicas to the consensus (their mean); called on every rank after the same committed step.
+
+        Args:
+            alike: Whether all ranks are known to have the same :attr:`layout`.
 
         Raises CommunicationFailedError: the group broke; this rank's model is unchanged.
         """
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
             amp = smallest_scale(communicator, self.scaler, counts=True)
-            self._adopt_agreed(agree(communicator, self._trees(), holds=True, counts=True, changed=self._changed))
+            trees = self._trees()
+            if alike:
+                agreed = mean(communicator, trees) if self._changed else None
+            else:
+                agreed = agree(communicator, trees, holds=True, counts=True, changed=self._changed)
+            self._adopt_agreed(agreed)
             set_scale(self.scaler, amp)
         self._replica.drop_pull()
         steps = self._context.states.progress.steps

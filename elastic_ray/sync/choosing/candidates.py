@@ -96,6 +96,7 @@ PLAIN = Reduce()
 # Ways for parameters that are no tables; where a builder makes one, by its name.
 _DENSE: Mapping[str, Sync] = {
     "all_reduce": PLAIN,
+    "all_reduce of 25 MiB": Reduce(bucket_bytes=25 * _MIB),
     "all_reduce of 4 MiB": Reduce(bucket_bytes=4 * _MIB),
     "all_reduce of 1 MiB": Reduce(bucket_bytes=_MIB),
     "two_level": Reduce(topology="two_level"),
@@ -145,7 +146,7 @@ def what_is_done(plan: SyncPlan) -> object:
     """Return a value that is equal for plans that synchronise alike, even if their ``bucket_bytes`` differ."""
 
     def work(sync: Sync) -> Sync:
-        return sync if isinstance(sync, Rows) else dataclasses.replace(sync, bucket_bytes=PLAIN.bucket_bytes)
+        return sync if isinstance(sync, Rows) else dataclasses.replace(sync, bucket_bytes=None)
 
     return tuple((bucket.params, work(bucket.sync), bucket.owner) for bucket in plan.buckets)
 
@@ -170,9 +171,6 @@ def consider(
     The result includes plain all-reduce, unless its traffic is far too high to win the race.
 
     Args:
-        profile: Profile of the model, with the number of touched rows of its tables.
-        present: Current strategy.
-        exact: Whether to return only strategies that give the same result as plain data-parallel training.
         most: Maximum number of strategies, at least 2.
         works: Returns True if a plan can be executed; by default, all plans can.
     """
@@ -237,4 +235,5 @@ def describe(sync: Sync) -> str:
         return f"slices to their owners{wire}" if sync.owns_tiles else f"owners ({sync.placement}){wire}"
     parts = f" in {sync.parts} parts" if sync.parts > 1 else ""
     way = f" ({sync.topology})" if sync.topology != "native" else ""
-    return f"all-reduce{way}{wire}{parts} in buckets of {sync.bucket_bytes / _MIB:g} MiB"
+    size = "" if sync.bucket_bytes is None else f" in buckets of {sync.bucket_bytes / _MIB:g} MiB"
+    return f"all-reduce{way}{wire}{parts}{size}"

@@ -172,7 +172,6 @@ def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) 
 
     Args:
         steps: Maximum number of steps in a race. ``measured`` is the step's measurement.
-        consider: Returns the strategies that take part in a race.
     """
     if choice.settled:
         return _confirmed(choice, measured) if choice.known_s is not None else choice

@@ -82,8 +82,6 @@ def explain(
     """Return a table that explains how the current plan synchronises each parameter, and why.
 
     Args:
-        profile: Profile of the model, with the number of touched rows if known.
-        choice: State of the choice that led to the plan; None if the user set the strategy.
         step_s: Measured duration of a step under the plan [s].
         bucket_s: Measured duration of each bucket's collectives in one step [s], keyed by bucket index.
     """

@@ -285,7 +285,6 @@ class OwedGradients:
         """Move residuals and low-rank factors to the buckets of a new layout, parameter by parameter.
 
         Args:
-            layout: New bucket layout, whose operations receive the residuals.
             places: For each new bucket, the indices of its parameters in ``params``, the model's parameters.
         """
         owed: dict[str, torch.Tensor] = {}

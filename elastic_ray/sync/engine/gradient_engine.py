@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.run.participant import Participant
 from elastic_ray.state.layout import digest
@@ -19,13 +18,12 @@ from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients, OwedGradients
-from elastic_ray.sync.engine.joint_optimizer import JointTiles, optimizers_of
+from elastic_ray.sync.engine.joint_optimizer import optimizers_of
 from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup, make_operation
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.trainable import Trainable, layers_by_parameter, local_groups, profile_of
-from elastic_ray.sync.engine.unit_statistics import UnitStatistics
-from elastic_ray.sync.engine.unit_strategies import held_by_several, why_not_in_units
+from elastic_ray.sync.engine.unit_statistics import UnitStatistics, held_by_several, why_not_in_units
 from elastic_ray.sync.plan import ModelProfile, SyncPlan
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.example_norms import ExampleNorms
@@ -49,11 +47,8 @@ class GradientEngine(Participant):
     and the state that operations keep between steps.
 
     Args:
-        grad_scale: Returns AMP's current loss scale; 1 without AMP.
-        number: Index of the model, in the order in which the loop wraps models.
         check_finite: Whether to determine which ranks have NaN or infinite gradients.
-        scaler: AMP's ``GradScaler``; None without AMP.
-        divided: State of the optimizer, which the strategy may divide among ranks.
+        tiles: State of each optimizer, which the strategy may divide among ranks.
 
     Raises StrategyError: the strategy cannot be used with this model and optimizer.
     """
@@ -72,12 +67,11 @@ class GradientEngine(Participant):
         check_finite: bool,
         scaler: Any = None,
         tables: ModelTables,
-        divided: TiledOptimizer | JointTiles,
+        tiles: Sequence[TiledOptimizer],
     ) -> None:
         self._context, self._module, self._trainable, self._optimizer = context, module, trainable, optimizer
         self._statistics_for: list[str] = []
-        self._sharded = tables
-        self._divided = divided
+        self._sharded, self._tiles = tables, tiles
         self._held = held_by_several(context.unit, module) if context.unit is not None else frozenset[str]()
         self._in_force = StrategyInForce(context, self, builder, number)
         self._asked_before = self._in_force.asked  # when the step in progress began
@@ -92,7 +86,7 @@ class GradientEngine(Participant):
         self._owed = OwedGradients(context)
         self._control_size = 0
         self._statistics = statistics
-        self._drift = Drift(context, trainable, optimizer, number, scaler)
+        self.drift: Drift = Drift(context, trainable, optimizer, number, scaler)
         self._expected: object = None  # step in which layers were last asked to measure
         self._ends = False  # whether another strategy comes after the step that ranks have agreed on
         self._row_steps = [RowSteps(each) for each in optimizers_of(optimizer)]
@@ -101,7 +95,7 @@ class GradientEngine(Participant):
             self._lay_out,
             self._carried,
             context,
-            SummingGroup(context, self._drift),
+            SummingGroup(context, self.drift),
             statistics,
             grad_scale,
             number,
@@ -121,18 +115,15 @@ class GradientEngine(Participant):
 
     @property
     def strategy_name(self) -> str:
-        """Name of the current strategy; ``"by hand"`` if the user built a strategy without a name."""
         return self.plan.strategy.name or "by hand"
 
     @property
     def strategy_key(self) -> str | None:
-        """Key under which step times are recorded; times with equal keys are comparable. None during a race."""
         force = self._in_force
         return force.own_key if force.tuner is None else force.key
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
-        """Winners of races between strategies, keyed by model number, backend, and distribution of ranks over nodes."""
         return self._in_force.tuner.found if self._in_force.tuner is not None else {}
 
     @property
@@ -157,13 +148,12 @@ class GradientEngine(Participant):
         While replicas diverge, nothing is reduced, so the list contains only this rank, whose gradients are not
         checked yet.
         """
-        if self._drift.average is not None and self._drift.on:
+        if self.drift.average is not None and self.drift.on:
             return [self._context.group.rank]
         return self._reducer.nonfinite_ranks
 
     @property
     def is_open(self) -> bool:
-        """True if ``.grad`` holds gradients of earlier steps that no optimizer step has applied yet."""
         return self._carried.is_open
 
     @property
@@ -172,18 +162,12 @@ class GradientEngine(Participant):
         return self._carried.local
 
     def set_strategy(self, strategy: object) -> None:
-        """Switch to another strategy from the next step on; all ranks must request the same one in the same step.
-
-        Raises StrategyError, TypeError: the strategy is unknown, or cannot be used with this model.
-        """
         self._in_force.ask(strategy)
 
     def keep_strategy(self) -> None:
-        """Cancel a requested switch to another strategy that has not taken effect yet."""
         self.set_strategy(self.strategy)
 
     def set_topology(self, topology: str) -> None:
-        """Switch to another all-reduce topology from the next step on; raises StrategyError if the name is unknown."""
         self._in_force.ask_topology(topology)
 
     def explain_strategy(self) -> StrategyTable:
@@ -246,21 +230,17 @@ class GradientEngine(Participant):
         if force.tuner is not None:
             force.before_forward()
         self._reducer.adapt(changed=(force.asked is not None or force.wanted is not None) and self._may_switch)
-        if not self._divided.idle and self._divided.unsettled:
-            self._divided.divide_between_steps()
-        if self._drift.average is not None:
-            self._drift.start_step()
+        for each in self._tiles:
+            if not each.idle and each.unsettled:
+                each.divide_between_steps()
+        if self.drift.average is not None:
+            self.drift.start_step()
         if self._in_unit is not None:
             self._in_unit.before_forward()
         if self._statistics.examples is not None:
             self._expect_examples(self._statistics.examples)
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
-        """Set whether noise is measured from the gradients of single samples; return True if it will be.
-
-        Args:
-            every: Number of steps between measurements; None lets the meter choose.
-        """
         known = self._statistics.examples
         if wanted and known is not None and known.every == every:
             return True
@@ -334,16 +314,14 @@ class GradientEngine(Participant):
                 statistics.add_up(wishes.measured, self._statistics_for)
 
     def applied(self) -> None:
-        """Record, just before an update, that gradients are applied, so that a lost step does not restore them."""
         self._carried.applied = True
         self._reducer.reduction.applied()
-        if self._drift.average is not None:
-            self._drift.record_update()
+        if self.drift.average is not None:
+            self.drift.record_update()
 
     def scale_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Correct Adam's second moments to those of the whole batch, after an update with local gradients."""
-        average, step = self._drift.average, self._context.ledger.outermost
-        if average is not None and average.batch_moments and self._drift.on and step is not None:
+        average, step = self.drift.average, self._context.ledger.outermost
+        if average is not None and average.batch_moments and self.drift.on and step is not None:
             own = sum(step.sizes[self._context.group.rank])
             scale_moments(optimizer, step.count / own if own else 1.0)
 
@@ -353,47 +331,19 @@ class GradientEngine(Participant):
 
     @property
     def gives_statistics(self) -> bool:
-        """True if the gradient noise scale is measured."""
         return self._in_force.plan.strategy.average is None
 
     @property
     def drifts(self) -> bool:
-        """True while replicas intentionally diverge (local SGD and similar strategies)."""
-        return self._drift.average is not None and self._drift.on
-
-    @property
-    def period(self) -> int:
-        """Number of steps between averages of the model; 1 if gradients are reduced."""
-        return self._drift.average.period if self._drift.average is not None and self._drift.on else 1
-
-    @property
-    def gives_back(self) -> bool:
-        """True if ranks that fall behind between two averages hand steps over to other ranks."""
-        return self._drift.average is not None and self._drift.average.give_back
-
-    @property
-    def pulls(self) -> bool:
-        """True if each rank averages with models that it pulls from other ranks (pair averaging)."""
-        return self._drift.pulls
-
-    def enter_exchange(self, communicator: Communicator) -> None:
-        """Start pair averaging in a new group; raises CommunicationFailedError if the group breaks."""
-        self._drift.enter_exchange(communicator)
+        return self.drift.average is not None and self.drift.on
 
     @property
     def may_train(self) -> bool:
-        """True if the model is in training mode and gradients are enabled."""
         return self._module.training and torch.is_grad_enabled()
 
     @property
-    def steps_to_average(self) -> int:
-        """Number of steps until the next average of the model; 1 if gradients are reduced."""
-        return self._drift.steps_to_average
-
-    @property
     def settled(self) -> bool:
-        """True if all replicas are identical and this rank can save the complete state after the committed steps."""
-        return self._drift.settled and self._sharded.settled and self._divided.settled
+        return self.drift.settled and self._sharded.settled and all(each.settled for each in self._tiles)
 
     def fix_drift(self) -> int:
         """Fix the strategy for the next step; return a digest of this strategy and the current plan.
@@ -404,37 +354,23 @@ class GradientEngine(Participant):
         self._ends = self._in_force.pending
         return digest((self.plan.digest, self._in_force.asked_digest))
 
-    @property
-    def marker(self) -> int:
-        """Number that identifies the last model average that this rank completed; larger for later averages."""
-        return self._drift.marker
-
-    @property
-    def scaler(self) -> object | None:
-        """AMP's ``GradScaler``; None without AMP."""
-        return self._drift.scaler
-
     def prepare_average(self) -> None:
-        """Start to average the models after the last step of a period, while the ranks still vote on its steps."""
         if not self._in_force.pending:
-            self._drift.prepare()
+            self.drift.prepare()
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """Average the replicas, if due, after a committed step; with ``agree_on_scale``, equalise AMP's loss scales."""
         self._reducer.drop_halves()
-        if self._drift.average is not None:
-            self._drift.after_step(ends=self._ends)
+        if self.drift.average is not None:
+            self.drift.after_step(ends=self._ends)
         if agree_on_scale:
-            self._drift.agree_on_scale()
+            self.drift.agree_on_scale()
 
     @property
     def divided(self) -> bool:
-        """True if the optimizer's state is divided among ranks."""
-        return self._divided.divided
+        return any(each.divided for each in self._tiles)
 
     @property
     def tabled(self) -> bool:
-        """True if the model has sharded tables."""
         return bool(self._sharded)
 
     @property
@@ -443,28 +379,31 @@ class GradientEngine(Participant):
         return self.tabled
 
     def join(self, what: Announced) -> None:
-        """Participate in the announced row exchange ``what`` without fetching rows, as this rank has no samples."""
         self._sharded.join(what)
 
-    def collapse(self, *, gather: bool = True) -> None:
-        """Make diverged replicas identical; with `gather`, rank 0 also receives the complete optimizer state."""
-        self._make_one()
+    @property
+    def merge_layout(self) -> int:
+        """Digest of the tensors that replicas merge: parameters and optimizer state."""
+        return self.drift.layout
+
+    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
+        self._make_one(alike=alike)
         if gather:
-            self._divided.gather()
+            self._gather_tiles()
 
-    def _make_one(self) -> None:
+    def _gather_tiles(self) -> None:
+        for each in self._tiles:
+            each.gather()
+
+    def _make_one(self, *, alike: bool = False) -> None:
         if self.drifts:
-            self._drift.collapse()
-
-    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Make diverged replicas identical in a new group, before its ranks exchange state; see ``Drift.reconcile``."""
-        self._drift.reconcile(communicator, marker, holds=holds, counts=counts)
+            self.drift.collapse(alike=alike)
 
     def prepare_to_save(self) -> None:
         """Gather complete tables and optimizer state on rank 0, where they stay until the next update."""
         for table in self._sharded.tables:
             table.gather()
-        self._divided.gather()
+        self._gather_tiles()
 
     def before_change(self, stays: Sequence[bool]) -> None:
         """Prepare a change of group, in which ``stays[r]`` is True if rank r stays; called on every rank.
@@ -474,7 +413,8 @@ class GradientEngine(Participant):
         """
         for table in self._sharded.tables:
             table.hand_over(stays)
-        self._divided.hand_over(stays)
+        for each in self._tiles:
+            each.hand_over(stays)
         self._reducer.reduction.end_step()
         self._owed.before_change()
         self._make_one()
@@ -484,7 +424,7 @@ class GradientEngine(Participant):
         self._entering, self._stepped = True, None
         self._reducer.reduction.end_step()
         self.measure_examples(None, wanted=False)  # a loader of one rank asks again
-        self._drift.entered()
+        self.drift.entered()
         self._carried.enter_group()
         other_tail = self._control_size != self._context.consensus.control_size or self._statistics.meter.outdated
         if self._in_force.enter_group() or other_tail:
@@ -494,10 +434,10 @@ class GradientEngine(Participant):
         self._owed.enter_group()
         for table in self._sharded.tables:
             table.enter_group()
-        self._divided.enter_group()
+        for each in self._tiles:
+            each.enter_group()
 
     def remember(self) -> Any:
-        """Return the data that :meth:`roll_back` needs if the step that is about to start is lost."""
         self._reducer.reduction.end_step()
         force = self._in_force
         self._asked_before, self._entering = force.asked, False
@@ -506,7 +446,6 @@ class GradientEngine(Participant):
         return self._carried.remember()
 
     def roll_back(self, remembered: Any) -> None:
-        """Undo a lost step, given the data from :meth:`remember`."""
         self._reducer.reduction.void()
         self._stepped = None
         self._in_force.roll_back(self._asked_before)
@@ -514,24 +453,23 @@ class GradientEngine(Participant):
 
     def capture(self) -> Any:
         """Return accumulated gradients, the strategy's state, and the strategy if it differs from the initial one."""
-        drift = self._drift.capture()
+        drift = self.drift.capture()
         average = {"average": drift} if drift else {}
         return {**self._carried.capture(), **self._in_force.capture(), **self._owed.capture(), **average}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state; its strategy is ignored if this run started with a different strategy."""
         if self._in_force.restore(tree):
             self._reducer.rebuild()
         for each in self._row_steps:
             each.recheck()
         self._owed.restore(tree)
-        self._drift.restore(tree.get("average", {}))
+        self.drift.restore(tree.get("average", {}))
         self._carried.restore(tree)
 
     @property
     def _may_switch(self) -> bool:
         """True if replicas are identical, or will be after the current step, so that the strategy may change."""
-        return self._drift.average is None or not self._drift.on or self._drift.settled
+        return self.drift.average is None or not self.drift.on or self.drift.settled
 
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
         """Return buckets for the current parameters, strategy and group."""
@@ -542,12 +480,13 @@ class GradientEngine(Participant):
             self._statistics.measure_in(ExampleNorms(self._module, trainable.params, known.every))
         self._statistics.rebuilt(len(trainable.groups))
         groups = trainable.groups if self._context.unit is None else local_groups(trainable.groups)
-        layout = BucketLayout(groups, plan, self._control_size, self._in_force, self._statistics, self._divided)
+        layout = BucketLayout(groups, plan, self._control_size, self._in_force, self._statistics, self._tiles)
         if self._in_unit is not None:
             self._in_unit.adapt(layout.buckets)
-        self._drift.adapt(plan.strategy.average)
+        self.drift.adapt(plan.strategy.average)
         self.averages = plan.strategy.average is not None
-        self._divided.adapt(plan, self.profile)
+        for each in self._tiles:
+            each.adapt(plan, self.profile)
         self._owed.adapt(layout, [bucket.params for bucket in plan.buckets], self.profile.params)
         rows = {bucket.index: bucket for bucket in layout.buckets if isinstance(bucket, RowBucket)}
         self._in_force.set_row_buckets(rows)

@@ -6,10 +6,6 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import Parameter
-
-from elastic_ray.sync.plan import ModelProfile, SyncPlan
-from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 
 if TYPE_CHECKING:
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
@@ -121,74 +117,3 @@ class JointDenominators:
     def outdated(self) -> bool:
         """True if the denominators of any optimizer are currently unavailable; equal on all ranks."""
         return any(each.outdated for each in self._parts)
-
-
-class JointTiles:
-    """Optimizer states of one model's optimizers, divided among ranks in tiles (parts); see ``TiledOptimizer``."""
-
-    def __init__(self, parts: Sequence[TiledOptimizer]) -> None:
-        self._parts = parts
-        self._owners: tuple[object, ...] = ()
-
-    def adapt(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Adopt the tiles of a new bucket layout, after a change of the strategy, the parameters or the group."""
-        for each in self._parts:
-            each.adapt(plan, profile)
-
-    @property
-    def owners(self) -> object:
-        """Ranks that own each tile (part of the state); a new object whenever owners change, so compare with ``is``."""
-        found = tuple(each.owners for each in self._parts)
-        if len(found) != len(self._owners) or any(a is not b for a, b in zip(found, self._owners, strict=True)):
-            self._owners = found
-        return self._owners
-
-    def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return each parameter's ranges with the ranks that own them; the state of all of them must be divided."""
-        found: dict[int, list[OwnedSpan]] = {}
-        for each in self._parts:
-            held = {id(p) for p in each.tiled}
-            mine = [p for p in params if id(p) in held]
-            found |= dict(zip(map(id, mine), each.owned_spans(mine), strict=True))
-        return [found[id(p)] for p in params]
-
-    @property
-    def divided(self) -> bool:
-        """True if the state of any optimizer is divided among ranks."""
-        return any(each.divided for each in self._parts)
-
-    @property
-    def idle(self) -> bool:
-        """True if no optimizer's state is divided into tiles, now or after a pending change."""
-        return all(each.idle for each in self._parts)
-
-    @property
-    def unsettled(self) -> bool:
-        """True if any state is not yet divided as the strategy requires for the current group."""
-        return any(each.unsettled for each in self._parts)
-
-    def divide_between_steps(self) -> None:
-        """Divide the optimizers' states among the ranks as a new strategy requires; called on every rank."""
-        for each in self._parts:
-            if each.unsettled:
-                each.divide_between_steps()
-
-    @property
-    def settled(self) -> bool:
-        """True if this rank can save the complete state of every optimizer."""
-        return all(each.settled for each in self._parts)
-
-    def gather(self) -> None:
-        """Gather the complete states on rank 0 until the next update; called on every rank."""
-        for each in self._parts:
-            each.gather()
-
-    def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send states that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
-        for each in self._parts:
-            each.hand_over(stays)
-
-    def enter_group(self) -> None:
-        """Enter a new group, and divide the states of all optimizers among its ranks."""
-        for each in self._parts:
-            each.enter_group()

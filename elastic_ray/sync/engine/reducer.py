@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError
-from elastic_ray.consensus.intents import Announced
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.state.layout import digest
 from elastic_ray.sync.device_numbers import Number, added, read
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
 from elastic_ray.sync.engine.reduction import (
-    Announcements,
     BucketLayout,
     Reduction,
     StepWeights,
@@ -50,9 +50,6 @@ class GradientReducer:
     ``optimizer.step()``, so user code may zero, clip and unscale gradients in each micro-step as usual.
 
     Args:
-        carried: Tracker of gradients that user code accumulates over several steps.
-        grad_scale: Returns AMP's current loss scale; 1 without AMP.
-        number: Index of the model, in the order in which the loop wraps models.
         check_finite: Whether to determine which ranks have NaN or infinite gradients.
         exchange_rows: Sends the row gradients of a pass to their owners; None without tables.
     """
@@ -138,7 +135,11 @@ class GradientReducer:
 
     def enter_group(self) -> None:
         """Mark the buckets' layout as not compared, so that the ranks of the new group announce it again."""
-        self._announcements = Announcements(self._number, self._layout)
+        plain, strategy = self._layout.digest, self._layout.strategy
+        self._plain = Announced(Intent.GRADIENTS, self._number, plain, strategy)
+        # Where the loop sets the weights of micro-batches, there is one more collective.
+        weighed = digest((plain, "weighed")), f"{strategy}, weighed by loader.weigh()"
+        self._weighed = Announced(Intent.GRADIENTS, self._number, *weighed)
         if self._group.group.world_size == 1:
             self._layout.release()
         self._knows = False  # as a joiner: what user code sends within a backward pass is in one order on all ranks
@@ -175,11 +176,7 @@ class GradientReducer:
             self._layout.release()  # a rank that is alone uses it in such steps only
 
     def close(self, *, refuses_own: bool) -> None:
-        """Close the accumulation of gradients when the optimizer steps; later gradients belong to another loss.
-
-        Args:
-            refuses_own: Whether to raise RuntimeError if some gradients were not averaged over the ranks.
-        """
+        """Close the accumulation of gradients when the optimizer steps; later gradients belong to another loss."""
         if refuses_own and (self._step is None or self._step is not self._ledger.step):
             self._carried.refuse_own()
         self._open = False
@@ -282,7 +279,7 @@ class GradientReducer:
         """Announce this rank's reduction to the other ranks, which answer while backward continues."""
         self._told = True
         weighed = self._step is not None and self._step.weighed
-        self._announced = self._announcements.weighed if weighed else self._announcements.plain
+        self._announced = self._weighed if weighed else self._plain
         try:
             self._unanswered = self._consensus.announce_reductions(self._announced, known=self._met_before())
         except CommunicationFailedError as error:
@@ -430,7 +427,9 @@ class GradientReducer:
                     self._conclude_statistics(step, read(self._statistics.local_norms()))
         else:
             left_out = step.weighed and self._weights.leave_out(step, self._buckets)
-            if not left_out and (self._measures or self._tries(step)):
+            if not left_out and (
+                self._measures or (not self._tried and self._group.world_size == 1 and step.micro_steps == 1)
+            ):
                 self._measure_alone()
         if self.reduction.owing and step is not None and step.is_last_micro and not self._ledger.failed:
             self.reduction.complete()
@@ -502,10 +501,6 @@ class GradientReducer:
         """Collect the step's statistics, unless they are mixed with gradients that the step reduced before."""
         if not (self._goes_on and self._accumulates):
             self._statistics.collect(step, norms, grad_scale=self._grad_scale(), goes_on=self._goes_on)
-
-    def _tries(self, step: LoaderStep) -> bool:
-        """Return True in a lone rank's first pass without gradient accumulation, which checks the gradients once."""
-        return not self._tried and self._group.world_size == 1 and step.micro_steps == 1
 
     @torch.no_grad()
     def _measure_alone(self) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.device_numbers import Number, read, read_with
@@ -18,11 +17,7 @@ from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
 from elastic_ray.sync.operations.int8 import Int8Compression
 from elastic_ray.sync.operations.low_rank import LowRankCompression
 from elastic_ray.sync.operations.owing import CompressedOperation, OwingOperation, SettlingOperation
-from elastic_ray.sync.operations.partitioned_reduce import (
-    CastReduceOperation,
-    OwnerOperation,
-    PartitionedReduceOperation,
-)
+from elastic_ray.sync.operations.partitioned_reduce import OwnerOperation, PartitionedReduceOperation
 from elastic_ray.sync.operations.topologies import RoutedReduceOperation
 from elastic_ray.sync.plan import BucketPlan, SyncPlan
 from elastic_ray.sync.sliced_gradients.operation import SlicedBucket, SlicedOperation
@@ -37,7 +32,6 @@ if TYPE_CHECKING:
     from elastic_ray.run.run import Run
     from elastic_ray.steps.step import LoaderStep
     from elastic_ray.sync.averaging.drift import Drift
-    from elastic_ray.sync.engine.joint_optimizer import JointTiles
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
     from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
 
@@ -53,18 +47,13 @@ def is_plain(plan: BucketPlan) -> bool:
 
 
 def make_bucket(
-    plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer | JointTiles
+    plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, tiles: Sequence[TiledOptimizer]
 ) -> GradientBucket:
-    """Return the bucket for a plan, with ``tail`` extra elements for control values.
-
-    Args:
-        index: Position of the bucket in the order of reduction.
-        owners: Tiled optimizer state, which knows the ranks that own each part of a parameter.
-    """
+    """Return the bucket for a plan, with ``tail`` extra elements for control values."""
     if isinstance(plan.sync, Rows):
         return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
     if isinstance(plan.sync, Owner) and plan.sync.owns_tiles:
-        return SlicedBucket(index, plan.group, params, owners)
+        return SlicedBucket(index, plan.group, params, tiles)
     return Bucket(index, plan.group, params, tail, shows=is_plain(plan))
 
 
@@ -90,9 +79,10 @@ def _reduction(sync: Reduce, places: Sequence[int]) -> BucketOperation:
     if wire.compresses:
         compression = LowRankCompression(wire.rank) if wire.rank else Int8Compression()
         return CompressedOperation(compression, places)
-    if sync.parts > 1:
-        return PartitionedReduceOperation(sync.parts, sync.axis, sync.seed, places, WireForm(wire.dtype))
-    return AllReduceOperation() if wire.exact else CastReduceOperation(WireForm(wire.dtype))
+    if sync.parts == 1 and wire.exact:
+        return AllReduceOperation()
+    axis = sync.axis if sync.parts > 1 else 0
+    return PartitionedReduceOperation(sync.parts, axis, sync.seed, places, WireForm(wire.dtype))
 
 
 class BucketLayout:
@@ -101,9 +91,6 @@ class BucketLayout:
     The tail holds control values, squared norms of local gradients, rank 0's statistics, the step's tag, and flags of
     used parameters. It is part of the last bucket if that bucket's reduction sums it exactly. Otherwise it is a
     separate buffer with its own all-reduce.
-
-    Args:
-        groups: Parameters of each parameter group, in the model's order.
 
     Attributes:
         sliced: Buckets of which each rank receives only a part of the mean.
@@ -120,7 +107,7 @@ class BucketLayout:
         control_size: int,
         sequel: StrategyInForce,
         statistics: GradientStatistics,
-        owners: TiledOptimizer | JointTiles,
+        tiles: Sequence[TiledOptimizer],
     ) -> None:
         params = [p for group in groups for p in group]
         if not params:
@@ -138,7 +125,7 @@ class BucketLayout:
         self.tail_rides = carries_tail(plan.buckets[last], params[plan.buckets[last].params[0]].dtype)
         self.buckets: list[GradientBucket] = [
             make_bucket(
-                each, index, [params[i] for i in each.params], size if index == last and self.tail_rides else 0, owners
+                each, index, [params[i] for i in each.params], size if index == last and self.tail_rides else 0, tiles
             )
             for index, each in enumerate(plan.buckets)
         ]
@@ -168,8 +155,8 @@ class BucketLayout:
         """Tail (extra elements) that holds the control values, in its current memory."""
         last = self.buckets[-1]
         if self.tail_rides and isinstance(last, Bucket):
-            self._numbers = last.tail_numbers
-            return last.tail
+            self._numbers = last.memory.tail_numbers
+            return last.memory.tail
         self._numbers = self._own_tail.numpy() if self._own_tail.device.type == "cpu" else None
         return self._own_tail
 
@@ -247,10 +234,6 @@ class Reduction:
     The operations' state is committed once the optimizer has applied their results, or once the step has ended and
     its gradients wait for a later one. It does not change if a step is drawn again after the optimizer has applied
     it, or if the sum of a pass is not finite.
-
-    Args:
-        group: Ranks whose gradients are summed.
-        grad_scale: Function that returns AMP's current loss scale, 1 without AMP.
     """
 
     def __init__(
@@ -272,11 +255,7 @@ class Reduction:
         self._took_s = list(self._began_s)
 
     def start_step(self, steps: int) -> bool:
-        """Start a step; return True if its gradients are sent uncompressed, so that statistics can be measured.
-
-        Args:
-            steps: Number of committed steps, equal on all ranks.
-        """
+        """Start a step; return True if its gradients are sent uncompressed, so that statistics can be measured."""
         self.end_step()
         self.written = set()  # also where nothing is reduced any more: this rank may have become the only one
         # What does not compress may have been given something to send by a change of group.
@@ -506,24 +485,6 @@ class StepWeights:
         self._consensus.announcer.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[list[float]] = told.tolist()
         return found
-
-
-class Announcements:
-    """Announcements of a model's backward pass, by which ranks check that all are about to reduce the same buckets.
-
-    Args:
-        layout: Layout of the model's buckets in the current group.
-
-    Attributes:
-        plain: Announcement that is made if micro-batches are weighted by their numbers of samples.
-        weighed: Announcement that is made if the loop sets the weights, which requires one more collective.
-    """
-
-    def __init__(self, number: int, layout: BucketLayout) -> None:
-        plain, strategy = layout.digest, layout.strategy
-        weighed = digest((plain, "weighed")), f"{strategy}, weighed by loader.weigh()"
-        self.plain = Announced(Intent.GRADIENTS, number, plain, strategy)
-        self.weighed = Announced(Intent.GRADIENTS, number, *weighed)
 
 
 def refuse_weights(step: LoaderStep | None) -> None:

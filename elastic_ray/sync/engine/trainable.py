@@ -142,7 +142,6 @@ class TrainedState(OptimizerState):
     and saved with it; see ``SharedOut``.
 
     Args:
-        rebuild: Rebuilds the buckets.
         carried: Accumulated gradients that wait for an optimizer step; None if another optimizer's state includes
             them.
         divided: States of which each rank holds a part.
@@ -306,11 +305,7 @@ _ELEMENTWISE = (
 def profile_of(
     module: torch.nn.Module, groups: Sequence[Sequence[torch.nn.Parameter]], optimizer: torch.optim.Optimizer
 ) -> ModelProfile:
-    """Return the profile of a model for strategy builders.
-
-    Args:
-        groups: Trainable parameters by parameter group of the optimizer, in the model's order.
-    """
+    """Return the profile of a model for strategy builders."""
     for layer in module.modules():
         if layer._forward_pre_hooks:
             switch_off(layer)

@@ -1,4 +1,4 @@
-"""Gradient statistics of a model that is divided among the workers of a unit, e.g. for tensor parallelism.
+"""Statistics and strategies of a model that is divided among the workers of a unit, e.g. for tensor parallelism.
 
 Estimates are linear in the squared norms, so each worker computes them for its part, and the unit adds them up. A
 parameter that several workers hold (same name, same gradient) is counted only on the first of them.
@@ -7,8 +7,8 @@ parameter that several workers hold (same name, same gradient) is counted only o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence, Set
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,8 @@ from elastic_ray.state.layout import digest
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.device_numbers import as_real, local, read
 from elastic_ray.sync.operations.buckets import Bucket
+from elastic_ray.sync.plan import BucketPlan, ParamInfo, SyncPlan
+from elastic_ray.sync.spec import Owner, Reduce
 
 if TYPE_CHECKING:
     from elastic_ray.communication.unit_group import UnitGroup
@@ -30,11 +32,7 @@ _NOTHING = Monitor()
 
 
 class UnitStatistics:
-    """Statistics of one model's backward passes on one worker of a unit (workers that share one replica).
-
-    Args:
-        module: The model, or the part of it that this worker holds.
-    """
+    """Statistics of one model's backward passes on one worker of a unit (workers that share one replica)."""
 
     def __init__(self, unit: UnitGroup, module: torch.nn.Module, statistics: GradientStatistics) -> None:
         self._unit, self._module, self._statistics = unit, module, statistics
@@ -63,7 +61,6 @@ class UnitStatistics:
         """Sum the measurements of the unit's workers after the gradients of a step have been averaged.
 
         Args:
-            due: Results of :meth:`due`, one per worker.
             needed_by: Names of the settings that require the statistics; empty if there are none.
 
         Raises StrategyError: workers have different numbers of parameter groups, and a setting needs the statistics.
@@ -90,10 +87,9 @@ class UnitStatistics:
     def _poll(self) -> None:
         """Determine which of this worker's parameters are also held by earlier workers of the unit."""
         own = [number for signature in self._signatures() for number in signature]
-        most = round(max(row[0] for row in self._unit.gather([float(len(own))])))
-        rows = self._unit.gather([*own, *[0.0] * (most - len(own))])
+        rows = _gather_all(self._unit, own)
         noise, mine = self._statistics.noise, self._unit.place.position
-        by_worker = [[tuple(row[i : i + _SIGNATURE]) for i in range(0, most, _SIGNATURE)] for row in rows]
+        by_worker = [[tuple(row[i : i + _SIGNATURE]) for i in range(0, len(row), _SIGNATURE)] for row in rows]
         earlier: dict[float, list[tuple[float, ...]]] = {}
         for signature in (each for signatures in by_worker[:mine] for each in signatures):
             earlier.setdefault(signature[0], []).append(signature)
@@ -135,3 +131,59 @@ def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
         and math.isclose(norm, other_norm, rel_tol=_CLOSE)
         and (abs(total - other_total) <= near)
     )
+
+
+def _gather_all(unit: UnitGroup, values: Sequence[float]) -> list[list[float]]:
+    """Return the values of all workers of the unit, which may have different numbers of them, padded by zeros."""
+    most = round(max(row[0] for row in unit.gather([float(len(values))])))
+    return unit.gather([*values, *[0.0] * (most - len(values))])
+
+
+def why_not_in_units(plan: SyncPlan, params: Sequence[ParamInfo], held: Set[str]) -> str:
+    """Return why a model divided within a unit cannot use ``plan``, with a suggestion; empty if it can use it.
+
+    Args:
+        held: Names of parameters that several workers of the unit hold and that must stay equal on them.
+    """
+    average = plan.strategy.average
+    if average is not None and average.give_back:
+        return "the workers of a unit make the same steps: leave give_back=True out"
+    if average is not None and average.algorithm == "pair":
+        return "each worker would pull its part from another unit at another time: use 'local_sgd' or 'sma'"
+    if plan.tiles is not None:
+        return "divide the optimizer state within the unit (torch's fully_shard), or leave strategy= out"
+    mixed = list[str]()
+    for bucket in plan.buckets:
+        if not isinstance(bucket.sync, Reduce | Owner):
+            return "rows are not exchanged by parts: use layers without sparse=True, or leave strategy= out"
+        if isinstance(bucket.sync, Reduce) and bucket.sync.wire.compresses:
+            mixed += _mixed(bucket, params, held)
+    if not mixed:
+        return ""
+    return (
+        f"several workers of the unit hold {', '.join(mixed[:3])}, and would round it differently, so that it drifts "
+        "apart: use 'bf16' or 'fp16', or 'powersgd' where these are vectors, which it does not compress"
+    )
+
+
+def _mixed(bucket: BucketPlan, params: Sequence[ParamInfo], held: Set[str]) -> list[str]:
+    """Return the names of parameters in ``held`` whose compression depends on others in the bucket."""
+    exact = isinstance(bucket.sync, Reduce) and bool(bucket.sync.wire.rank)  # for vectors
+    own = [params[i] for i in bucket.params]
+    return [p.name for p in own if not held.isdisjoint(p.names) and not (exact and len(p.shape) < 2)]
+
+
+def held_by_several(unit: UnitGroup, module: torch.nn.Module) -> frozenset[str]:
+    """Return the names of parameters of which several workers of a unit hold a whole copy; a collective of the unit."""
+    names = [name for name, p in module.named_parameters() if not _is_divided(p, unit.place.size)]
+    rows = _gather_all(unit, [float(digest(name)) for name in names])
+    elsewhere = {number for at, row in enumerate(rows) if at != unit.place.position for number in row}
+    return frozenset(name for name in names if float(digest(name)) in elsewhere)
+
+
+def _is_divided(param: Any, workers: int) -> bool:
+    """True if each of the unit's workers holds its own elements of the parameter."""
+    mesh = getattr(param, "device_mesh", None)
+    if mesh is None or mesh.size() != workers:
+        return False
+    return all(each.is_shard() or size == 1 for each, size in zip(param.placements, mesh.shape, strict=True))

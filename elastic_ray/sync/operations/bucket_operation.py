@@ -53,12 +53,15 @@ class BucketOperation(Protocol):
 
     def next_round(self, bucket: Any, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Start the next round after ``finished`` rounds and return its works; none once the bucket holds the sum."""
+        return ()
 
     def commit(self) -> None:
         """Make the changes that the step made to the operation's state (such as residuals) final."""
+        return
 
     def void(self) -> None:
         """Discard the passes of the current step, and restore the operation's state from before the step."""
+        return
 
 
 _FORMS = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,9 +72,6 @@ class WireForm:
 
     With fp16, a value above 65504 becomes infinite, and so does the sum on every rank. AMP's scaler then skips the
     step and lowers its scale, as for an overflow under autocast.
-
-    Args:
-        dtype: Value of ``Wire.dtype``: ``"native"``, ``"bf16"`` or ``"fp16"``.
     """
 
     def __init__(self, dtype: str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_ray.sync.device_numbers import real_count, shaped_like
+from elastic_ray.sync.operations.bucket_operation import BucketOperation
 from elastic_ray.sync.operations.gradient_checks import check_gradients
 from elastic_ray.sync.preconditioners import FlatPreconditioner, preconditioner, squared_norm
 
@@ -35,9 +36,6 @@ class Bucket:
     :meth:`release`; a lone rank needs none.
 
     Args:
-        index: Position of the bucket in the order of reduction.
-        group: Parameter group that the parameters belong to.
-        params: Parameters in the order of ``views``.
         shows: Whether ``.grad`` may be a view of the buffer, because only a plain all-reduce uses the buffer.
 
     Attributes:
@@ -84,21 +82,6 @@ class Bucket:
         """Flat buffer without its tail."""
         return self.memory.body
 
-    @property
-    def tail(self) -> torch.Tensor:
-        """Extra elements at the end of the buffer, for control values that are reduced with the gradients."""
-        return self.memory.tail
-
-    @property
-    def tail_numbers(self) -> Any:
-        """Tail as a NumPy array, with which operations are ten times as fast as in torch; None on a GPU."""
-        return self.memory.tail_numbers
-
-    @property
-    def views(self) -> list[torch.Tensor]:
-        """Views of ``body``, one in the shape of each parameter."""
-        return self.memory.views
-
     @functools.cached_property
     def memory(self) -> BucketMemory:
         """Buffer and its views, allocated at the first use."""
@@ -140,7 +123,7 @@ class Bucket:
         """Move gradients that lie in the buffer to separate memory."""
         if "memory" not in self.__dict__ or not self._may_show:
             return
-        for param, view in zip(self.params, self.views, strict=True):
+        for param, view in zip(self.params, self.memory.views, strict=True):
             if param.grad is view:
                 param.grad = view.clone()
 
@@ -152,7 +135,7 @@ class Bucket:
         if not taken or any(grad is None or grad.requires_grad or grad.layout != torch.strided for grad in grads):
             return
         there: Any = grads  # all are
-        views = [self.views[each] for each in taken]
+        views = [self.memory.views[each] for each in taken]
         with torch.no_grad():
             torch._foreach_copy_(views, there)
         for each, param, view in zip(taken, params, views, strict=True):
@@ -303,13 +286,13 @@ class Bucket:
                 if flag and not self.has_gradient[index]:  # it had one on other ranks or in earlier micro-steps only
                     param = self.params[index]
                     if self._shows:
-                        param.grad = self.views[index]
+                        param.grad = self.memory.views[index]
                     elif param.grad is None:
                         self.grads[index] = param.grad = torch.empty_like(param)
         own = list(map(operator.is_not, self.grads, itertools.repeat(None)))
         if True in own:
             grads: Any = list(itertools.compress(self.grads, own))
-            torch._foreach_copy_(grads, list(itertools.compress(self.views, own)))
+            torch._foreach_copy_(grads, list(itertools.compress(self.memory.views, own)))
         self.written = None
         for param in self.params:
             if param.grad is not None:
@@ -336,7 +319,7 @@ class Bucket:
             return
         self.memory = BucketMemory(before.flat.clone(), self.size, self.params)
         if self._may_show:
-            for param, view, new in zip(self.params, before.views, self.views, strict=True):
+            for param, view, new in zip(self.params, before.views, self.memory.views, strict=True):
                 if param.grad is view:
                     param.grad = new
 
@@ -375,19 +358,9 @@ def _uses_of_free_gradients() -> tuple[int, int]:
     return _uses(grad)
 
 
-class AllReduceOperation:
+class AllReduceOperation(BucketOperation):
     """All-reduce of a flat bucket with the control values in its tail; a stateless ``BucketOperation``."""
 
     def launch(self, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
         """Launch the all-reduce of the whole buffer, including its tail."""
         return (group.all_reduce(bucket.flat),)
-
-    def next_round(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Return no works, because the bucket holds the sum after the first round."""
-        return ()
-
-    def commit(self) -> None:
-        """Do nothing: the operation keeps no state."""
-
-    def void(self) -> None:
-        """Do nothing: the operation keeps no state."""

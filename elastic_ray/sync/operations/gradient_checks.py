@@ -76,9 +76,6 @@ def check_gradients(
 ) -> None:
     """Raise an error that explains a user's mistake by which gradients cannot be put into a bucket.
 
-    Args:
-        complete: Whether the backward pass has reached all parameters.
-
     Raises RuntimeError: a gradient is sparse, or a hook has removed it.
     """
     for param, grad in zip(params, grads, strict=True):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_ray.sync.operations.owing import Compression
+
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import GradientGroup
 
@@ -20,7 +22,7 @@ _SCALE_BYTES = 4
 _AT_ONCE = 128  # blocks, which with what is made of them stay in a core's cache
 
 
-class Int8Compression:
+class Int8Compression(Compression):
     """All-reduce of gradients as 8-bit integers; implements ``Compression``.
 
     The vector is divided into one share per rank. In an all-to-all, each rank sends every other rank its share in
@@ -70,22 +72,9 @@ class Int8Compression:
         vector.copy_(self._work.view(-1)[: vector.numel()])
         return ()
 
-    def commit(self) -> None:
-        """Do nothing: the compression keeps no state."""
-
     def void(self) -> None:
         """Drop the buffers of the current pass, to which abandoned collectives may still write."""
         self._work = torch.empty(0)
-
-    def drop(self) -> None:
-        """Do nothing: the compression keeps no state."""
-
-    def factors(self) -> dict[int, torch.Tensor]:
-        """Return an empty mapping, because the compression has no factors."""
-        return {}
-
-    def set_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Do nothing, because the compression has no factors."""
 
 
 def _quantise(values: torch.Tensor, packed: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_ray.sync.device_numbers import real_count
+from elastic_ray.sync.operations.owing import Compression
 
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import GradientGroup
@@ -34,7 +35,7 @@ class _Matrix:
         return vector[self.first : self.first + self.rows * self.columns].view(self.rows, self.columns)
 
 
-class LowRankCompression:
+class LowRankCompression(Compression):
     """All-reduce of matrices in low-rank factors (PowerSGD); implements ``Compression``.
 
     The matrix M = sum_r M_r is approximated by one step of subspace iteration, which starts from the previous step's
@@ -97,21 +98,15 @@ class LowRankCompression:
             self._factors, self._fresh = self._fresh, []
 
     def void(self) -> None:
-        """Discard the factors of the current pass, whose collectives may have been abandoned."""
-        self._fresh = []
-
-    def drop(self) -> None:
-        """Discard the factors of the last pass, because its sum was not finite."""
+        """Discard the factors of the last pass."""
         self._fresh = []
 
     def factors(self) -> dict[int, torch.Tensor]:
-        """Return the factor Q^T of each matrix, keyed by the position of its parameter in the bucket."""
         if not self._laid_out:
             return dict(self._given)
         return {matrix.place: factor for matrix, factor in zip(self._matrices, self._factors, strict=True)}
 
     def set_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Use the given factors, which come from another rank or another layout, as the start of the next pass."""
         self._given = factors
         self._laid_out = 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -104,7 +103,7 @@ class Residual:
         self.owed = None if flat is None else Owed(flat, 1.0)
 
 
-class OwingOperation(abc.ABC):
+class OwingOperation(BucketOperation):
     """Base class of operations that send a part of the gradients (the residual) only with a later pass."""
 
     def __init__(self) -> None:
@@ -119,14 +118,6 @@ class OwingOperation(abc.ABC):
             scale: AMP's loss scale, by which the gradients are multiplied.
         """
         self._plain, self._scale = plain, scale
-
-    @abc.abstractmethod
-    def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
-        """Start the operation's first round; see :meth:`BucketOperation.launch`."""
-
-    @abc.abstractmethod
-    def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Continue the operation; see ``BucketOperation``."""
 
     def complete(self, bucket: GradientBucket, scale: float) -> None:
         """Add the residual to ``.grad`` if this rank's gradients are not reduced and all parameters have gradients.
@@ -204,26 +195,22 @@ class Compression(Protocol):
 
     def commit(self) -> None:
         """Make the outcome of the step final; any low-rank factors are the starting point of the next step."""
+        return
 
     def void(self) -> None:
-        """Discard the current pass, whose collectives may have been abandoned."""
-
-    def drop(self) -> None:
-        """Discard the state from the last pass, whose sum was not finite."""
+        """Discard the last pass, whose collectives may have been abandoned, or whose sum was not finite."""
 
     def factors(self) -> dict[int, torch.Tensor]:
         """Return the low-rank factors, equal on all ranks, keyed by the parameter's position in the bucket."""
+        return {}
 
     def set_factors(self, factors: dict[int, torch.Tensor]) -> None:
         """Use the given low-rank factors as the starting point of the next step."""
+        return
 
 
 class CompressedOperation(OwingOperation):
-    """Compressed all-reduce of one bucket; implements ``BucketOperation``.
-
-    Args:
-        places: Positions of the bucket's parameters in the model.
-    """
+    """Compressed all-reduce of one bucket; implements ``BucketOperation``."""
 
     def __init__(self, compression: Compression, places: Sequence[int]) -> None:
         super().__init__()
@@ -268,4 +255,4 @@ class CompressedOperation(OwingOperation):
 
     def drop(self) -> None:
         super().drop()
-        self.compression.drop()
+        self.compression.void()

@@ -9,24 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_ray.sync.device_numbers import real_shape
-from elastic_ray.sync.operations.bucket_operation import GradientBucket, WireForm
+from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket, WireForm
 
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import GradientGroup
 
 
-class PartitionedReduceOperation:
-    """All-reduce of one bucket in several concurrent parts; a stateless ``BucketOperation``.
+class PartitionedReduceOperation(BucketOperation):
+    """All-reduce of one bucket, in several concurrent parts or in a smaller dtype; a stateless ``BucketOperation``.
 
     Along the first axis, the flat buffer is divided as it is. Along another axis, each tensor is cut into slices, and
     the i-th slices of all tensors are packed together. If a tensor's axis is shorter than ``parts``, it is cut into
     as many slices as possible.
-
-    Args:
-        parts: Number of parts, each reduced by its own collective.
-        axis: Axis along which tensors are divided; see ``Reduce``.
-        seed: Seed for the choice of the axis; see ``Reduce``.
-        places: Positions of the bucket's parameters in the model.
     """
 
     def __init__(self, parts: int, axis: int, seed: int, places: Sequence[int], form: WireForm) -> None:
@@ -55,9 +49,6 @@ class PartitionedReduceOperation:
         else:
             torch._foreach_copy_(self._slices, self._packed)
         return ()
-
-    def commit(self) -> None:
-        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
         """Release the buffers; the operation keeps no other state."""
@@ -101,12 +92,8 @@ def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> in
     return random.Random(f"{seed}/{place}").choice(divisible) if divisible else 0
 
 
-class OwnerOperation:
-    """Reduction to an owner, and broadcast of the result; it has no state that could be lost with the owner.
-
-    Args:
-        owner: Rank that sums the bucket.
-    """
+class OwnerOperation(BucketOperation):
+    """Reduction to an owner, and broadcast of the result; it has no state that could be lost with the owner."""
 
     def __init__(self, owner: int, form: WireForm) -> None:
         self._owner, self._form = owner, form
@@ -125,33 +112,7 @@ class OwnerOperation:
         self._sent = None
         return ()
 
-    def commit(self) -> None:
-        """Do nothing: the operation keeps no state."""
-
     def void(self) -> None:
         """Release the buffer; the operation keeps no other state."""
         self._sent = None
-        self._form.drop()
-
-
-class CastReduceOperation:
-    """All-reduce in a smaller dtype; a stateless ``BucketOperation``. Weights are applied before rounding."""
-
-    def __init__(self, form: WireForm) -> None:
-        self._form = form
-
-    def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
-        """Launch the all-reduce of the gradients, rounded to the smaller dtype."""
-        return (group.all_reduce(self._form.pack(bucket.flat_gradient())),)
-
-    def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Copy the sum back into the bucket in the bucket's dtype."""
-        self._form.unpack(bucket.flat_gradient())
-        return ()
-
-    def commit(self) -> None:
-        """Do nothing: the operation keeps no state."""
-
-    def void(self) -> None:
-        """Release the buffer; the operation keeps no other state."""
         self._form.drop()

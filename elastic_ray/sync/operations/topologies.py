@@ -1,14 +1,16 @@
 """All-reduces with a selectable topology, which defines the rounds of transfers between ranks (torch).
 
 KungFu (OSDI 2020) makes the topology of an all-reduce a parameter that adaptation policies change. Here, a
-topology is a schedule of rounds that is equal on all ranks. Each round is one ``all_to_all``, which every backend
-supports; ranks with nothing to send or receive take part with empty tensors. Each sum is computed by one rank and
-then copied, so that all ranks have bit-identical results.
+topology is a schedule of rounds that is equal on all ranks. On CPUs, a round is the sends and receives of ranks that
+exchange something. On GPUs, it is one ``all_to_all``, which NCCL orders with its other collectives. Each sum is
+computed by one rank and then copied, or by two ranks from the same two parts, so that all ranks have bit-identical
+results.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -94,9 +96,9 @@ def two_level(nodes: Sequence[int], size: int) -> list[Round]:
     """Return rounds that sum within nodes, then between nodes, and copy the result within nodes; see :func:`ring`.
 
     Each node sends the bucket only once. The bucket is cut into as many slices as the smallest node has ranks. On each
-    node, one rank is responsible for each slice. In four rounds, these ranks sum their slice within the node,
-    reduce-scatter it among their counterparts on other nodes, gather the results, and send the slice to all ranks of
-    their node.
+    node, one rank is responsible for each slice. These ranks sum their slice within the node, then among their
+    counterparts on other nodes, and send it to all ranks of their node. Two counterparts exchange their slices, and
+    both add. More of them reduce-scatter the slice and gather the results, which takes two rounds.
     """
     members = [[rank for rank, node in enumerate(nodes) if node == each] for each in sorted(set(nodes))]
     slices = cut((0, size), min(map(len, members)))
@@ -107,17 +109,18 @@ def two_level(nodes: Sequence[int], size: int) -> list[Round]:
         for rank in ranks
         if rank != carrier
     }
+    two = len(members) == 2
     between = {
         (source[at], destination[at]): part
         for at, span in enumerate(slices)
-        for destination, part in zip(members, cut(span, len(members)), strict=True)
+        for destination, part in zip(members, [span, span] if two else cut(span, len(members)), strict=True)
         for source in members
         if source is not destination
     }
     rounds = (Round(transfers=inside, adds=True), Round(transfers=between, adds=True))
     backwards = [
         Round(transfers={(to, by): span for (by, to), span in each.transfers.items()}, adds=False)
-        for each in reversed(rounds)
+        for each in (rounds[:1] if two else reversed(rounds))
     ]
     return [each for each in (*rounds, *backwards) if each.transfers]
 
@@ -131,6 +134,9 @@ SCHEDULES: Mapping[str, Callable[[Sequence[int], int], list[Round]]] = MappingPr
 class RoutedReduceOperation:
     """Sum of a flat bucket and its tail by a schedule of rounds; a stateless ``BucketOperation``.
 
+    On CPUs, ranks send only to those that receive something, and one thread a bucket goes through the rounds. On GPUs,
+    each round is one ``all_to_all``.
+
     Args:
         topology: Name of a topology in :data:`SCHEDULES`.
     """
@@ -143,13 +149,25 @@ class RoutedReduceOperation:
 
     def launch(self, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
         """Start the first round."""
-        if self._size != bucket.flat.numel():
-            self._size = bucket.flat.numel()
+        flat = bucket.flat
+        if self._size != flat.numel():
+            self._size = flat.numel()
             self._rounds = self._schedule(self._nodes, self._size)
-        return self._start(0, bucket, group)
+        if flat.is_cuda:
+            return self._start(0, bucket, group)
+        sent = sum(
+            end - begin
+            for each in self._rounds
+            for (source, _), (begin, end) in each.transfers.items()
+            if source == group.rank
+        )
+        transfer = functools.partial(exchange, self._rounds, flat, group.rank)
+        return (group.in_background(transfer, len(self._rounds), sent * flat.itemsize),)
 
     def next_round(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Add or copy the parts received in the last round, and start the next round."""
+        if not bucket.flat.is_cuda:
+            return ()
         for (begin, end), part in self._coming:
             mine = bucket.flat[begin:end]
             mine.add_(part) if self._rounds[finished - 1].adds else mine.copy_(part)
@@ -175,3 +193,37 @@ class RoutedReduceOperation:
     def void(self) -> None:
         """Drop buffers to which an abandoned collective may still write; the operation has no other state."""
         self._coming = []
+
+
+def exchange(rounds: Sequence[Round], flat: torch.Tensor, rank: int, group: Any, tag: int) -> None:
+    """Go through all rounds of a rank, with the sends and receives of torch's process group ``group``.
+
+    All receives start at once, so that no sender waits for word that the receiver is ready. Copied parts arrive in
+    their place: their sum contains what was there, which has therefore been sent.
+
+    Args:
+        tag: First of the tags of this exchange, one for each round.
+
+    Raises RuntimeError: a peer is gone, or the group's timeout has passed.
+    """
+    coming: list[list[tuple[torch.Tensor, torch.Tensor, Any]]] = []
+    for number, each in enumerate(rounds):
+        parts = []
+        for (source, destination), (begin, end) in sorted(each.transfers.items()):
+            if destination == rank and begin < end:
+                mine = flat[begin:end]
+                part = torch.empty_like(mine) if each.adds else mine
+                parts.append((mine, part, group.recv([part], source, tag + number)))
+        coming.append(parts)
+    for number, (each, parts) in enumerate(zip(rounds, coming, strict=True)):
+        going = [
+            group.send([flat[begin:end]], destination, tag + number)
+            for (source, destination), (begin, end) in each.transfers.items()
+            if source == rank and begin < end
+        ]
+        for work in going:
+            work.wait()  # two ranks may add what they exchange
+        for mine, part, work in parts:
+            work.wait()
+            if part is not mine:
+                mine.add_(part)

@@ -41,7 +41,6 @@ def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
     """Return temporary owners: a planned owner that lacks a tile is replaced by another rank that holds it.
 
     Args:
-        target: Planned owners of each tile.
         held: Tiles that each rank holds; each tile must be held by at least one rank.
     """
     found = []
@@ -56,7 +55,6 @@ def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int)
     """Return the next few moves: each rank that lacks tiles receives one tile, or several if they are small.
 
     Args:
-        target, present: Planned and current owners of each tile.
         most: Limit on the total size that a rank receives if it receives several tiles, in the unit of ``sizes``.
     """
     ranks = range(1 + max(rank for mine in (*target, *present) for rank in mine))
@@ -337,10 +335,6 @@ def written_states(
     Tensors with the parameter's shape are given as `Pieces`. Other tensors of a parameter's state, such as a step
     count, are written by the rank that writes the parameter's first element. Other ranks return `Pieces` without
     elements for them, so that every rank lists the same state keys in the same order.
-
-    Args:
-        held: Tiles that this rank holds.
-        owners: Ranks that hold each tile, by tile number.
     """
     found: dict[Parameter, State] = {}
     for tile, writer in enumerate(writers(held.tiling, owners)):

@@ -1,14 +1,17 @@
-"""Transfer of optimizer state tiles between ranks (torch)."""
+"""Transfer of parts of a divided state between ranks (torch)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.state.tree import receive_state, send_state
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.sharded.placement import Move
+
+_Key = TypeVar("_Key")
 
 
 class StateLostError(LostGroupError):
@@ -18,32 +21,46 @@ class StateLostError(LostGroupError):
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], give: Callable[[int], list[State]]
 ) -> Iterator[tuple[int, list[State]]]:
-    """Send tiles of optimizer state to ranks that lack them; all ranks call this with the same moves.
+    """Send tiles of optimizer state to ranks that lack them; see :func:`exchange`."""
+    pairs: dict[tuple[int, int], list[int]] = {}
+    for move in sorted(moves, key=lambda move: move.tile):
+        pairs.setdefault((move.source, move.destination), []).append(move.tile)
+    return exchange(communicator, pairs, give)
+
+
+def exchange(
+    communicator: Communicator, pairs: Mapping[tuple[int, int], Sequence[_Key]], give: Callable[[_Key], Any]
+) -> Iterator[tuple[_Key, Any]]:
+    """Send parts of a state between ranks; all ranks call this with the same parts.
 
     Callers must exhaust the iterator. Pairs of ranks communicate in a fixed order, which prevents deadlocks.
 
     Args:
-        give: Returns, for a tile that this rank holds, the optimizer state of each of its spans.
+        pairs: Parts to send, keyed by (source rank, destination rank); ``str()`` must differ between parts.
+        give: Returns the content of a part that this rank holds.
 
     Yields:
-        Tiles that this rank receives, with the states of their spans.
+        Parts that this rank receives, with their content.
 
-    Raises CommunicationFailedError: the group broke; all tiles yielded before are complete.
+    Raises CommunicationFailedError: the group broke; all parts yielded before are complete.
     """
     rank = communicator.rank
     for peer in peers(rank, communicator.world_size):
-        mine = sorted(move.tile for move in moves if (move.source, move.destination) == (rank, peer))
-        theirs = sorted(move.tile for move in moves if (move.source, move.destination) == (peer, rank))
+        mine, theirs = pairs.get((rank, peer), ()), pairs.get((peer, rank), ())
         for sends in (rank < peer, rank > peer):
             if sends and mine:
-                send_state(communicator, peer, {str(tile): give(tile) for tile in mine})
+                send_state(communicator, peer, {str(part): give(part) for part in mine})
             elif not sends and theirs:
                 trees, _ = receive_state(communicator, peer, lambda key: None)
                 if sorted(trees) != sorted(map(str, theirs)):
-                    communicator.mark_broken()
-                    raise CommunicationFailedError(f"rank {peer} sent other tiles than was agreed on")
-                for tile in theirs:
-                    yield tile, trees[str(tile)]
+                    raise refused(communicator, peer)
+                yield from ((part, trees[str(part)]) for part in theirs)
+
+
+def refused(communicator: Communicator, peer: int) -> CommunicationFailedError:
+    """Break the group, because a peer has sent something unexpected; return the error to raise."""
+    communicator.mark_broken()
+    return CommunicationFailedError(f"rank {peer} sent something else than was agreed on")
 
 
 def peers(rank: int, world_size: int) -> Iterator[int]:

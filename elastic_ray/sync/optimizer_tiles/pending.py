@@ -126,7 +126,6 @@ def as_then(
     """Set the optimizer's options to those of an earlier step, within the context.
 
     Args:
-        options: Options of each group, from :func:`options_of`.
         rates: Learning rates that other ranks used for the update.
     """
     groups, before = optimizer.param_groups, options_of(optimizer)

@@ -98,7 +98,6 @@ class HeldTiles:
         """Start to hold the tile of this number.
 
         Args:
-            states: Optimizer state of each of the tile's spans.
             borrowed: Whether tensors in ``states`` share the memory of larger tensors.
         """
         views = []
@@ -122,7 +121,7 @@ class HeldTiles:
             view = self._borrowed.pop()
             if view in self.states:
                 count -= 1
-                self.states[view] = {key: _owned(value) for key, value in self.states[view].items()}
+                self.states[view] = {key: owned(value) for key, value in self.states[view].items()}
 
     def states_of(self, tile: int) -> list[State]:
         """Return the optimizer state of each of the tile's spans, in order."""
@@ -165,7 +164,7 @@ class HeldTiles:
         self._shown = []
 
 
-def _owned(value: Any) -> Any:
+def owned(value: Any) -> Any:
     """Return the value, cloned if it is a view that keeps a larger tensor in memory."""
     larger = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
     return value.clone() if larger else value
@@ -184,11 +183,7 @@ def assemble(
     states: Mapping[int, list[State]],
     device: torch.device | None = None,
 ) -> dict[str, State]:
-    """Return the state of each parameter that has one, keyed by name and joined from all tiles.
-
-    Args:
-        device: Device of large tensors in the result; None keeps their current device.
-    """
+    """Return the state of each parameter that has one, keyed by name and joined from all tiles."""
     parts: dict[str, list[tuple[Span, State]]] = {}
     for tile, spans in enumerate(tiling.tiles):
         for span, state in zip(spans, states[tile], strict=True):
@@ -219,9 +214,6 @@ class StoredStates:
         """Move the states of parameters in tiles from the optimizer to this object.
 
         The states of all other parameters stay in the optimizer; they are read and moved to the right device.
-
-        Args:
-            tiled: Parameters in tiles.
         """
         state, known, kept = self._optimizer.state, self.states(), {id(param) for param in tiled}
         self._states = {}

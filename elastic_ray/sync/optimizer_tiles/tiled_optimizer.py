@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.sync.device_numbers import read, with_steps_read
-from elastic_ray.sync.optimizer_tiles.holder import TileHolder
+from elastic_ray.sync.optimizer_tiles.holder import Owners, TileHolder
 from elastic_ray.sync.optimizer_tiles.pending import PendingUpdate, Update, tiles_shown, update_digest
 from elastic_ray.sync.optimizer_tiles.publishing import Publisher
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State, part_of
@@ -46,7 +46,6 @@ class TiledOptimizer:
     Methods that communicate raise CommunicationFailedError if the group breaks.
 
     Args:
-        number: Index of the model, in the order in which the loop wraps models.
         groups: Range of this optimizer's parameter groups among those of all optimizers of the model; None if it is
             the only one.
 
@@ -100,12 +99,12 @@ class TiledOptimizer:
         self._holder.adopt(self._wanted)
 
     @property
-    def owners(self) -> object:
+    def owners(self) -> Owners:
         """Ranks that own each tile (part of the state); a new object whenever owners change, so compare with ``is``."""
         return self._holder.owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return each parameter's ranges with the ranks that own them; the state of all of them must be divided."""
+        """Return each parameter's ranges in tiles, with the ranks that own them; the state must be divided."""
         return self._holder.owned_spans(params)
 
     @property
@@ -443,11 +442,7 @@ class Denominators:
     def gather(
         self, communicator: Communicator, held: HeldTiles, params: Mapping[str, Parameter], senders: Sequence[int]
     ) -> None:
-        """Send the denominators from their first owners to all ranks; called on every rank.
-
-        Args:
-            senders: First owner of each tile.
-        """
+        """Send the denominators from their first owners to all ranks; called on every rank."""
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         # Parameters keep their memory format where they are whole, and so do these.
         found = {name: torch.empty_like(params[name], dtype=torch.bfloat16) for name in held.tiling.names}

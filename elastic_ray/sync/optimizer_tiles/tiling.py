@@ -71,7 +71,6 @@ def cut(profile: ModelProfile, params: Iterable[int], owner: Owner) -> Tiling:
 
     Args:
         profile: Profile of the model; tensors whose optimizer is not element-wise are kept whole.
-        params: Positions of the parameters in ``profile.params``.
     """
     tiles: list[tuple[Span, ...]] = []
     chosen = [profile.params[i] for i in params]

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 class ModelTables:
     """Sharded tables of one wrapped model; a model without tables has no overhead.
 
-    Args:
-        optimizer: Optimizer of the model's parameters, whose learning rates the tables use.
-        number: Index of the model, in the order in which the loop wraps models.
-        scaler: AMP's ``GradScaler``; None without AMP.
-
     Raises StrategyError: a table cannot be trained with this optimizer or this scaler.
     """
 

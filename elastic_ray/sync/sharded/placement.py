@@ -82,12 +82,6 @@ def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: in
     another node. As many copies as possible stay in place (a maximum matching); the other copies fill the remaining
     space. A held copy is moved only if no other copy can move.
 
-    Args:
-        tiles: Number of tiles, at least 1.
-        held: Tiles that each rank holds, in rank order.
-        nodes: Name of each rank's node.
-        copies: Number of owners per tile, at least 1.
-
     A tile's first owner supplies its contents to ranks that do not hold the tile; each rank is the first owner of about
     equally many tiles.
     """
@@ -214,10 +208,6 @@ def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: in
 
     If fewer than ``copies`` ranks stay, all of them own each tile. If possible, leaving ranks send tiles; the ranks
     with the fewest tiles receive.
-
-    Args:
-        owners: Ranks that own each tile.
-        stays: ``stays[r]`` is True if rank r stays; at least one must.
 
     Raises ValueError: no rank stays.
     """

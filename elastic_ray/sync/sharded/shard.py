@@ -201,79 +201,52 @@ class TableShard:
 
     def fetch(self, communicator: Communicator, ids: Tensor) -> Tensor:
         """Fetch rows from their owners, [len(ids), width]; called on every rank, with empty ``ids`` to get none."""
-        assert self.store is not None
-        return fetch(communicator, self.store, self._by_tile[:, 0], ids)
+        store, readers = self.store, self._by_tile[:, 0]
+        assert store is not None
+        here = store.holds(ids)
+        away = (~here).nonzero().squeeze(1)
+        asked = readers[ids[away] % len(readers)]
+        order = torch.argsort(asked, stable=True)
+        away = away[order]
+        matrix = _counts(communicator, asked)
+        wanted = _swap(communicator, ids[away], matrix)
+        given = _swap(communicator, store.rows(wanted), [list(column) for column in zip(*matrix, strict=True)])
+        rows = given.new_empty(len(ids), given.shape[1])
+        at = here.nonzero().squeeze(1)
+        rows[at] = store.rows(ids[at])
+        rows[away] = given
+        return rows
 
     def push(self, communicator: Communicator, ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Send row gradients to the row owners; return ids and summed gradients of the rows that this rank owns.
-
-        Args:
-            gradient: Gradients on this rank for the rows ``ids``, weighted by samples.
-        """
+        """Send row gradients to the row owners; return ids and summed gradients of the rows that this rank owns."""
         if communicator.world_size == 1:
             return ids, gradient
-        return summed(push(communicator, self._by_tile, ids, gradient), gradient.shape[1])
+        owners = self._by_tile
+        to = owners[ids % len(owners)]
+        order = torch.argsort(to.reshape(-1), stable=True)
+        which = torch.div(order, owners.shape[1], rounding_mode="floor")
+        matrix = _counts(communicator, to.reshape(-1))
+        got_ids = _swap(communicator, ids[which], matrix)
+        got = _swap(communicator, gradient[which], matrix)
+        splits = [row[communicator.rank] for row in matrix]
+        pieces = zip(torch.split(got_ids, splits), torch.split(got, splits), strict=True)
+        return summed(list(pieces), gradient.shape[1])
 
     def whole(self, communicator: Communicator | None, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """Return the named tensors of the complete table on rank 0, None on other ranks; called on every rank.
-
-        Args:
-            communicator: Communicator of the group; None before the first group.
-        """
+        """Return the named tensors of the complete table on rank 0, None on other ranks; called on every rank."""
         store = self.store
         assert store is not None
         stores = [store]
         if communicator is not None and communicator.world_size > 1:
-            found = collect(communicator, self._owners, store, self._tiling.height, names)
-            if found is None:
+            first = communicator.rank == 0
+            tiles = [tile for tile, mine in enumerate(self._owners) if 0 not in mine]
+            like = {name: store.tensors[name] for name in names}
+            stores.append(TileStore.empty(self._tiling, tiles if first else (), like))
+            moved = [Move(tile, self._owners[tile][0], 0) for tile in tiles]
+            carry_out(communicator, moved, (store,), stores[1], self._tiling.height)
+            if not first:
                 return None
-            stores.append(found)
         return {name: whole_of(self._tiling, name, stores) for name in names}
-
-
-def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Tensor) -> Tensor:
-    """Fetch rows of a table from other ranks; called on every rank, with empty ``ids`` if the rank needs none.
-
-    Args:
-        readers: For each tile, the rank from which to fetch.
-        ids: Ids of the rows, [n].
-
-    Returns the rows, [n, width].
-    """
-    here = store.holds(ids)
-    away = (~here).nonzero().squeeze(1)
-    asked = readers[ids[away] % len(readers)]
-    order = torch.argsort(asked, stable=True)
-    away = away[order]
-    matrix = _counts(communicator, asked)
-    wanted = _swap(communicator, ids[away], matrix)
-    given = _swap(communicator, store.rows(wanted), _turned(matrix))
-    rows = given.new_empty(len(ids), given.shape[1])
-    at = here.nonzero().squeeze(1)
-    rows[at] = store.rows(ids[at])
-    rows[away] = given
-    return rows
-
-
-def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Send row gradients to all owners of each row; called on every rank, with empty ``ids`` if it has none.
-
-    Args:
-        owners: Owners of each tile, [tiles, copies].
-        ids: Unique ids of the rows, [n].
-        gradient: Gradients of the rows, [n, width].
-
-    Returns, for each sending rank, the ids and gradients that it has sent for rows owned by this rank, in its order of
-    ids.
-    """
-    to = owners[ids % len(owners)]
-    order = torch.argsort(to.reshape(-1), stable=True)
-    which = torch.div(order, owners.shape[1], rounding_mode="floor")
-    matrix = _counts(communicator, to.reshape(-1))
-    got_ids = _swap(communicator, ids[which], matrix)
-    got = _swap(communicator, gradient[which], matrix)
-    splits = [row[communicator.rank] for row in matrix]
-    return list(zip(torch.split(got_ids, splits), torch.split(got, splits), strict=True))
 
 
 def carry_out(
@@ -290,38 +263,15 @@ def carry_out(
     mine = sorted((move for move in moves if move.source == rank), key=lambda move: (move.destination, move.tile))
     theirs = sorted((move for move in moves if move.destination == rank), key=lambda move: (move.source, move.tile))
     for name, like in into.tensors.items():
-        parts = [_holder(stores, move.tile).tile(name, move.tile) for move in mine]
+        parts = [next(each for each in stores if move.tile in each.tiles).tile(name, move.tile) for move in mine]
         sent = torch.cat(parts) if parts else like.new_empty(0, like.shape[1])
         for move, part in zip(theirs, torch.split(_swap(communicator, sent, matrix), height), strict=False):
             into.tile(name, move.tile).copy_(part)
 
 
-def collect(
-    communicator: Communicator, owners: Sequence[Sequence[int]], store: TileStore, height: int, names: Sequence[str]
-) -> TileStore | None:
-    """Collect on rank 0 the tiles that rank 0 does not own, of the tensors ``names``; called on every rank.
-
-    Returns a store with these tiles on rank 0, None on other ranks. Tiles have ``height`` rows.
-    """
-    tiles = [tile for tile, mine in enumerate(owners) if 0 not in mine]
-    moves = [Move(tile, owners[tile][0], 0) for tile in tiles]
-    like: Mapping[str, Tensor] = {name: store.tensors[name] for name in names}
-    found = TileStore.empty(store.tiling, tiles if communicator.rank == 0 else (), like)
-    carry_out(communicator, moves, (store,), found, height)
-    return found if communicator.rank == 0 else None
-
-
-def _holder(stores: Sequence[TileStore], tile: int) -> TileStore:
-    return next(store for store in stores if tile in store.tiles)
-
-
 def _counts(communicator: Communicator, to: Tensor) -> _Matrix:
     """Return the number of rows that each rank sends to each rank, given this rank's destinations."""
     return communicator.gather_ints(torch.bincount(to, minlength=communicator.world_size).tolist(), with_gradients=True)
-
-
-def _turned(matrix: _Matrix) -> _Matrix:
-    return [list(column) for column in zip(*matrix, strict=True)]
 
 
 def _swap(communicator: Communicator, tensor: Tensor, matrix: _Matrix) -> Tensor:

@@ -69,8 +69,6 @@ class SeededRows:
     """Random initial rows that are drawn tile by tile, so that all owners of a tile draw the same values.
 
     Args:
-        seed: Seed of the random numbers; equal on all ranks.
-        std: Standard deviation of the normal distribution.
         padding: Row that is set to zero; None for no such row.
         initial: Initial value of each tensor other than ``weight``.
     """

@@ -277,9 +277,6 @@ def hollow_out(module: nn.Module, device: torch.device) -> None:
 
     A stand-in is on the given device and has the parameter's shape, but memory for one element only. All elements
     read as NaN, and torch refuses to write more than one number into it.
-
-    Args:
-        module: Module that torch has sharded on a mesh of one rank.
     """
     for group in groups_of(module):
         for field in group.fsdp_params:
@@ -389,7 +386,6 @@ def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedPar
     """Give a model's parameters, which stay the same objects, the shards of another group.
 
     Args:
-        mesh: Mesh of the new group.
         shards: Each parameter with the result of :func:`memory_for`: whole memory, and view of the rows.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo

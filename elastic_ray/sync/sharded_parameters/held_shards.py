@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.communicator import Communicator
 from elastic_ray.state.pieces import Pieces
-from elastic_ray.state.tree import receive_state, send_state
 from elastic_ray.state.unread import UnreadTensor
-from elastic_ray.sync.optimizer_tiles.moves import peers
-from elastic_ray.sync.optimizer_tiles.states import State, placed_state
+from elastic_ray.sync.optimizer_tiles.moves import exchange, refused
+from elastic_ray.sync.optimizer_tiles.states import State, owned, placed_state
 from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
 from elastic_ray.sync.sharded_parameters.row_layout import Piece, RowMove, ShardId, by_pair, pieces_of, rows_of
 
@@ -172,13 +171,6 @@ def apart(shard: Shard, *, values: bool) -> Shard:
     return made
 
 
-def owned(value: Any) -> Any:
-    """Return a copy of the value if it is a tensor in the memory of a larger tensor; otherwise the value itself."""
-    if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
-        return value.clone()
-    return value
-
-
 def _on_cpu(rows: Rows) -> Rows:
     return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in rows.items()}
 
@@ -192,34 +184,12 @@ def carry_out(
 
     Raises CommunicationFailedError: The group broke, or a peer sent unexpected data. Held rows are unchanged.
     """
-    rank, pairs = communicator.rank, by_pair(moved)
-    found: list[tuple[Piece, Rows]] = []
-    for peer in peers(rank, communicator.world_size):
-        mine, theirs = pairs.get((rank, peer), ()), pairs.get((peer, rank), ())
-        for sends in (rank < peer, rank > peer):
-            if sends and mine:
-                send_state(communicator, peer, {_name(piece): give(piece) for piece in mine})
-            elif not sends and theirs:
-                trees, _ = receive_state(communicator, peer, lambda key: None)
-                found += _checked(communicator, peer, theirs, trees)
-    return found
-
-
-def _name(piece: Piece) -> str:
-    return f"{piece.param}:{piece.start}:{piece.stop}"
-
-
-def _checked(
-    communicator: Communicator, peer: int, wanted: Sequence[Piece], trees: Mapping[str, Any]
-) -> list[tuple[Piece, Rows]]:
-    """Return the rows that a peer has sent, if they are those agreed on."""
-    found = [(piece, trees.get(_name(piece))) for piece in wanted]
+    found = list(exchange(communicator, by_pair(moved), give))
     for piece, rows in found:
         value = rows.get(VALUE) if isinstance(rows, dict) else None
         if not isinstance(value, Tensor) or value.shape[:1] != (piece.stop - piece.start,):
-            communicator.mark_broken()
-            raise CommunicationFailedError(f"rank {peer} sent other rows than was agreed on")
-    return [(piece, rows) for piece, rows in found if rows is not None]
+            raise refused(communicator, next(move.source for move in moved if move.piece == piece))
+    return found
 
 
 def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, share: ShardId) -> Written:
@@ -229,7 +199,6 @@ def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, 
     that writes later rows returns `Pieces` without elements for it, so that all ranks list the same names in order.
 
     Args:
-        shapes: Shape of each whole parameter of the model.
         share: Index of this rank among the shard's owners, and number of owners.
     """
     found: Written = {}

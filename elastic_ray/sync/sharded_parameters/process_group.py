@@ -99,12 +99,7 @@ class ShardProcessGroup(dist.ProcessGroup):
 def make_mesh(
     device_type: str, rank: int, world_size: int, collectives: ShardCollectives | None, *, name: str = ""
 ) -> DeviceMesh:
-    """Return a new mesh that is unequal to all others, because torch reuses cached results for equal meshes.
-
-    Args:
-        collectives: Collectives of the mesh's ranks; None for a group of one.
-        name: Unique name of the mesh; generated if empty.
-    """
+    """Return a new mesh that is unequal to all others, because torch reuses cached results for equal meshes."""
     name = name or f"{_NAME}{next(_NUMBERS)}"
     mesh = DeviceMesh(device_type, torch.arange(world_size), mesh_dim_names=(name,), _init_backend=False, _rank=rank)
     group = _registered(name, lambda: ShardProcessGroup(rank, world_size, collectives))

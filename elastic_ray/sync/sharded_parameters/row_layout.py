@@ -44,6 +44,9 @@ class Piece:
     start: int
     stop: int
 
+    def __str__(self) -> str:
+        return f"{self.param}:{self.start}:{self.stop}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class RowMove:
@@ -187,7 +190,7 @@ def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout)
     def has(rank: int, index: int) -> bool:
         return not any(_without((each.start, each.stop), have[rank][each.param]) for each in pieces[index])
 
-    wanted = _followers(target)
+    wanted = tuple(target.holders(index)[1] for index in range(target.parts))
     found = {index: rank for index, rank in enumerate(wanted) if has(rank, index)}
     load = collections.Counter(found.values())
     for index in range(target.parts):
@@ -199,10 +202,6 @@ def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout)
         load[rank] += 1
     followers = tuple(found[index] for index in range(target.parts))
     return target if followers == wanted else dataclasses.replace(target, followers=followers)
-
-
-def _followers(layout: Layout) -> tuple[int, ...]:
-    return tuple(layout.holders(index)[1] for index in range(layout.parts))
 
 
 def check_shard_sizes(sizes: Sequence[int]) -> None:
@@ -236,7 +235,6 @@ def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]
     """Return the rows that no rank holds, as pieces of parameters.
 
     Args:
-        rows: Number of rows of each parameter.
         held: Shards that each rank holds, possibly from several layouts.
     """
     have = covered(rows, {shard for mine in held for shard in mine})
@@ -255,8 +253,6 @@ def moves(
     If several ranks hold a row, the rank that has to send the least so far sends it.
 
     Args:
-        rows: Number of rows of each parameter.
-        held: Shards that each rank of the current group holds.
         widths: Number of elements per row of each parameter; 1 by default.
 
     Raises ValueError: Some rows are held by no rank; see :func:`lost`.

@@ -59,10 +59,6 @@ class ShardCollectives:
     collective, with empty data for ranks of other groups, so that all groups can use one set of connections and be
     cancelled together.
 
-    Args:
-        number: Number of the model, in order of wrapping.
-        shard_size: Number of ranks in a shard group; None for one group of all ranks.
-
     Attributes:
         layout: Layout of the current group. Before the group's first update, some followers may be temporary.
         weight: Weight of this rank's gradients in the step's mean.
@@ -146,11 +142,7 @@ class ShardCollectives:
         self._sequence.record(code)
 
     def start_pass(self, weight: float) -> None:
-        """Start a backward pass.
-
-        Args:
-            weight: Share of this rank's samples in the step's mean gradient.
-        """
+        """Start a backward pass."""
         self.weight, self.finiteness = weight, Finiteness()
 
     def weigh_alone(self, tensor: Tensor) -> None:
@@ -247,7 +239,6 @@ class ShardCollectives:
         """Send tensors to this rank's follower, and receive those of ranks for which this rank is the follower.
 
         Args:
-            received: Buffers of matching size, keyed by the rank from which to receive.
             device: Device of all tensors; also needed on a rank without tensors.
         """
         group = self._run.group

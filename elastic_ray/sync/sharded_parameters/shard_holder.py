@@ -73,7 +73,6 @@ class ShardHolder:
 
     Args:
         module: Model that torch has sharded on a mesh of one rank.
-        number: Number of the model, in order of wrapping.
 
     Attributes:
         built_on_meta: Whether this rank has built the model on the meta device or, in a group, whether any of its ranks

@@ -48,7 +48,7 @@ class RowDenominators:
     which the lower bound of the parameter's denominators is computed.
     """
 
-    idle = False
+    idle = outdated = False  # denominators are computed before they are needed
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer) -> None:
         self._optimizer, self._shards = optimizer, shards
@@ -64,11 +64,6 @@ class RowDenominators:
     def adam_like(self) -> bool:
         """True if the optimizer divides gradients by a running estimate of their size."""
         return any(map(is_adam_like, optimizers_of(self._optimizer)))
-
-    @property
-    def outdated(self) -> bool:
-        """Always False, because denominators are computed before they are needed."""
-        return False
 
     def invalidate(self) -> None:
         """Discard the denominators, because this rank owns different rows in a new group."""
@@ -126,13 +121,7 @@ class MovedRows:
         self._waiting = None
 
     def measure(self, number: int, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
-        """Run an update and return its result; measure the update's norms if its gradient was measured.
-
-        Args:
-            number: Index of the optimizer that makes the update.
-            alone: Whether the group has a single rank, so that no values are exchanged.
-            counts: Whether this rank's rows are included in the sums; True on only one of several owners.
-        """
+        """Run an update and return its result; measure the update's norms if its gradient was measured."""
         optimizers, moved = optimizers_of(self._optimizer), self._meter.moved
         rows = self._rows(counts=counts)[group_ranges(optimizers)[number]]
         result, moved[number] = with_update_norms(optimizers[number], rows, update, whole=False)
@@ -175,12 +164,7 @@ class MovedRows:
 
 
 class ShardStatistics:
-    """Gradient statistics of one sharded model, measured while torch scatters its gradients.
-
-    Args:
-        optimizer: Optimizer that holds the model's shards and their state.
-        moved: Meter for the norms of updates.
-    """
+    """Gradient statistics of one sharded model, measured while torch scatters its gradients."""
 
     def __init__(
         self,
@@ -245,11 +229,7 @@ class ShardStatistics:
     # -- one backward pass ---------------------------------------------------------------------------------------------
 
     def start_pass(self, step: LoaderStep | None) -> None:
-        """Start a backward pass.
-
-        Args:
-            step: Step to which the pass belongs; None outside of steps.
-        """
+        """Start a backward pass."""
         ledger = self._run.ledger
         self._goes_on = self._measures = False
         if step is not None:

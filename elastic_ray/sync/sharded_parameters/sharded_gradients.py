@@ -45,12 +45,7 @@ if TYPE_CHECKING:
 
 
 class ShardedGradients(Participant):
-    """Gradient synchronisation of one sharded model; implements ``GradientSync``.
-
-    Args:
-        optimizer: Optimizer that holds the model's shards and their state.
-        number: Number of the model, in order of wrapping.
-    """
+    """Gradient synchronisation of one sharded model; implements ``GradientSync``."""
 
     def __init__(
         self,
@@ -140,7 +135,6 @@ class ShardedGradients(Participant):
                 each.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def join(self, what: Announced) -> None:
-        """Participate in the gathers of ranks that call the model, because this rank has no samples."""
         self._collectives.join(units_of(self._module), what)
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -299,7 +293,6 @@ class ShardedGradients(Participant):
 
     @property
     def is_open(self) -> bool:
-        """True if there are gradients that have not been applied yet."""
         return self._waits
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
@@ -343,12 +336,10 @@ class ShardedGradients(Participant):
 
     @property
     def strategy_name(self) -> str:
-        """Name of the strategy, as shown to users."""
         return checks.SHARDED.name
 
     @property
     def strategy_key(self) -> str:
-        """Key under which step times are recorded; step times with equal keys are comparable."""
         return checks.key_of(self._collectives.shard_size)
 
     def set_strategy(self, strategy: object) -> None:
@@ -365,7 +356,6 @@ class ShardedGradients(Participant):
 
     @property
     def settled(self) -> bool:
-        """True if this rank can save the whole model."""
         return self._optimizer.settled
 
     @property
@@ -373,7 +363,7 @@ class ShardedGradients(Participant):
         """True if other ranks hold some of the model's rows."""
         return self._optimizer.divided
 
-    def collapse(self, *, gather: bool = True) -> None:
+    def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
         """Do nothing unless ``gather``; otherwise compare the copies of shards and gather the model on rank 0.
 
         A model that was built on the meta device is only compared, because it may not fit on rank 0.
@@ -390,7 +380,6 @@ class ShardedGradients(Participant):
         self._optimizer.hand_over(stays)
 
     def enter_group(self) -> None:
-        """Enter a group, and adapt the model's shards and mesh to the group."""
         self._waits, self._task = False, -1
         self._collectives.enter_group()
         self._micro_steps.discard()

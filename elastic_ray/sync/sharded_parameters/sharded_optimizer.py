@@ -50,11 +50,6 @@ class ShardedOptimizer:
 
     Each update changes the parameters of one optimizer. Updates of all optimizers are numbered in one sequence, so
     that a rank that has voted for an update can find out whether other ranks have made it.
-
-    Args:
-        module: Model that torch has sharded on a mesh of one rank.
-        optimizer: Optimizer of the model; a ``JointOptimizer`` if there are several.
-        number: Number of the model, in order of wrapping.
     """
 
     def __init__(

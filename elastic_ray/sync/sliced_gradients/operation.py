@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from elastic_ray.sync.operations.bucket_operation import WireForm
+from elastic_ray.sync.operations.bucket_operation import BucketOperation, WireForm
 from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.preconditioners import FlatPreconditioner, squared_norm
 from elastic_ray.sync.sliced_gradients.routes import BucketPiece, Routes, pieces_of, routes
@@ -17,7 +18,7 @@ from elastic_ray.sync.sliced_gradients.sliced_gradient import ADDS_UP, Content, 
 
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import GradientGroup
-    from elastic_ray.sync.engine.joint_optimizer import JointTiles
+    from elastic_ray.sync.optimizer_tiles.holder import Owners
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 
 NUMBERS = 3
@@ -29,19 +30,16 @@ class SlicedBucket(Bucket):
 
     Before its reduction is launched, it is an ordinary bucket. From then on, ``.grad`` is a ``SlicedGradient``, and
     the bucket holds the sums of the parts that this rank owns.
-
-    Args:
-        index: Position of the bucket in the order of reduction.
     """
 
     sliced = True
 
     def __init__(
-        self, index: int, group: int, params: Sequence[torch.nn.Parameter], owners: TiledOptimizer | JointTiles
+        self, index: int, group: int, params: Sequence[torch.nn.Parameter], tiles: Sequence[TiledOptimizer]
     ) -> None:
         super().__init__(index, group, params)
-        self._owners = owners
-        self._pieces: tuple[object, tuple[BucketPiece, ...]] | None = None
+        self._tiles = tiles
+        self._pieces: tuple[list[Owners], tuple[BucketPiece, ...]] | None = None
         self._contents: dict[int, Content] = {}  # of gradients that are being reduced, or were
         self._own: Tensor | None = None  # this rank's weighted gradients, as they were sent
         self._kept: list[tuple[BucketPiece, Tensor]] | None = None  # what this rank has added up; None before
@@ -51,9 +49,10 @@ class SlicedBucket(Bucket):
     @property
     def pieces(self) -> tuple[BucketPiece, ...]:
         """Pieces of the bucket for the current owners; a new tuple whenever the owners change."""
-        owners = self._owners.owners
-        if self._pieces is None or self._pieces[0] is not owners:
-            spans = self._owners.owned_spans(self.params)
+        owners = [each.owners for each in self._tiles]
+        if self._pieces is None or any(map(operator.is_not, owners, self._pieces[0])):
+            found = [each.owned_spans(self.params) for each in self._tiles if each.owners]
+            spans = [[span for mine in of_param for span in mine] for of_param in zip(*found, strict=True)]
             self._pieces = owners, pieces_of([p.numel() for p in self.params], spans)
         return self._pieces[1]
 
@@ -169,17 +168,13 @@ class _Buffers:
     followed_views: list[Tensor]
 
 
-class SlicedOperation:
+class SlicedOperation(BucketOperation):
     """Reduction of gradients to the owners of their optimizer state; a stateless ``BucketOperation``.
 
     Each rank sends its gradients once, and receives the sums of the tiles that it owns. With W ranks and two owners
     per tile, the two exchanges send (W - 1) / W and 1 / W of the bucket, compared with 2 (W - 1) / W for an
     all-reduce. All owners of a piece have bit-identical results: the first owner sums in rank order, and sends the
     sum to the others.
-
-    Args:
-        copies: Number of owners per tile.
-        form: Dtype conversion for gradients that are sent to the first owner.
     """
 
     def __init__(self, copies: int, form: WireForm) -> None:
@@ -237,9 +232,6 @@ class SlicedOperation:
             if not made.passes_all:
                 passed, passed_views = _memory([made.kept[i] for i in made.passed], flat)
             self._buffers = _Buffers(sent, sent_views, kept, kept_views, passed, passed_views, followed, followed_views)
-
-    def commit(self) -> None:
-        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
         """Release the buffers; the operation keeps no other state."""

@@ -51,10 +51,6 @@ class Routes:
 def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tuple[BucketPiece, ...]:
     """Return the pieces into which a bucket is divided by the owners of its parameters.
 
-    Args:
-        sizes: Number of elements of each parameter, in the bucket's order.
-        spans: Owned spans of each parameter.
-
     Raises ValueError: some elements of a parameter have no owner.
     """
     found, at = [], 0

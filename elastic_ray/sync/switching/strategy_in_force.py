@@ -43,10 +43,6 @@ class StrategyTuner:
     """Tuner that chooses a strategy for ``Auto`` during training, by a race between candidates.
 
     The tuner's state is equal on all ranks, and is sent to joining ranks.
-
-    Args:
-        auto: Settings of the choice.
-        number: Number of the model, in order of wrapping.
     """
 
     def __init__(self, context: Run, auto: Auto, model: StrategyInForce, strategy: Strategy, number: int) -> None:
@@ -206,9 +202,6 @@ class _Asked:
 
 class StrategyInForce:
     """Current strategy and plan of one model, with the switch to another strategy or tuner.
-
-    Args:
-        number: Number of the model, in order of wrapping.
 
     Raises StrategyError: The strategy cannot be used with this model and optimizer.
     """

@@ -24,10 +24,6 @@ from elastic_ray.sync.tables.touched_rows import (
 class RowBucket:
     """Bucket that holds one table's gradient as rows, in place of a dense ``Bucket``.
 
-    Args:
-        index: Position of the bucket in the order of reduction.
-        table: Gradient of the table.
-
     Attributes:
         complete: Whether the backward pass has reached the table.
         is_sparse: Whether ``.grad`` should be sparse; None if no rank has had a gradient in any micro-step yet.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_ray.sync.operations.bucket_operation import BucketOperation
 from elastic_ray.sync.tables.row_bucket import RowBucket
 from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows
 
@@ -28,7 +29,7 @@ _ID_BYTES = 8
 _HEAD_BYTES = 16  # the number of rows, and their layout
 
 
-class RowsOperation:
+class RowsOperation(BucketOperation):
     """Exchange of one table's touched rows; implements ``BucketOperation``.
 
     The operation's only state is the buffer size for the next step, which depends on the row counts of all ranks in
@@ -106,9 +107,6 @@ class RowsOperation:
             parts.append(TouchedRows(table=bucket.held.table, ids=ids, values=values))
         bucket.take(added_up(parts), sparse=self._sparse)
         self._gathered = None
-
-    def commit(self) -> None:
-        """Do nothing, because the operation's state is not part of the training state."""
 
     def void(self) -> None:
         """Drop all buffers that abandoned collectives may still use."""

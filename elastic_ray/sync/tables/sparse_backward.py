@@ -119,12 +119,11 @@ class _Switch:
 
 def _has_strange_hooks(param: torch.nn.Parameter) -> bool:
     """True if user hooks see gradients before they have the expected layout."""
-    hooks = [*(param._backward_hooks or {}).values(), *_after_accumulation(param)]
+    hooks = [
+        *(param._backward_hooks or {}).values(),
+        *list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()),
+    ]
     return any(not _is_ours(hook) for hook in hooks)
-
-
-def _after_accumulation(param: torch.nn.Parameter) -> list[Any]:
-    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def _is_ours(hook: Any) -> bool:

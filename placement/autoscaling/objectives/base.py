@@ -27,8 +27,8 @@ class NodeTypeOption:
 
     Attributes:
         kind: The node type.
-        rate: Useful samples per second on 1..n workers at the best batch, less expected losses by preemption. Linear in
-            the number of workers if the job's speed is unknown; 0 for sizes at which the job does not run.
+        rate: Useful samples per second on 1..n workers at the best batch, minus expected losses from preemption. Linear
+            in the number of workers if the job's speed is unknown; 0 for sizes where the job cannot run.
         known: True if the job's speed is known.
         part_usd: Price of 1..n workers that share their nodes with other jobs [USD/h].
         whole_usd: Price of the whole nodes that 1..n workers need [USD/h].
@@ -50,12 +50,12 @@ class WantedSize:
     Attributes:
         job: Name of the job.
         workers: Number of workers; 0 for none.
-        gpu: GPU type of all of the job's workers.
+        gpu: GPU type for all the job's workers.
         reason: Reason for this size, with its cost.
-        note: Message for the user, for example about a deadline or budget that cannot be met; None if there is none.
+        note: Message for the user, for example about a deadline or budget that cannot be met; None for no message.
 
     Raises:
-        TypeError: The reason has another type.
+        TypeError: The reason has the wrong type.
     """
 
     job: str
@@ -99,7 +99,7 @@ class Objective(Protocol):
         ...
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the wanted size of each job, keyed by job; a job that is left out has no use for any available node.
+        """Return the wanted size of each job, keyed by job; a job that is left out cannot use any available node.
 
         ``now_s`` is the current time [s since the epoch].
         """
@@ -109,15 +109,7 @@ class Objective(Protocol):
 def offers(
     view: JobView, types: Sequence[NodeType], lasts_h: Mapping[str, float], cache: GoodputCache
 ) -> tuple[NodeTypeOption, ...]:
-    """Return the job's options on all node types, ordered by cost per useful sample at its smallest size.
-
-    A job whose ``spot`` is ``mixed`` runs its minimum on the cheapest on-demand nodes of the same GPU type.
-
-    Args:
-        types: Node types of which at least one node may exist.
-        lasts_h: Mean time until a node is reclaimed [h], keyed by type.
-        cache: Goodput computations of earlier decisions.
-    """
+    """Return the job's options on all node types, ordered by cost per useful sample at its smallest size."""
     fitting = [kind for kind in types if kind.max_nodes and kind.slots(view)]
     on_demand = {kind.gpu_type: kind for kind in sorted(fitting, key=lambda each: -_usd(each, view)) if not kind.spot}
     found = []
@@ -134,7 +126,7 @@ def offers(
 
 
 def option_on(options: tuple[NodeTypeOption, ...], gpu: str | None) -> NodeTypeOption:
-    """Return the cheapest option with this GPU type, or the cheapest of all options if none has the type."""
+    """Return the cheapest option with this GPU type, or the cheapest option overall if none has it."""
     return next((offer for offer in options if offer.kind.gpu_type == gpu), options[0])
 
 
@@ -160,7 +152,7 @@ def _usd(kind: NodeType, view: JobView) -> float:
 
 
 def _offer(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, cache: GoodputCache) -> NodeTypeOption | None:
-    """Return the job's option on nodes of one type, with its minimum on ``base`` if that is another type."""
+    """Return the job's option on nodes of one type, with its minimum on ``base`` if that is a different type."""
     per_node = kind.slots(view)
     on_demand = 0 if base is kind else view.min_workers
     free = dataclasses.replace(view, growth_limit=None)
@@ -196,8 +188,8 @@ def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, cache: GoodputCa
     """Return goodput [samples/s], assuming that synchronisation is no slower beyond the largest measured size.
 
     A ring moves the same number of bytes through every link whatever its length. The fitted model extrapolates the
-    increase per replica between measured sizes, which would keep a job from larger sizes that it has not tried. One
-    resize, which costs a second, shows the truth.
+    increase per replica between measured sizes, which would keep a job from trying larger sizes. A single resize, which
+    costs a second, shows the actual speed.
     """
     rate: Floats = table([view], gpu, nodes[np.newaxis], sizes[np.newaxis], cache)[0]
     seen = max((each.replicas for each in view.observations.get(gpu, ())), default=0)
@@ -223,7 +215,7 @@ def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, cache: GoodputCa
 
 
 def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Floats:
-    """Return the fraction of a job's work that is not lost when nodes are reclaimed, for each number of nodes.
+    """Return the fraction of a job's work that survives node reclaims, for each number of nodes.
 
         1 / (1 + (n x resize cost + start-up) / lasts)
 
@@ -236,10 +228,7 @@ def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Flo
 
 
 def work_left(view: JobView) -> float | None:
-    """Return the remaining work, in samples at the initial batch; None if it is unknown.
-
-    The remaining work is unknown if the job has not declared its length, or before it can be estimated.
-    """
+    """Return the remaining work, in samples at the initial batch; None if it is unknown."""
     missing = remaining(view.progress)
     if missing is None or view.progress is None or not (view.progress.epoch_ends or view.progress.usual_epoch):
         return None

@@ -13,12 +13,12 @@ from placement.reasons import Reason
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BySize:
-    """Objective that wants the sizes which a frugal policy would choose if every available node existed.
+    """Objective that requests the sizes that a frugal policy would choose if every available node existed.
 
     A frugal policy leaves GPUs idle that are not worth their price. Each job grows independently until one more worker
-    is not worthwhile. Under ``throughput_efficiency``, the worker must add at least ``threshold`` of a current worker's
-    throughput. Under ``utility_cost``, the time that it saves must be worth more than its cost. Source: "Resource
-    Elasticity in Distributed Deep Learning", MLSys 2020, section 4.1.
+    is not worthwhile. Under ``throughput_efficiency``, the worker must add at least a fraction ``threshold`` of a
+    current worker's throughput. Under ``utility_cost``, the time it saves must be worth more than its cost. Source:
+    "Resource Elasticity in Distributed Deep Learning", MLSys 2020, section 4.1.
     """
 
     policy: Policy
@@ -29,7 +29,7 @@ class BySize:
         return self.policy.name
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the wanted size of each job, keyed by the name of the job; see ``Objective.decide``."""
+        """Return the wanted size of each job, keyed by job name; see ``Objective.decide``."""
         views, nodes = [], {}
         prices: dict[str, float] = {}
         for view in demand.jobs:

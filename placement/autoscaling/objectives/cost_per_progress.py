@@ -29,27 +29,27 @@ class CompletionForecast:
     score: Floats  # what is minimised [USD]
 
     def cost(self, workers: int) -> str:
-        """Return a text with the remaining cost and time on this many workers."""
+        """Return the remaining cost and time on this many workers, as text."""
         return f"{self.usd[workers - 1]:.3g} USD in {self.time_s[workers - 1] / 3600.0:.3g} h"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CostPerProgress:
-    """Objective that gives each job the size with the lowest remaining cost, where time counts as money.
+    """Objective that gives each job the size with the lowest remaining cost, counting time as money.
 
         score(k) = (price(k) + value) x T(k),    T(k) = (W - g s) / G(k) + s    if nodes have to start first
 
-    with W the remaining work, G(k) the goodput on k workers, g the current goodput and s the start-up time. Per unit
-    of progress, the score is (price + value) / G. A ``value`` of 0 minimises money alone, nearly always at the smallest
+    with W the remaining work, G(k) the goodput on k workers, g the current goodput and s the start-up time. Per unit of
+    progress, the score is (price + value) / G. A ``value`` of 0 minimises money alone, nearly always at the smallest
     size; the larger ``value``, the more may be spent to finish earlier. Among all ways to spend a given sum on a job
     whose G changes during training, a constant ``value`` gives the shortest time, since money is spent where it saves
-    most time (Lagrange).
+    the most time (Lagrange).
 
     If a job declares the value of its completion (``JobView.utility``), that function replaces ``value`` once the job's
     length is known: the job gets the size with the largest surplus (``placement.cluster.utility``).
 
-    A job with a deadline gets the cheapest size that meets it; a job with a budget gets the fastest size that the
-    rest of its budget pays for. If no size qualifies, this is reported at once, and the job gets the size that comes
+    A job with a deadline gets the cheapest size that meets it; a job with a budget gets the fastest size that its
+    remaining budget can pay for. If no size qualifies, this is reported at once, and the job gets the size that comes
     closest. Both require the job's length; until it is known, ``value`` is used.
 
     A job changes its size only if the score improves by ``hysteresis``. A single job pays for whole nodes; several jobs
@@ -65,7 +65,7 @@ class CostPerProgress:
             check_number(field, getattr(self, field), least=0)
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the wanted size of each job, keyed by the name of the job; see ``Objective.decide``."""
+        """Return the wanted size of each job, keyed by job name; see ``Objective.decide``."""
         return {view.job: self._want(view, demand, now_s) for view in demand.jobs if demand.offers[view.job]}
 
     def _want(self, view: JobView, demand: Demand, now_s: float) -> WantedSize:
@@ -89,7 +89,7 @@ class CostPerProgress:
         return WantedSize(job=view.job, workers=k, gpu=best.offer.kind.gpu_type, reason=reason, note=note)
 
     def _forecast(self, view: JobView, offer: NodeTypeOption, demand: Demand, now_s: float) -> CompletionForecast:
-        """Forecast the completion at every size; unknown work is ``UNKNOWN_S`` at the current or smallest goodput."""
+        """Forecast completion at every size; unknown work counts as ``UNKNOWN_S`` at current or smallest goodput."""
         rate = offer.rate
         sizes = np.arange(1, len(rate) + 1)
         here = demand.gpus[view.job] == offer.kind.gpu_type
@@ -116,7 +116,7 @@ class CostPerProgress:
     def _best(
         self, forecasts: list[CompletionForecast], view: JobView, gpu: str | None
     ) -> tuple[CompletionForecast, int]:
-        """Return the forecast and explored size with the lowest score; the current type if it is hardly worse."""
+        """Return the forecast and explored size with the lowest score, or the current type if it is hardly worse."""
         ranked: list[tuple[float, int, int]] = []
         for i, forecast in enumerate(forecasts):
             score = forecast.score[: forecast.offer.limit]
@@ -182,7 +182,7 @@ def _meets(forecast: CompletionForecast, left_s: float | None, left_usd: float |
 def _finite(score: Floats, forecast: CompletionForecast) -> Floats:
     """Return the scores, with options that miss the target ranked after all others, the fastest first.
 
-    They stay finite since exploration may allow no other option.
+    The scores stay finite, since exploration may allow no other option.
     """
     behind = 1e12 * (1.0 + forecast.time_s)
     finite: Floats = np.where(np.isfinite(score), score, behind)
@@ -190,7 +190,7 @@ def _finite(score: Floats, forecast: CompletionForecast) -> Floats:
 
 
 def _at(options: tuple[NodeTypeOption, ...], gpu: str | None, workers: int) -> float:
-    """Return the current goodput [samples/s]; 0 while the job waits."""
+    """Return the current goodput [samples/s]; 0 while the job is waiting."""
     for offer in options:
         if offer.kind.gpu_type == gpu and 0 < workers <= len(offer.rate):
             return float(offer.rate[workers - 1])
@@ -198,7 +198,7 @@ def _at(options: tuple[NodeTypeOption, ...], gpu: str | None, workers: int) -> f
 
 
 def _blind(view: JobView, offer: NodeTypeOption, now_s: float) -> WantedSize:
-    """Return the size of a job without known speed, or whose user has fixed the size."""
+    """Return the size for a job whose speed is unknown or whose user has fixed the size."""
     k = offer.limit if view.held_at is None else len(offer.rate)
     k = max(min(k, len(offer.rate)), view.min_workers)
     held = view.held_at is not None
@@ -223,7 +223,7 @@ _MOST_FACTOR = 50.0  # of the value of an hour, up or down, by what has been sav
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Objective that gives all jobs a common value of time, which is adjusted to spend an hourly budget.
+    """Objective that gives all jobs a common value of time, adjusted to spend an hourly budget.
 
     By Lagrange, minimising the mean completion time under a bound on the mean spending is the same as minimising
 
@@ -239,7 +239,7 @@ class Budget:
     state is spending B. Near it, jobs with speed-up k^p spend value x p / (1 - p) each, B / n for p = 1/2. Past savings
     decay over a day, so that they are not spent all at once.
 
-    Deadlines and budgets of jobs are respected as under ``cost_per_progress``.
+    Jobs' deadlines and budgets are respected as under ``cost_per_progress``.
     """
 
     name = "budget"
@@ -251,7 +251,7 @@ class Budget:
         check_number("hysteresis", self.hysteresis, least=0)
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the wanted size of each job, keyed by the name of the job; see ``Objective.decide``."""
+        """Return the wanted size of each job, keyed by job name; see ``Objective.decide``."""
         value = self.value_usd_per_h(demand.account, len(demand.jobs))
         wants = CostPerProgress(value_usd_per_h=value, hysteresis=self.hysteresis).decide(demand, now_s)
         spent = demand.account.spent_usd / demand.account.hours if demand.account.hours else 0.0
@@ -259,12 +259,7 @@ class Budget:
         return {job: dataclasses.replace(want, reason=want.reason.with_figures(said)) for job, want in wants.items()}
 
     def value_usd_per_h(self, account: Account, jobs: int) -> float:
-        """Return the current value of finishing a job one hour earlier [USD/h].
-
-        Args:
-            account: Recent costs and numbers of jobs.
-            jobs: Current number of jobs, which counts like one more hour of the account.
-        """
+        """Return the current value of finishing a job one hour earlier [USD/h]."""
         # The present jobs count like an hour's: a mean over the first minutes says nothing.
         mean = (account.job_hours + jobs) / (account.hours + 1.0)
         saved_h = account.hours - account.spent_usd / self.usd_per_h

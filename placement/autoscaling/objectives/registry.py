@@ -28,7 +28,7 @@ def make_objective(objective: str | Objective, budget_usd_per_h: float | None = 
     """Return an objective, given its name or the object itself.
 
     Args:
-        budget_usd_per_h: Limit on the average cost of all nodes together [USD/h]; required for, and only for, "budget".
+        budget_usd_per_h: Limit on the average total cost of all nodes [USD/h]; required for, and only for, "budget".
 
     Raises:
         ValueError: The name is unknown, or "budget" and a budget were not given together.

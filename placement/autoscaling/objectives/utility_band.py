@@ -19,9 +19,9 @@ class UtilityBand:
 
         utility(n) = sum over jobs of speed-up_j / n
 
-    with n workers distributed to maximise the sum; perfect scaling is a speed-up of k on k workers. While the
-    utility at the current size is within [low, high], the size is kept. Otherwise the new size is the one whose utility
-    is closest to the middle of the band. Goodput includes statistical efficiency, so jobs grow as larger batches become
+    with n workers distributed to maximise the sum; perfect scaling is a speed-up of k on k workers. While the utility
+    at the current size is within [low, high], the size is kept. Otherwise, the new size is the one with a utility
+    closest to the middle of the band. Goodput includes statistical efficiency, so jobs grow as larger batches become
     effective.
     """
 
@@ -34,7 +34,7 @@ class UtilityBand:
             raise ValueError(f"low and high must satisfy 0 < low < high <= 1, but got {self.low} and {self.high}")
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the wanted size of each job, keyed by the name of the job; see ``Objective.decide``."""
+        """Return the wanted size of each job, keyed by job name; see ``Objective.decide``."""
         jobs = {view.job: view for view in demand.jobs if demand.offers[view.job]}
         chosen = {job: option_on(demand.offers[job], demand.gpus[job]) for job in jobs}
         speeds = {job: _speeds(offer, jobs[job].min_workers) for job, offer in chosen.items()}
@@ -73,7 +73,7 @@ def _speeds(offer: NodeTypeOption, least: int) -> Floats:
 
 
 def _climb(speeds: Mapping[str, Floats], least: Mapping[str, int]) -> tuple[list[tuple[str, int]], Floats]:
-    """Add one worker at a time to the job with the largest gain, skipping sizes at which speed dips.
+    """Add one worker at a time to the job with the largest gain, skipping sizes where speed dips.
 
     Returns (job, its new number of workers) for each worker beyond the minimums, and the sum of speed-ups after each.
     """

@@ -30,17 +30,14 @@ class JobClass:
 
 
 def boa_widths(classes: Mapping[str, JobClass], gpus: float) -> dict[str, int]:
-    """Return the width (workers per job) of each class, by the method of BOA Constrictor (arXiv 2602.01404).
+    """Return the width (workers per job) for each class, by the method of BOA Constrictor (arXiv 2602.01404).
 
         min over k  of  sum_i r_i T_i(k_i)     subject to     sum_i r_i k_i T_i(k_i) <= B
 
     with arrival rates r_i and B the GPUs that may be rented on average. By Little's law, the two sums are the number of
     jobs in the system and the GPUs that they hold if no job waits. Only points on the lower convex hull of (k T(k),
-    T(k)) are optimal for some B. Among the steps along these hulls, those that save most time per GPU hour come first,
-    whatever the arrival rates; the search stops at the first step that would exceed B.
-
-    Args:
-        gpus: B, the number of GPUs.
+    T(k)) are optimal for some B. Among the steps along these hulls, those that save the most time per GPU hour come
+    first, regardless of arrival rates; the search stops at the first step that would exceed B.
 
     Raises ValueError: B is less than the classes need at their cheapest widths.
     """
@@ -85,7 +82,7 @@ def _slope(one: tuple[float, float, int], other: tuple[float, float, int]) -> fl
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BoaPolicy:
-    """Policy with the widths of :func:`boa_widths`, which do not change while other jobs come and go.
+    """Policy with the widths of :func:`boa_widths`, which do not change as other jobs come and go.
 
     It was published for a cluster rented to fit: if all jobs find room, each keeps its width throughout. Otherwise,
     single workers go to the job with the fewest, up to its width. A job of unknown class grows while more workers make
@@ -107,14 +104,14 @@ class BoaPolicy:
         check_number("usd", self.usd, above=0)
 
     def priced(self, prices: Mapping[str, float]) -> BoaPolicy:
-        """Return the policy with the lowest of the GPU prices [USD/h] in ``prices``, which is keyed by GPU type."""
+        """Return the policy with the lowest GPU price [USD/h] in ``prices``, which is keyed by GPU type."""
         return dataclasses.replace(self, usd=min(prices.values(), default=self.usd))
 
     def told(self, classes: Mapping[str, JobClass], gpus: float) -> BoaPolicy:
         """Return the policy with widths for these classes, on ``gpus`` GPUs or as many as its budget (if any) pays for.
 
         Without a budget, it assumes at least as many GPUs as the classes need at their cheapest widths. Raises
-        ValueError: the budget pays for fewer than that.
+        ValueError if the budget pays for fewer than that.
         """
         least = sum(each.per_h * _hull(each)[0][0] for each in classes.values()) / 3600.0
         budget = max(gpus, least) if self.budget_usd_per_h is None else self.budget_usd_per_h / self.usd

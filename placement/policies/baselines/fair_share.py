@@ -14,7 +14,7 @@ from placement.reasons import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FairSharePolicy:
-    """Policy that divides workers by weighted max-min fairness: the next one goes to the job with the fewest.
+    """Policy that divides workers by weighted max-min fairness: the next worker goes to the job with the fewest.
 
     A job that is at its maximum, or that another worker would not speed up, leaves its share to the other jobs.
     """
@@ -22,7 +22,7 @@ class FairSharePolicy:
     name = "fair_share"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
+        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
 
         def worth(view: JobView, curve: Floats, workers: int) -> float | None:
             return -float(workers) if curve[workers + 1] > curve[workers] else None

@@ -1,4 +1,4 @@
-"""``optimus``: workers go one by one to the job whose remaining time drops most."""
+"""``optimus``: workers go one by one to the job whose remaining time drops the most."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _NEVER_S = 1e12  # step time of a size at which the job makes no progress
 class OptimusPolicy:
     """Policy that greedily minimises the sum of remaining times (Peng et al., "Optimus", EuroSys 2018).
 
-    Every job first gets its minimum, in order of submission. Then one worker at a time goes to the job with the
-    largest (T(k) - T(k + 1)) x remaining steps, as long as it is positive (section 4.1). T(k), the step time on k
-    workers, comes from the oracle if a simulation provides one, else from the fitted model. Without an oracle, the
-    remaining steps come from declared epochs and measured progress; if they are unknown for any job, they count as
-    equal for all. ``JobView.weight`` multiplies the time that a worker saves.
+    Every job first gets its minimum, in order of submission. Then one worker at a time goes to the job with the largest
+    (T(k) - T(k + 1)) x remaining steps, as long as this is positive (section 4.1). T(k), the step time on k workers,
+    comes from the oracle if a simulation provides one, else from the fitted model. Without an oracle, the remaining
+    steps come from declared epochs and measured progress; if they are unknown for any job, they count as equal for all.
+    ``JobView.weight`` multiplies the time that a worker saves.
     """
 
     name = "optimus"
     rigid: bool = dataclasses.field(default=True, init=False)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
+        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
         told = any(oracle_of(view) is not None for view in jobs)
         admission = _in_order(jobs, cluster) if told else admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
@@ -90,7 +90,7 @@ def _rates(view: JobView, empty: FreeResources) -> NDArray[np.float64]:
 
 
 def _remaining_s(view: JobView) -> float | None:
-    """Return the seconds to the end at the job's smallest size, from declared epochs and progress; None if unknown."""
+    """Return the time to the end [s] at the job's smallest size, from declared epochs and progress; None if unknown."""
     told = view.progress
     if told is None or told.epochs is None or view.goodput is None or told.done <= 0:
         return None
@@ -104,7 +104,7 @@ def _remaining_s(view: JobView) -> float | None:
 
 
 def _places(jobs: Sequence[JobView], counts: Mapping[str, int], cluster: Cluster) -> dict[str, Mapping[str, int]]:
-    """Return nodes for the counts: unchanged jobs keep their nodes; others go to the roomiest, smallest job first."""
+    """Return nodes for the counts: unchanged jobs keep theirs; others get the roomiest nodes, smallest job first."""
     placer = WorstFitPlacer(cluster)
     placed: dict[str, Mapping[str, int]] = {}
     waiting: list[JobView] = []

@@ -41,8 +41,7 @@ class PolluxPolicy:
     slots, which is exact for one kind of worker and node shapes (any part of a node, or whole nodes). Jobs are then
     placed on whole nodes first, moving as few other jobs as possible. A job may grow to ``JobView.growth_limit``.
 
-    If the jobs' workers differ in kind, slots are not comparable: jobs keep their minimum and grow one after the
-    other.
+    If the jobs' workers differ in kind, slots are not comparable: jobs keep their minimum and grow one after another.
 
     Attributes:
         power: p, below 1 and not 0; the published choice is -1, and lower values are fairer.
@@ -56,7 +55,7 @@ class PolluxPolicy:
             raise ValueError(f"power must be below 1 and not 0, but got {self.power}")
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
+        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
@@ -69,7 +68,7 @@ class PolluxPolicy:
     def _share(
         self, running: Sequence[JobView], admission: Admission, cluster: Cluster, now_s: float
     ) -> dict[str, Target]:
-        """Return targets of the running jobs: sizes by ``knapsack``, or minimums if these cannot be placed."""
+        """Return targets for the running jobs: sizes by ``knapsack``, or minimums if these cannot be placed."""
         room = FreeResources(cluster)
         slots = room.slots(running[0])
         share = max(1, round(int(slots.sum()) / len(running)))
@@ -95,7 +94,7 @@ class PolluxPolicy:
         return targets
 
     def _choice(self, view: JobView, floor: int, share: int, room: FreeResources, now_s: float) -> SizeOptions:
-        """Return the job's possible sizes with their worth; the current place, if it may stay, comes first."""
+        """Return the job's possible sizes with their worth; its current place, if it can keep it, comes first."""
         slots = room.slots(view)
         most = max(floor, growth_limit(view))
         options: list[Shape] = [
@@ -141,9 +140,9 @@ class SizeOptions:
 
 
 def knapsack(choices: Sequence[SizeOptions], slots: int) -> list[int]:
-    """Return the index of each job's option such that the sum of worths is largest and the sizes fit into ``slots``.
+    """Return each job's option index, for the largest total worth with sizes that fit into ``slots``.
 
-    Ties go to the first option. Raises ValueError: even the smallest options do not fit together.
+    Ties go to the first option. Raises ValueError if even the smallest options do not fit together.
     """
     shape = len(choices), max(len(choice.sizes) for choice in choices)
     values, sizes = np.full(shape, -np.inf), np.zeros(shape)

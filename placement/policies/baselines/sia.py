@@ -49,11 +49,8 @@ class SiaPolicy:
 
     G_ij is the estimated goodput divided by the job's lowest. r is 1 for the current configuration, and
     (age - restarts d) / (age + d) with d = ``JobView.resize_cost_s`` for any other. A job may grow to
-    ``JobView.growth_limit``. Running jobs, and as many waiting jobs as have room (in order of arrival), get some
+    ``JobView.growth_limit``. Running jobs, and as many waiting jobs as fit (in order of arrival), get some
     configuration; moving a job to nodes of the same kind counts as no change.
-
-    Attributes:
-        power: p, below 0.
     """
 
     name = "sia"
@@ -65,12 +62,12 @@ class SiaPolicy:
             raise ValueError(f"power must be below 0, but got {self.power}")
 
     def load_solver(self) -> None:
-        """Import SciPy ahead of the first decision, since the import costs half a second of CPU or more."""
+        """Import SciPy ahead of the first decision, since the import costs at least half a second of CPU time."""
         for name in ("scipy.optimize", "scipy.sparse"):
             importlib.import_module(name)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
+        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
@@ -83,7 +80,7 @@ class SiaPolicy:
     def _solve(
         self, running: Sequence[JobView], floors: Mapping[str, int], cluster: Cluster, now_s: float
     ) -> dict[str, Target]:
-        """Return targets of the running jobs: configurations with nodes, or minimums if there is no solution."""
+        """Return targets for the running jobs: configurations with nodes, or minimums if there is no solution."""
         slots = _SlotsByType(cluster, running[0])
         options: list[list[Configuration]] = []
         costs: list[list[float]] = []
@@ -118,7 +115,7 @@ class SiaPolicy:
         return targets
 
     def _configurations(self, view: JobView, floor: int, slots: _SlotsByType) -> list[Configuration]:
-        """Return the job's configurations for each kind: powers of two, whole nodes, and its current size."""
+        """Return the job's configurations for each GPU type: powers of two, whole nodes, and its current size."""
         most = max(floor, growth_limit(view))
         found: list[Configuration] = []
         for kind in range(len(slots.types)):
@@ -161,7 +158,7 @@ class SiaPolicy:
     def _costs(
         self, view: JobView, configurations: Sequence[Configuration], slots: _SlotsByType, now_s: float
     ) -> list[float]:
-        """Return the cost of each configuration: its term of the sum in the class docstring, times the job's weight."""
+        """Return the cost of each configuration: its term in the sum in the class docstring, times the job's weight."""
         shapes = [(slots.types[each.kind], (each.nodes, each.workers)) for each in configurations]
         goodput = estimates(view, shapes)
         factor = restart_factor(view, now_s, _LEAST_FACTOR)
@@ -194,14 +191,14 @@ class _SlotsByType:
         self._roomy = [np.cumsum(sorted(each, reverse=True)) for each in of]
 
     def nodes_for(self, kind: int, workers: int) -> int:
-        """Return the fewest nodes of a kind that hold this many workers."""
+        """Return the smallest number of nodes of a kind that hold this many workers."""
         return int(np.searchsorted(self._roomy[kind], workers)) + 1
 
 
 def _assign(
     options: Sequence[Sequence[Configuration]], costs: Sequence[Sequence[float]], capacity: Sequence[int]
 ) -> list[int] | None:
-    """Return the index of each job's configuration at the lowest cost; None if the jobs cannot all have one."""
+    """Return the index of each job's configuration at the lowest total cost; None if not all jobs can have one."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes longer to import than a worker takes to start
     from scipy.sparse import csr_array
 
@@ -243,8 +240,8 @@ def estimates(view: JobView, wanted: Sequence[tuple[str, Shape]]) -> Floats:
 
         goodput_B(n, k) = goodput_B(1, 1) / goodput_A(1, 1) x goodput_A(n, k)
 
-    If there is no such type, k GPUs are assumed to do k times the work of one. On a type that the job has never run on,
-    one GPU is assumed to be as fast as one of the job's fastest known type.
+    If no type has such measurements, k GPUs are assumed to do k times the work of one. On a type that the job has never
+    run on, one GPU is assumed to be as fast as one GPU of the job's fastest known type.
     """
     if not view.models:
         return _relative(speeds_of(view, tuple(shape for _, shape in wanted)))

@@ -1,4 +1,4 @@
-"""``throughput_efficiency``: a job grows while an added worker contributes a fair part of a current one's work."""
+"""``throughput_efficiency``: a job grows while each added worker contributes enough compared with the others."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from placement.reasons import count
 class ThroughputEfficiencyPolicy:
     """Policy that adds workers while the scaling efficiency exceeds a threshold (Or, Zhang, Freedman, MLSys 2020).
 
-    A job of k workers may have one more while the ``scaling_efficiency`` s(k) of k and k + 1 workers exceeds
-    ``threshold`` (section 4.1). The throughput R is the speed of ``placement.cluster.jobs.speeds``: useful samples
+    A job with k workers may get one more while the ``scaling_efficiency`` s(k) from k to k + 1 workers exceeds
+    ``threshold`` (section 4.1). The throughput R is the speed from ``placement.cluster.jobs.speeds``: useful samples
     per second at the best batch, so statistical efficiency counts too. If room is short, the job with the largest s
     comes first. GPUs that no job uses well stay idle.
 
-    The paper replaces stragglers. This policy instead avoids nodes on which some job has seen its steps take
-    ``slow_factor`` times longer (``JobView.slow_nodes``), as long as every job still runs.
+    The paper replaces stragglers. This policy instead avoids nodes where some job has measured steps that take
+    ``slow_factor`` times longer (``JobView.slow_nodes``), as long as every job can still run.
 
     Attributes:
         threshold: Minimum of s(k), from 0 (any gain suffices) to below 1 (perfect scaling).
-        slow_factor: Slowdown from which a node is avoided; above 1.
+        slow_factor: Minimum slowdown for a node to be avoided; above 1.
     """
 
     name = "throughput_efficiency"
@@ -42,7 +42,7 @@ class ThroughputEfficiencyPolicy:
         check_number("slow_factor", self.slow_factor, above=1)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
+        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
         return decide_by_worth(jobs, cluster, self._worth, self._say, slow_factor=self.slow_factor)
 
     def _worth(self, view: JobView, curve: Floats, workers: int) -> float | None:

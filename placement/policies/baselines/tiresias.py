@@ -15,17 +15,14 @@ from placement.policies.shared.stable_placement import WorstFitPlacer
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class TiresiasPolicy:
-    """Policy of two-dimensional least attained service, discretised (Gu et al., "Tiresias", NSDI 2019).
+    """Policy with two-dimensional least attained service, discretised (Gu et al., "Tiresias", NSDI 2019).
 
-    A job starts in the first queue and moves to the second, permanently, once it has used ``threshold_s``
-    GPU-seconds. Each queue is first in, first out (section 4.1). A job that requests a fixed number of workers
-    (``TraceJobView.requested_workers``) gets exactly that or nothing, and gives way to any job ahead of it; running
-    jobs keep their nodes. Jobs that request no number keep their minimum and grow in the order of the queues.
+    A job starts in the first queue and moves to the second, permanently, once it has used ``threshold_s`` GPU-seconds.
+    Each queue is first in, first out (section 4.1). A job that requests a fixed number of workers
+    (``TraceJobView.requested_workers``) gets exactly that number or nothing, and gives way to any job ahead of it;
+    running jobs keep their nodes. Jobs that request no number keep their minimum and grow in the order of the queues.
 
     The policy is stateful: it remembers in which order jobs entered the second queue.
-
-    Attributes:
-        threshold_s: Service after which a job enters the second queue [GPU-seconds].
     """
 
     name = "tiresias"
@@ -37,7 +34,7 @@ class TiresiasPolicy:
         check_number("threshold_s", self.threshold_s, above=0, unit="GPU-seconds")
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
+        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
         order = self._queue(jobs)
         if any(requested_workers(view) is not None for view in jobs):
             return self._share_time(order, cluster)

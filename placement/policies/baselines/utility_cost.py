@@ -20,7 +20,7 @@ from placement.reasons import count
 class UtilityCostPolicy:
     """Policy that adds workers while marginal utility exceeds marginal cost [USD] (``placement.cluster.utility``).
 
-    A job that needs t(k) more hours on k workers may have one more while
+    A job that needs t(k) more hours on k workers may get one more while
 
         U(t(k + 1)) - U(t(k)) > price x ((k + 1) t(k + 1) - k t(k))
 
@@ -28,14 +28,14 @@ class UtilityCostPolicy:
     hour, and the length cancels out. If room is short, the job with the largest ratio of the two sides comes first.
     GPUs that are not worth their price stay idle. Slow nodes are avoided as in ``throughput_efficiency``.
 
-    The price is that of the GPU types that the job runs on; for a job that is not running, it is the mean over the
-    slots that it could have.
+    The price is for the GPU types that the job is running on or, for a job that is not running, the mean over the slots
+    it could have.
 
     Attributes:
         value: Value of finishing one hour earlier [USD], for jobs without a utility function or known length.
-        price: Price per worker and hour on GPU types that ``prices`` does not name [USD].
+        price: Price per worker and hour on GPU types that are not in ``prices`` [USD].
         prices: Price per worker and hour [USD], keyed by GPU type; a simulation fills it in from its price table.
-        slow_factor: Slowdown from which a node is avoided; above 1.
+        slow_factor: Minimum slowdown for a node to be avoided; above 1.
     """
 
     name = "utility_cost"
@@ -53,11 +53,11 @@ class UtilityCostPolicy:
         check_number("slow_factor", self.slow_factor, above=1)
 
     def priced(self, prices: Mapping[str, float]) -> UtilityCostPolicy:
-        """Return the policy with these prices per worker and hour [USD], keyed by GPU type, unless it has prices."""
+        """Return the policy with these prices per worker and hour [USD], keyed by GPU type, unless it has its own."""
         return self if self.prices else dataclasses.replace(self, prices=dict(prices))
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
+        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
         room = FreeResources(cluster)
         types = {node.node_id: node.gpu_type for node in cluster.nodes}
         prices = {view.job: self._price(view, room, types) for view in jobs}

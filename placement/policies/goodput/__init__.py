@@ -1,1 +1,1 @@
-"""Implementation of the policy ``goodput``."""
+"""Implementation of the ``goodput`` policy."""

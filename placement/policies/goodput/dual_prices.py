@@ -1,9 +1,9 @@
 """Choice of one option per job that maximises the sum of values, by dual prices instead of an integer program.
 
-Lagrangian decomposition (Everett, "Generalized Lagrange multiplier method", Operations Research 1963): with a
-price on every GPU, the jobs no longer depend on each other. Each job picks argmax of value - price x size, and the
-price is found by bisection. Remaining capacity is filled greedily. Small cases that stay too far from the bound
-are solved exactly by dynamic programming.
+Lagrangian decomposition (Everett, "Generalized Lagrange multiplier method", Operations Research 1963): with a price on
+every GPU, the jobs no longer depend on each other. Each job picks the option with the largest value - price x size, and
+the price is found by bisection. Remaining capacity is filled greedily. Small cases that are still too far from the
+bound are solved exactly by dynamic programming.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Options:
         return taken
 
     def worth(self, picks: Ints) -> float:
-        """Return the sum of the values of the picked options; ``picks`` is each job's option index, (J,)."""
+        """Return the total value of the picked options; ``picks`` is each job's option index, (J,)."""
         return float(self.values[np.arange(len(picks)), picks].sum())
 
 
@@ -70,12 +70,12 @@ class Solution:
 
 
 def solve(options: Options, near: Floats | None = None, *, polished: bool = True) -> Solution:
-    """Return one option per job, such that all fit together and the sum of their values is nearly the highest.
+    """Return one option per job, such that all fit together and their total value is nearly the highest possible.
 
-    The remaining capacity cannot be used to increase the sum. Ties go to the first option. The result is deterministic.
+    The remaining capacity cannot be used to increase the total. Ties go to the first option. The result is
+    deterministic.
 
     Args:
-        near: Initial prices from a similar case, (K,); None starts at 0.
         polished: True to improve a small case further if its sum is too far below the bound.
     """
     if not options.values.size:
@@ -99,7 +99,7 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
 
 
 def bound(options: Options, multipliers: Floats) -> float:
-    """Return an upper bound of the sum of values, by duality: sum of max(value - price x size) + price x capacity."""
+    """Return an upper bound on the total value, by duality: sum of max(value - price x size) + price x capacity."""
     net = options.values - multipliers[options.pool_of] * options.sizes
     return float(net.max(axis=1).sum() + multipliers @ options.capacities)
 
@@ -110,13 +110,10 @@ def _spread(options: Options) -> float:
 
 
 def find_multipliers(options: Options, near: Floats | None = None) -> Floats:
-    """Return the lowest prices at which demand does not exceed the capacity of any GPU type.
+    """Return the lowest prices that keep demand within the capacity of every GPU type.
 
     Prices are found for one type at a time, in repeated passes, since a rising price moves jobs to other types. In
     later passes prices only rise, as in an ascending auction, until each type has room for its demand.
-
-    Args:
-        near: Initial prices; None starts at 0.
     """
     pools = len(options.capacities)
     multipliers = np.zeros(pools) if near is None else near.copy()
@@ -131,10 +128,10 @@ def find_multipliers(options: Options, near: Floats | None = None) -> Floats:
 
 
 def _find_multiplier(options: Options, multipliers: Floats, pool: int) -> float:
-    """Find one price by bisection, with all other prices fixed, starting from its previous value.
+    """Return one price, found by bisection from its previous value, with all other prices fixed.
 
     The higher the price, the less each job requests. A job that requests the same at both ends of the interval also
-    does so in between, so it is counted once; after the first few steps only few jobs are evaluated.
+    does so in between, so it is counted once; after the first few steps, only a few jobs are evaluated.
     """
     capacity = options.capacities[pool] + _TINY
     here = options.pool_of == pool
@@ -214,7 +211,7 @@ def fill(options: Options, picks: Ints) -> Ints:
 
 
 def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
-    """Fill the remaining room once; True if some job has freed room by changing its option."""
+    """Fill the remaining room once; return True if some job has freed room by changing its option."""
     rates, steps, needs = _best_steps(options, slice(None), picks, left)
     heap = [(-float(rates[j]), j, int(steps[j])) for j in np.flatnonzero(rates > -np.inf).tolist()]
     heapq.heapify(heap)
@@ -241,8 +238,8 @@ def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
 def _best_steps(options: Options, rows: slice, picks: Ints, left: Floats) -> tuple[Floats, Ints, Floats]:
     """Return, for each job, the option that fits and has the largest gain per size.
 
-    Returns three arrays: the gain per size, -inf if no option that fits adds anything; the option; and how much of each
-    GPU type the job needs before any option adds something, (J, K).
+    Returns three arrays: the gain per size, or -inf if no option that fits adds anything; the option; and how much of
+    each GPU type the job needs before any option adds something, (J, K).
     """
     values, sizes, pool_of = options.values[rows], options.sizes[rows], options.pool_of[rows]
     every, own = np.arange(len(values)), picks[rows]
@@ -258,7 +255,7 @@ def _best_steps(options: Options, rows: slice, picks: Ints, left: Floats) -> tup
 
 
 def _exchange(options: Options, picks: Ints) -> Ints:
-    """Let pairs of jobs choose again together while that raises their sum; better for several types, not exact."""
+    """Let pairs of jobs choose again jointly while that raises their total value; inexact, helps with several types."""
     picks = picks.copy()
     left = options.capacities - options.used(picks)
     pools = np.arange(len(left))
@@ -279,7 +276,7 @@ def _exchange(options: Options, picks: Ints) -> Ints:
 
 
 def solve_exactly(options: Options) -> Ints:
-    """Return the index of each job's option with the highest sum of values, (J,), by dynamic programming.
+    """Return each job's option index for the highest total value, (J,), by dynamic programming.
 
     f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), with g one count of free slots per GPU type.
     """

@@ -1,4 +1,4 @@
-"""Local search: one step from the current allocation to a better one, if the gain exceeds the cost of change."""
+"""Local search: one step from the current allocation to a better one, if the gain exceeds the cost of changing."""
 
 from __future__ import annotations
 
@@ -65,15 +65,14 @@ def _fit_together(instance: OptionTable, placements: Sequence[Placement], valid:
 def improve(
     instance: OptionTable, utility: SpeedValue, present: Sequence[Placement], valid: Sequence[bool]
 ) -> tuple[list[Placement] | None, dict[int, Reason]]:
-    """Return a better allocation (None if there is none), and the reasons of the jobs that wait, keyed by job index.
+    """Return a better allocation (None if none exists), and the reasons for waiting jobs, keyed by job index.
 
     Two candidates are tried: a new decision about all jobs, and the current allocation with idle GPUs filled. The
-    better one is used if its worth, with every change discounted for its cost, exceeds that of the current
-    allocation. If it does not, and there is one GPU type, idle GPUs go to jobs whose own gain repays the pause,
-    without the minimum charge for pauses: no other job can use these GPUs, and they would otherwise stay idle beside
-    a long job for as long as short jobs come and go. If moving other jobs for this does not pay, the job gets
-    scattered room. Discounts vanish once a change is made, so each step raises the worth of staying, and repeated
-    calls terminate.
+    better one is used if its worth, with every change discounted for its cost, exceeds the worth of the current
+    allocation. If it does not, and there is one GPU type, idle GPUs go to jobs whose own gain repays the pause, without
+    the minimum charge for pauses: no other job can use these GPUs, and they would otherwise stay idle beside a long job
+    for as long as short jobs come and go. If moving other jobs for this does not pay, the job gets scattered room.
+    Discounts vanish once a change is made, so each step raises the worth of staying, and repeated calls terminate.
     """
     score = utility.weight * np.where([bool(here.place) for here in present], _RUNNING, 1.0)
     rounded = [round(each, 9) for each in score.tolist()]
@@ -98,18 +97,13 @@ def improve(
         candidates.append(alternatives.placements_of(fill(alternatives.options, stay)))
     better = search.best(candidates)
     # With several types it saved GPU-hours, but jobs took longer on the one trace that it was tried on.
-    one_type = len(instance.pools) == 1
-    if better is None and stay is not None and one_type and _some_idle(alternatives.options, stay):
+    options, one_type = alternatives.options, len(instance.pools) == 1
+    if better is None and stay is not None and one_type and (options.capacities - options.used(stay) > _ROUNDING).any():
         search = dataclasses.replace(search, utility=utility.where_gpus_idle())
         alternatives = search.alternatives()
         picks = fill(alternatives.options, stay)
         better = search.best([alternatives.placements_of(picks, moving=moving) for moving in (True, False)])
     return better, waiting
-
-
-def _some_idle(options: Options, picks: Ints) -> bool:
-    """True if these options leave capacity of any GPU type unused."""
-    return bool((options.capacities - options.used(picks) > _ROUNDING).any())
 
 
 def _may_wait(instance: OptionTable, utility: SpeedValue, present: Sequence[Placement]) -> list[bool]:
@@ -124,7 +118,7 @@ def _may_wait(instance: OptionTable, utility: SpeedValue, present: Sequence[Plac
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Alternatives:
-    """Options of the admitted jobs: those of the instance, then the job's floor, then staying unchanged.
+    """Admitted jobs' options: the instance's, then the job's floor, then staying unchanged.
 
     The floor of a job that may wait is nothing.
     """
@@ -137,11 +131,11 @@ class _Alternatives:
     regular: np.ndarray[tuple[int], np.dtype[np.bool_]]
 
     def placements_of(self, picks: Ints, *, moving: bool = True) -> list[Placement]:
-        """Return the placements of all jobs for these options; jobs that are not admitted get none.
+        """Return all jobs' placements for these options; jobs that are not admitted get none.
 
         Args:
             moving: True if jobs may be moved to make room for others. If False, jobs grow into scattered room, provided
-                that the workers of all jobs are alike.
+                that all jobs' workers are alike.
         """
         every = np.arange(len(picks))
         counts, pools = self.workers[every, picks], self.options.pool_of[every, picks]
@@ -162,7 +156,7 @@ class _Alternatives:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """Jobs with their current placements, and the placements that each may have."""
+    """Jobs with their current placements, and the placements possible for each."""
 
     instance: OptionTable
     utility: SpeedValue
@@ -183,7 +177,7 @@ class _Search:
         return placements if better else None
 
     def staying(self, alternatives: _Alternatives) -> Ints | None:
-        """Return each admitted job's option of staying; None if no job runs, or if a job cannot stay or must start."""
+        """Return each admitted job's option to stay; None if no job is running, or if one cannot stay or must start."""
         runs = {j for j, here in enumerate(self.present) if here.place}
         if not runs or not all(self.valid[j] and j in self.floors for j in runs):
             return None
@@ -194,7 +188,7 @@ class _Search:
         return stay
 
     def alternatives(self) -> _Alternatives:
-        """Return the options of the admitted jobs with the value of each."""
+        """Return the admitted jobs' options with the value of each."""
         instance, present, floors = self.instance, self.present, self.floors
         jobs = sorted(floors)
         rows = np.array(jobs, dtype=np.int64)
@@ -231,7 +225,7 @@ class _Search:
 
 
 def _columns(options: NDArray[_T], floor: NDArray[_T], stay: NDArray[_T]) -> NDArray[_T]:
-    """Return the columns of all options: those of the instance, then each job's floor, then staying unchanged."""
+    """Return the columns for all options: the instance's, then each job's floor, then staying unchanged."""
     return np.concatenate([options, floor[:, np.newaxis], stay[:, np.newaxis]], axis=1)
 
 
@@ -310,9 +304,9 @@ def admit_into(
 ) -> tuple[dict[int, tuple[int, int]], dict[int, Reason]]:
     """Give every job its minimum or nothing, in the given order; a smaller job may overtake one that does not fit.
 
-    Jobs held at a size are then raised to it in order of arrival, or as close to it as room allows.
+    Jobs with a size fixed by their user are then raised to it, or as close to it as room allows, in order of arrival.
 
-    Returns (pool, workers) of each admitted job, and the reason of each job that waits, both keyed by job index.
+    Returns (pool, workers) for each admitted job, and the reason for each waiting job, both keyed by job index.
     """
     ledger = PoolCapacity(instance)
     floors: dict[int, tuple[int, int]] = {}

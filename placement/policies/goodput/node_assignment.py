@@ -18,16 +18,11 @@ def assign_nodes(
 ) -> list[dict[int, int]]:
     """Assign nodes to each job's workers, moving as few jobs as possible.
 
-    A job that keeps its size stays in place, and a job that shrinks keeps its fullest nodes. All other jobs are
-    placed in order of decreasing size. A job of up to one full node goes to the tightest node that holds all of it,
-    preferring its own nodes; a larger job gets whole nodes, its own first. If scattered room would split a job over
-    more nodes than its size needs, smaller jobs that are in the way are moved. Such moves are rarer the more sizes
-    are powers of two or whole nodes.
-
-    Args:
-        slots: Number of workers that fit on each node when it is empty.
-        sizes: Workers of each job; their sum must not exceed the sum of the slots.
-        present: Current workers of each job, keyed by node index; empty if it has none.
+    A job that keeps its size stays in place, and a job that shrinks keeps its fullest nodes. All other jobs are placed
+    in order of decreasing size. A job of up to one full node goes to the tightest node that holds all of it, preferring
+    its own nodes; a larger job gets whole nodes, its own first. If scattered room would split a job over more nodes
+    than its size needs, smaller jobs that are in the way are moved. Such moves become rarer as more of the sizes are
+    powers of two or whole nodes.
 
     Returns the workers of each job, keyed by node index; all workers are placed.
     """
@@ -55,11 +50,6 @@ def grow_in_place(
     slots: NDArray[np.int64], sizes: Sequence[int], present: Sequence[WorkersByIndex]
 ) -> list[dict[int, int]]:
     """Assign nodes to each job's workers without moving current workers; a job grows on its own nodes first.
-
-    Args:
-        slots: Number of workers that fit on each node when it is empty.
-        sizes: Workers of each job; a job whose size is below its current workers keeps its current workers.
-        present: Current workers of each job, keyed by node index; together they fit the slots.
 
     Returns the workers of each job, keyed by node index: fewer than its size if there is not enough room.
     """
@@ -95,7 +85,7 @@ def _part(here: WorkersByIndex, size: int) -> dict[int, int]:
 
 
 class _Assignment:
-    """Places jobs of given sizes one after the other: whole nodes first, by best fit."""
+    """Assignment of jobs with given sizes, one after another: whole nodes first, by best fit."""
 
     def __init__(self, slots: NDArray[np.int64], sizes: Sequence[int]) -> None:
         self.occupied = Occupancy(FreeSlots(slots))
@@ -152,7 +142,7 @@ class _Assignment:
 
 
 def _tightest(free: NDArray[np.int64], chunk: int, here: WorkersByIndex) -> int | None:
-    """Return one of the job's own nodes if it holds the whole chunk, else the tightest node that does; None if none."""
+    """Return one of the job's own nodes if it holds the whole chunk, else the tightest node that does, else None."""
     own = [i for i in here if free[i] >= chunk]
     if own:
         return min(own, key=lambda i: (-here[i], int(free[i]), i))

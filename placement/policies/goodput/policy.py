@@ -1,4 +1,4 @@
-"""``goodput``: gives workers to the jobs that shorten the queue most, and only if the change pays for itself."""
+"""``goodput``: gives workers to the jobs that shorten the queue the most, and only if the change pays for itself."""
 
 from __future__ import annotations
 
@@ -39,50 +39,49 @@ class GoodputPolicy:
 
     * speed: goodput of an option divided by the goodput at the job's smallest size. Measured step times take precedence
       over the fitted model (``placement.goodput.speeds``).
-    * weight = ``JobView.weight`` x (rank / n)^a, with rank 1 for the job with most remaining work, as in heSRPT
-      (``remaining.rank_weights``). With GPUs of several types, ranks are softened the more the emptier the cluster
-      is, so that the last few long jobs share the best type instead of ending one after the other. Remaining work
-      is declared epochs x measured progress per epoch; a job that declares nothing counts as the mean. A job that
-      would end later than ``late`` times its fair time (``remaining.overdue``) weighs more by that ratio, at most
-      ten times, so that no job starves.
+    * weight = ``JobView.weight`` x (rank / n)^a, with rank 1 for the job with the most remaining work, as in heSRPT
+      (``remaining.rank_weights``). With GPUs of several types, the emptier the cluster, the softer the ranks, so that
+      the last few long jobs share the best type instead of ending one after another. Remaining work is declared
+      epochs x measured progress per epoch; a job that declares nothing counts as average. If a job would end later
+      than ``late`` times its fair time (``remaining.overdue``), its weight is multiplied by that ratio, up to ten
+      times, so that no job starves.
     * discount = H' / (H' + n d) for every option except staying unchanged, with d = ``resize_cost_s``, H' =
-      min(horizon, remaining time) and n = 1 + the chance that a job arrives before this one ends, at the rate of
-      the last half hour: an arrival undoes a change, at the cost of another pause. If a change removes
-      workers or moves the job, the discount is also divided by 1 + hysteresis. The cost is charged at a weight of
-      at least ``charge``: GPUs of a paused job serve nobody, and a long job would otherwise pause for every short
-      job that comes and goes. With one GPU type, GPUs that stay idle in the outcome are assigned without that
-      charge, and with n = 1, to jobs that gain more than the pause costs and ``hysteresis``.
+      min(horizon, remaining time) and n = 1 + the chance that a job arrives before this one ends, at the arrival rate
+      of the last half hour: an arrival undoes a change, at the cost of another pause. If a change removes workers or
+      moves the job, the discount is also divided by 1 + hysteresis. The cost is charged with a weight of at least
+      ``charge``: a paused job's GPUs serve nobody, and a long job would otherwise pause for every short job that comes
+      and goes. With one GPU type, GPUs that stay idle in the outcome are assigned without that charge, and with n = 1,
+      to jobs that gain more than the cost of the pause and ``hysteresis``.
     * phi(s) = (s^p - 1) / p, or log s for p = 0, which makes the sum proportionally fair (Nash's bargaining solution).
-      If no length is known, p = ``fair_power``. If all lengths are known, p = ``power``; if some are, p lies
+      If no length is known, p = ``fair_power``. If all lengths are known, p = ``power``; if some are, p is
       proportionally in between, and the other jobs count as average length. On a crowded cluster (more than ``crowd``
-      jobs for each worker that fits), p grows with the crowd, up to 1: the nearer each job is to one worker, the less
-      there is to gain by sharing evenly, and with p = 1 the sum becomes "shortest remaining time first", which is
-      optimal if speed grows linearly. With fewer than half of ``crowd``, p falls towards 0: there is enough for all,
+      jobs for each worker that fits), p grows with the crowd, up to 1: the closer each job is to a single worker, the
+      less there is to gain by sharing evenly, and with p = 1 the sum becomes "shortest remaining time first", which is
+      optimal if speed grows linearly. With less than half of ``crowd``, p falls towards 0: there is enough for all,
       and even shares finish all jobs soonest.
 
     Minimums come first (``admission``), except on a crowded cluster. There, a job may wait, which is worth weight x
     phi(0). A running job may be stopped if it reports the cost of a stop (``JobView.stop_cost_s``), which is charged as
-    the pause when it starts again. Then
-    every job picks argmax of value - price x workers, with one dual price per GPU type (``dual_prices``), among
-    sizes that leave no scattered room; remaining room is filled with any size. The outcome replaces the current
-    allocation only if it is worth more after all costs of changing (``local_search``), so equal inputs change
-    nothing. A job's workers are all of one GPU type, unless ``JobView.mixed_gpu_types`` lets it use leftover slots
-    of other types (``MixedTypes``).
+    the pause when it starts again. Then, every job picks the option with the largest value - price x workers, with one
+    dual price per GPU type (``dual_prices``), among sizes that leave no scattered room; remaining room is then filled
+    with any size. The outcome replaces the current allocation only if it is worth more after all costs of changing
+    (``local_search``), so equal inputs change nothing. A job's workers are all of one GPU type, unless
+    ``JobView.mixed_gpu_types`` lets it use leftover slots of other types (``MixedTypes``).
 
     The defaults are round numbers; between them and their neighbours (p 0.4 to 0.7, a 0.7 to 1.5, H 200 to 400 s)
     the average completion time of a trace changes by 1 to 4 %, for better or worse depending on the trace.
 
     Attributes:
-        horizon_s: Minimum of H, the time within which a change must pay for itself [s]. H is the mean time that a size
-            of this job has lasted if that is longer. A job whose changes cost minutes therefore does not react to every
+        horizon_s: Minimum H, the time within which a change must pay for itself [s]. H is the mean time that the job's
+            sizes have lasted, if that is longer. A job whose changes cost minutes therefore does not react to every
             short job, yet does not stay at one worker for days: the longer its size lasts, the more a change may cost.
         crowd: Number of jobs per worker that fits, above which a cluster counts as crowded.
         hysteresis: Relative gain required to remove a worker from a running job.
-        exponent: a; 0 weighs all jobs alike.
+        exponent: a; 0 gives all jobs the same rank weight.
         power: p if all lengths are known and the jobs number between half of ``crowd`` and ``crowd``; see above.
         fair_power: p if no length is known.
-        late: Estimated finish-time fairness above which a job weighs more.
-        charge: Minimum weight at which a pause is charged, as a fraction of the largest ``JobView.weight``.
+        late: Estimated finish-time fairness above which a job gets more weight.
+        charge: Minimum weight for charging a pause, as a fraction of the largest ``JobView.weight``.
         sharpness: Sharpness of the ranks, q in ``remaining.rank_weights``, at ``crowd`` jobs per worker. It is
             proportional to the number of jobs, at least 1, and infinite with one GPU type.
         lengths: True to use declared lengths.
@@ -117,7 +116,7 @@ class GoodputPolicy:
         return dict(self._cache.prices)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size, with its reason, for every job, keyed by the name of the job; see ``Policy.decide``."""
+        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
         if not any(view.mixed_gpu_types for view in jobs):
             return self._on_one_type_each(jobs, cluster, now_s)
         mixed = MixedTypes(cluster=cluster, horizon_s=self.horizon_s, hysteresis=self.hysteresis, cache=self._cache)
@@ -125,7 +124,7 @@ class GoodputPolicy:
         return mixed.extend(jobs, self._on_one_type_each(alone, cluster, now_s))
 
     def _on_one_type_each(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return the decision in which all workers of a job are on one GPU type."""
+        """Return the decision that keeps all of a job's workers on one GPU type."""
         instance = build(jobs, cluster, self._cache)
         utility = self.utility(instance, now_s)
         placements, valid = present_placements(instance)
@@ -143,7 +142,7 @@ class GoodputPolicy:
         }
 
     def utility(self, instance: OptionTable, now_s: float) -> SpeedValue:
-        """Return the parameters by which a decision about the jobs in ``instance`` values their speeds.
+        """Return the parameters for valuing speeds in a decision about the jobs in ``instance``.
 
         ``now_s`` is the current time [s since the epoch].
         """
@@ -188,7 +187,7 @@ class GoodputPolicy:
 
 
 def _target(instance: OptionTable, placement: Placement, reason: Reason) -> Target:
-    """Return the target of a job: its workers, their nodes and the reason."""
+    """Return a job's target: its workers, their nodes and the reason."""
     if not placement.place:
         return Target(workers=0, reason=reason)
     pool = instance.pools[placement.pool]
@@ -232,7 +231,7 @@ class Decided:
         return Reason(cause, facts, self._figures(j))
 
     def _lost(self, j: int, gain: float) -> tuple[Cause, tuple[str | float, ...]]:
-        """Return the cause for a job that waits or has fewer workers than before, and which jobs got them."""
+        """Return the cause for a job that is waiting or has fewer workers than before, and the jobs that got them."""
         views, left_s = self.instance.views, self.utility.left_s
         more = [k for k, here in enumerate(self.after) if here.workers > views[k].workers]
         ahead = [k for k in more or range(len(views)) if k != j and self.after[k].place]
@@ -297,7 +296,7 @@ class MixedTypes:
     cache: GoodputCache  # of what was computed before
 
     def on_one_type(self, view: JobView) -> JobView:
-        """Return the job's view with only the workers on its own GPU type: the type on which its workers do most."""
+        """Return the job's view with only the workers on its own GPU type: the type where its workers do the most."""
         if not view.mixed_gpu_types:
             return view
         parts = self._parts(view.allocation)
@@ -306,12 +305,9 @@ class MixedTypes:
         return view.placed(parts[self._own_type(view, parts)])
 
     def extend(self, jobs: Sequence[JobView], targets: Mapping[str, Target]) -> dict[str, Target]:
-        """Return the targets with workers on other GPU types added, in order of arrival, if these promise a gain.
+        """Return the targets with workers on other GPU types added, in order of arrival, if they promise a gain.
 
         The model of mixed groups (``MixedGroup``) predicts the gain.
-
-        Args:
-            targets: The policy's targets with one GPU type per job, including nodes.
         """
         placed: Allocation = {job: target.nodes for job, target in targets.items() if target.nodes}
         room = FreeResources(without(self.cluster, placed, {view.job: view.bundle for view in jobs}))
@@ -335,7 +331,7 @@ class MixedTypes:
         return found
 
     def _foreign(self, view: JobView, own: _Places, room: FreeResources) -> tuple[_Places, str, str]:
-        """Return the best workers to add on other GPU types, their description and the gain; empty if none helps."""
+        """Return the best workers to add on other GPU types, their description and the gain; empty if none help."""
         nodes, (gpu,) = self.cluster.by_id(), self._parts(own)
         present = {n: k for n, k in view.allocation.items() if n in nodes and n not in own and nodes[n].gpu_type != gpu}
         alone = self._goodput(view, own)
@@ -387,7 +383,7 @@ class MixedTypes:
             yield everything
 
     def _goodput(self, view: JobView, place: Mapping[str, int]) -> float:
-        """Return the goodput of the place [samples/s] by the mixed-group model; 0 if a worker has too few samples."""
+        """Return the goodput of the place [samples/s] from the mixed-group model; 0 if a worker has too few samples."""
         model = view.goodput
         assert model is not None, f"job {view.job} has a model"
         parts, low = [], _LEAST_SHARE

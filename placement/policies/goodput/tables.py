@@ -110,7 +110,7 @@ def useful(view: JobView, gpu: str) -> int:
 
 
 def _allowed(views: Sequence[JobView], sizes: Ints) -> NDArray[np.bool_]:
-    """Return a mask of the sizes at which each job can train, (J, C)."""
+    """Return a mask of the sizes that each job can train with, (J, C)."""
     allowed = np.ones((len(views), len(sizes)), dtype=np.bool_)
     for j, view in enumerate(views):
         if not view.sizes.free and len(sizes):
@@ -119,7 +119,7 @@ def _allowed(views: Sequence[JobView], sizes: Ints) -> NDArray[np.bool_]:
 
 
 def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None = None) -> OptionTable:
-    """Return the option table of a decision about these jobs; ``cache`` holds results of earlier decisions."""
+    """Return the option table for a decision about these jobs; ``cache`` holds results of earlier decisions."""
     cache = GoodputCache() if cache is None else cache
     views = tuple(sorted(jobs, key=lambda view: view.arrival))
     worker_kinds = tuple(worker_kind(view) for view in views)
@@ -171,7 +171,7 @@ def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None 
 
 
 def _by_worker_kind(numbers: Sequence[Sequence[float]], which: Ints, width: int) -> Floats:
-    """Return one row per job, copied from the row of the job's worker kind."""
+    """Return one row per job, copied from the row for the job's worker kind."""
     rows: Floats = np.array(numbers, dtype=np.float64).reshape(len(numbers), width)[which]
     return rows
 
@@ -192,7 +192,7 @@ def _speeds(
     low: Ints,
     cache: GoodputCache,
 ) -> tuple[Floats, Floats]:
-    """Return the speed of every option, and each job's goodput at its smallest size [samples/s], 0 without a model."""
+    """Return each option's speed, and each job's goodput at its smallest size [samples/s], 0 without a model."""
     rates = np.full(nodes.shape, np.nan)
     if not nodes.size:
         return rates, np.zeros(len(views))
@@ -255,14 +255,7 @@ class SizeGrid:
 
 
 def size_grid(node: int, total: int, most: int, extra: Iterable[int]) -> SizeGrid:
-    """Return the sizes to consider in one pool (nodes of one GPU type).
-
-    Args:
-        node: Workers on the largest node.
-        total: Workers on all nodes together.
-        most: Largest number of workers that any job can use.
-        extra: Sizes that must be included: minimums, maximums, and sizes at which users hold jobs.
-    """
+    """Return the sizes to consider in one pool (nodes of one GPU type)."""
     top = min(total, most)
     wanted = tuple(sorted({size for size in extra if 1 <= size <= top}))
     return _size_grid(node, top, wanted)
@@ -287,7 +280,7 @@ def _size_grid(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
 
 
 def nodes_needed(slots: Ints, sizes: Ints) -> Ints:
-    """Return the fewest nodes that hold each number of workers, given each node's ``slots``; 0 if there is no room."""
+    """Return the fewest nodes that hold each number of workers, given each node's ``slots``; 0 if they do not fit."""
     roomy = np.cumsum(-np.sort(-slots))
     if not len(roomy):
         return np.zeros_like(sizes)
@@ -296,7 +289,7 @@ def nodes_needed(slots: Ints, sizes: Ints) -> Ints:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedValue:
-    """Value of each job's speed in a decision; parameters have one entry per job, (J,), or are one number for all."""
+    """Value of each job's speed in a decision; each parameter has one entry per job, (J,), or is one number for all."""
 
     weight: Floats
     left_s: Floats  # remaining time at speed 1 [s]; NaN where unknown
@@ -320,7 +313,7 @@ class SpeedValue:
         return dataclasses.replace(self, **parts)
 
     def values(self, speed: Floats, fewer: NDArray[np.bool_], same: NDArray[np.bool_]) -> Floats:
-        """Return the value of each job's speed in each option, less the cost of changing to that option, (J, C).
+        """Return the value of each job's speed in each option, minus the cost of changing to that option, (J, C).
 
             weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount))
 
@@ -328,7 +321,6 @@ class SpeedValue:
         ``concave_value``.
 
         Args:
-            fewer: True if the option gives a running job no more workers than it has now.
             same: True if the option changes nothing for the job, so that no discount applies.
         """
         part = discount(speed, self.left_s, self.cost_s, self.horizon_s, self.arrivals_per_s)

@@ -1,4 +1,4 @@
-"""Base of every allocation policy, with shared rules for admitting jobs and growing them to the highest score."""
+"""Base for allocation policies, with shared rules for admitting jobs and growing them to the highest score."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
     """Convert a policy's answer to a ``Target`` for each job: plain numbers to targets, plain text to reasons.
 
     ``policy`` is its name, for reasons. The numbers are not checked here; the core rejects invalid ones later.
-
-    Raises AllocationError: the answer is not a mapping (rule ``mapping``).
     """
     if not isinstance(answer, Mapping):
         raise AllocationError("mapping", f"a policy answers with {{job: workers or Target}}, but got {answer!r}")
@@ -70,8 +68,8 @@ class Policy(Protocol):
     and part of the cluster.
 
     A class may set ``rigid = True`` if it was published for jobs that run at exactly the batch size and worker count
-    that their user requested; a simulation then runs jobs that way. A class with slow imports may have a method
-    ``load_solver()`` that makes them. The allocator calls it in a thread at startup, so that its event loop does not
+    that their user requested; a simulation then runs jobs that way. A class with slow imports may define a method
+    ``load_solver()`` that performs them. The allocator calls it in a thread at startup, so that its event loop does not
     block.
 
     Examples:
@@ -91,17 +89,17 @@ class Policy(Protocol):
         ...
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return the target size of every job, keyed by the job's name.
+        """Return a target size for every job, keyed by job name.
 
-        ``JobView.allocation`` holds the workers that a job has or is planned to have. ``now_s`` is the time of day [s
-        since the epoch], the only clock that a policy may use.
+        ``JobView.allocation`` holds the workers that a job has or is planned to have. ``now_s`` is the wall-clock time
+        [s since the epoch], the only clock that a policy may use.
         """
         ...
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Admission:
-    """Jobs admitted to run, each with its floor (the workers it gets at least), and the room left for growth."""
+    """Jobs admitted to run, each with its floor (the fewest workers it gets), and the room left for growth."""
 
     empty: FreeResources  # the cluster's room without any of the jobs
     room: FreeResources  # what is left after every admitted job has its floor
@@ -113,10 +111,10 @@ class Admission:
 def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
     """Decide which jobs run: each job gets its minimum number of workers or nothing.
 
-    Running jobs come first, then waiting jobs, each in order of arrival. Jobs grow only afterwards, into the room
-    that is left. Other jobs are therefore shrunk to admit a waiting job, though never below their own minimum. A
-    smaller job may overtake a larger one that does not fit. Finally, jobs held at a size are raised to that size in
-    order of arrival, or as close to it as room allows.
+    Running jobs come first, then waiting jobs, each in order of arrival. Jobs grow only afterwards, into the room that
+    is left. Other jobs are therefore shrunk to admit a waiting job, though never below their own minimum. A smaller job
+    may overtake a larger one that does not fit. Finally, jobs with a size fixed by their user are raised to it in order
+    of arrival, or as close to it as room allows.
     """
     room = FreeResources(cluster)
     floors: dict[str, int] = {}
@@ -135,10 +133,10 @@ def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
 
 
 def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
-    """Return the number of workers of each admitted job after the jobs in ``order`` have grown one by one.
+    """Return each admitted job's number of workers after the jobs in ``order`` have grown one by one.
 
-    Each job gets the number of workers with the highest speed that fits into the room left by earlier jobs. Jobs held
-    at a size stay at their floor. The workers are deducted from ``admission.room``.
+    Each job gets the number of workers with the highest speed that fits into the room left by earlier jobs. Jobs with a
+    fixed size stay at their floor. The workers are deducted from ``admission.room``.
     """
     counts = dict(admission.floors)
     for view in order:
@@ -157,14 +155,14 @@ def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
 
 
 def no_room(view: JobView, fits: int, others: int) -> Reason:
-    """Return the reason why a job waits: only ``fits`` workers fit beside the minimums of ``others`` other jobs."""
+    """Return why a job is waiting: only ``fits`` workers fit beside the minimums of ``others`` other jobs."""
     wanted = f"{view.min_workers} x {describe(view.bundle)}"
     cause = Cause.MEMORY if 1 < view.sizes.fitting == view.min_workers else Cause.NO_ROOM
     return Reason(cause, (wanted, fits), f"the minimum of {others} other jobs comes first")
 
 
 def held(view: JobView, workers: int) -> Reason | None:
-    """Return the reason for the size of a job that its user holds at a fixed size; None if the job is not held."""
+    """Return the reason for a job's size if its user has fixed it; None otherwise."""
     if view.held_at is None:
         return None
     whole = workers == view.held_at
@@ -181,8 +179,8 @@ Worth = Callable[[JobView, Floats, int], "float | None"]
 def climb(jobs: Sequence[JobView], admission: Admission, score: Score) -> dict[str, int]:
     """Return each admitted job's number of workers after workers are added one by one where the score is highest.
 
-    ``score`` rates one more worker, given a job and its number of workers; None if the job wants no more. Ties go to
-    the job that arrived first. Jobs held at a size stay at their floor. The workers are deducted from
+    ``score`` rates one more worker, given a job and its number of workers; it returns None if the job wants no more.
+    Ties go to the job that arrived first. Jobs with a fixed size stay at their floor. The workers are deducted from
     ``admission.room``.
     """
     counts = dict(admission.floors)
@@ -219,9 +217,7 @@ def decide_by_worth(
     Each worth is multiplied by ``JobView.weight``; a negative worth, which is a cost, is divided by it.
 
     Args:
-        worth: Function of a job, its speeds on 0..n workers and its size: the worth of one more, None for no more.
-        say: Function that returns the reason for a job's size, given its workers and the worth of one more.
-        slow_factor: Avoid nodes on which steps take at least this many times longer; None uses all nodes.
+        slow_factor: Avoid nodes where steps take at least this many times longer; None uses all nodes.
     """
     healthy = cluster if slow_factor is None else without_slow(jobs, cluster, slow_factor)
     admission = admit(jobs, healthy)
@@ -246,7 +242,7 @@ def decide_by_worth(
 
 
 def without_slow(jobs: Sequence[JobView], cluster: Cluster, factor: float) -> Cluster:
-    """Return the cluster with slow nodes, on which some job's steps take ``factor`` times longer, marked draining.
+    """Return the cluster with slow nodes, where some job's steps take ``factor`` times longer, marked as draining.
 
     One slow worker holds up its whole group, so a job is usually faster without that worker. If avoiding the slow nodes
     would change which jobs are admitted or their floors, all nodes stay in use.

@@ -17,12 +17,7 @@ _HORIZON_S = 60.0
 
 
 class StablePlacer:
-    """Placer that tracks free slots per node; jobs are identified by their index in the arguments of ``place``.
-
-    Args:
-        slots: Number of free slots of each node.
-        kinds: Kind (a number) of each node, the same for all by default; a job's workers are on one kind.
-    """
+    """Placer that tracks free slots per node; jobs are identified by their index in the arguments of ``place``."""
 
     def __init__(self, slots: Sequence[int], kinds: Sequence[int] | None = None) -> None:
         self._kinds = np.zeros(len(slots), dtype=np.int64) if kinds is None else np.array(kinds, dtype=np.int64)
@@ -39,13 +34,9 @@ class StablePlacer:
         """Return each job's workers, keyed by node index; None if some job gets fewer than its minimum ``least``.
 
         Jobs are placed in order of decreasing size. A job that keeps its size stays unless a larger job took its nodes.
-        A job that moves goes to the node with the fewest workers of staying jobs, preferring the tightest fit. A job
-        that needs several nodes uses as few as possible, preferably without other multi-node jobs; it gets fewer
+        A job that moves goes to the node with the fewest workers from jobs that stay, preferring the tightest fit. A
+        job that needs several nodes uses as few as possible, preferably without other multi-node jobs; it gets fewer
         workers than its size if room is short.
-
-        Args:
-            present: Current workers of each job, keyed by node index.
-            kinds: Kind of node that each job needs; by default 0 for all jobs.
         """
         wanted = [0] * len(sizes) if kinds is None else list(kinds)
         stays = [
@@ -128,10 +119,7 @@ def use_idle(
     settler: StablePlacer,
     places: list[dict[int, int]],
 ) -> None:
-    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within a minute.
-
-    Modifies ``places``, each job's workers by node index. Jobs held at a size, or on ``MOST_NODES`` nodes, do not grow.
-    """
+    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within a minute."""
     for i, view in enumerate(running):
         limit = growth_limit(view)
         gain = 1.0 + view.resize_cost_s / _HORIZON_S + 1e-9
@@ -165,7 +153,7 @@ def shape_of(place: Mapping[int, int]) -> tuple[int, int]:
 
 
 def growth_limit(view: JobView) -> int:
-    """Return the most workers that the job may have now: the smaller of its ``useful_workers`` and ``growth_limit``."""
+    """Return the maximum number of workers for the job: the smaller of its ``useful_workers`` and ``growth_limit``."""
     limit = view.useful_workers
     return limit if view.growth_limit is None else min(limit, view.growth_limit)
 
@@ -173,7 +161,7 @@ def growth_limit(view: JobView) -> int:
 def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int, int]:
     """Return the job's current workers keyed by node index; empty if one of its nodes is gone or draining.
 
-    ``index`` maps a node id to the node's index, or to None for such a node.
+    ``index`` maps a node id to the node's index, or to None if the node is gone or draining.
     """
     place: dict[int, int] = {}
     for node_id, workers in view.allocation.items():
@@ -185,10 +173,7 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
 
 
 def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
-    """Return the shapes (nodes, workers) to consider: all sizes up to one full node, then multiples of a full node.
-
-    Each size, from the job's minimum to ``most``, is on the fewest nodes; ``slots`` is the workers that fit on each.
-    """
+    """Return the shapes (nodes, workers) to consider: all sizes up to one full node, then multiples of a full node."""
     roomy = np.cumsum(sorted(slots, reverse=True))
     if not len(roomy) or roomy[-1] < view.min_workers:
         return ()
@@ -203,7 +188,7 @@ def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
     """Return the goodput of each shape (nodes, workers) relative to the job's minimum size on one node.
 
     Each shape runs at its best batch. If the minimum size cannot run, speeds are relative to the lowest goodput among
-    the shapes. A shape for which no batch fits has speed 0. Without a goodput model, speed is the number of workers.
+    the shapes. A shape that no batch fits has speed 0. Without a goodput model, speed is the number of workers.
     """
     if view.goodput is None:
         return np.array([workers for _, workers in wanted], dtype=np.float64)
@@ -233,10 +218,7 @@ class WorstFitPlacer:
         return dict(view.allocation)
 
     def spread(self, view: JobView, workers: int) -> Mapping[str, int] | None:
-        """Reserve room on the roomiest nodes of the GPU type with the most room; return workers keyed by node id.
-
-        Ties between nodes go to the first id. If no type has enough room, reserve nothing and return None.
-        """
+        """Reserve room on the roomiest nodes of the GPU type with the most room; return workers keyed by node id."""
         fits = self.free.slots(view)
         sums = {gpu: int(fits[self._of(gpu)].sum()) for gpu in dict.fromkeys(self._types)}
         roomiest = max(sums, key=lambda gpu: sums[gpu], default="")

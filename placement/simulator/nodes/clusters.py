@@ -12,10 +12,10 @@ _EXAMPLES = "'aws:16x4' or 'aws:6x4,rtx:3x8,dgx-ext:2x8'"
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return the nodes of a cluster string: comma-separated ``<gpu type>:<nodes>x<GPUs per node>``.
+    """Return the nodes described by a cluster string: comma-separated ``<gpu type>:<nodes>x<GPUs per node>``.
 
-    Node ids are ``<gpu type>-<three digits>``, so that nodes of a type sort in the order of the string.
-    Raises InputError: the string cannot be parsed, names a type twice, or contains a zero.
+    Node ids are ``<gpu type>-<three digits>``, so that nodes of a type sort by number. Raises InputError if the string
+    cannot be parsed, names a type twice, or contains a zero.
     """
     nodes: list[Node] = []
     seen: set[str] = set()
@@ -39,5 +39,5 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def gpu_types(cluster: Cluster) -> tuple[str, ...]:
-    """Return the distinct GPU types of a cluster's nodes, sorted by name."""
+    """Return the distinct GPU types in a cluster, sorted by name."""
     return tuple(sorted({node.gpu_type for node in cluster.nodes}))

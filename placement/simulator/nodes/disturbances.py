@@ -1,8 +1,8 @@
-"""Disturbances of a simulated cluster (failures, spot nodes, slow nodes, shared links, noise), from one seed.
+"""Disturbances to a simulated cluster (failures, spot nodes, slow nodes, shared links, noise), from one seed.
 
-Two formats of recorded spot machines are read: counts at every tick (JSON, skypilot-org/spot-traces) and machine
+Two recording formats for spot machines are supported: counts at every tick (JSON, skypilot-org/spot-traces) and machine
 arrivals and departures (CSV, uclasystem/bamboo). Both are converted to places, each occupied by a machine at some times
-and empty at others. Every spot node of the cluster is assigned one place, and exists while that place is occupied.
+and empty at others. Every spot node in the cluster is assigned one place, and exists while that place is occupied.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Disturbances:
             raise InputError(f"spot must name GPU types of the cluster ({types}), but got {', '.join(missing)}")
 
     def spot_types(self, types: Collection[str]) -> tuple[str, ...]:
-        """Return the GPU types among ``types`` whose nodes are spot nodes."""
+        """Return those GPU types in ``types`` that have spot nodes."""
         return tuple(gpu for gpu in types if "" in self.spot or gpu in self.spot)
 
     def script(self, nodes: Sequence[Node], seed: int, until_s: float) -> list[tuple[float, Kind, str]]:
-        """Return (time [s], event, node id) of all events until ``until_s``, sorted: "down", "up", "slow", "well"."""
+        """Return (time [s], event, node id) for all events until ``until_s``, sorted: "down", "up", "slow", "well"."""
         events: list[tuple[float, Kind, str]] = []
         for node in nodes:
             events += self._spells(node.node_id, "down", "up", (self.node_mtbf_h, self.repair_s), seed, until_s)
@@ -103,7 +103,7 @@ Span = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpotTrace:
-    """Recorded spot market with numbered places, each with the times at which it held a machine."""
+    """Recorded spot market with numbered places, each with the times when it held a machine."""
 
     source: str
     length_s: float  # when the record ends [s]; it is then played again from its start
@@ -116,7 +116,7 @@ class SpotTrace:
             raise InputError(f"spot trace {self.source} must have a machine at some time, but never has one")
 
     def deal(self, nodes: Sequence[str], seed: int) -> dict[str, int]:
-        """Return the index of a random place of the market per node; places repeat only if nodes outnumber them."""
+        """Return the index of a random place in the market per node; places repeat only if nodes outnumber them."""
         order = list(range(len(self.places)))
         random.Random(f"{seed}/spot").shuffle(order)
         return {node: order[i % len(order)] for i, node in enumerate(nodes)}
@@ -142,7 +142,7 @@ class SpotTrace:
 def read_spot(path: str | Path) -> SpotTrace:
     """Read a recorded spot market: JSON with ``metadata.gap_seconds`` and ``data``, or CSV.
 
-    CSV lines are ``milliseconds,add|remove,name``. Raises InputError: the file cannot be read, has neither format, or
+    CSV lines are ``milliseconds,add|remove,name``. Raises InputError if the file cannot be read, has neither format, or
     is inconsistent; the message names the file and the position in it.
     """
     with reading(f"spot trace {path}"):
@@ -155,7 +155,7 @@ def read_spot(path: str | Path) -> SpotTrace:
 
 
 def _counts(text: str, source: str) -> SpotTrace:
-    """Return the trace of a JSON record; place k (from 0) is occupied while the count is above k."""
+    """Return the trace from a JSON record; place k (from 0) is occupied while the count is above k."""
     try:
         found = json.loads(text)
         gap_s, counts = found["metadata"]["gap_seconds"], found["data"]
@@ -184,7 +184,7 @@ def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def _events(text: str, source: str) -> SpotTrace:
-    """Return the trace of CSV events; each added machine occupies the first empty place."""
+    """Return the trace from CSV events; each added machine occupies the first empty place."""
     places: list[list[Span]] = []
     taken: dict[str, tuple[int, float]] = {}
     now_s = 0.0
@@ -215,7 +215,7 @@ def _events(text: str, source: str) -> SpotTrace:
 
 
 def _event(row: Sequence[str], where: str) -> tuple[float, str, str]:
-    """Return (time [s], ``add`` or ``remove``, machine name) of a CSV row. Raise InputError if it is malformed."""
+    """Return (time [s], ``add`` or ``remove``, machine name) from a CSV row; raise InputError if it is malformed."""
     try:
         at_ms, what, name = row
         at_s = float(at_ms) / 1000.0

@@ -1,4 +1,4 @@
-"""Simulated cloud: a node costs money from its request on and starts after a delay; spot nodes are reclaimed."""
+"""Simulated cloud: a node costs money as soon as it is requested and starts after a delay; spot nodes are reclaimed."""
 
 from __future__ import annotations
 
@@ -35,22 +35,19 @@ class AutoscaledCluster:
         check_number("expected_h", self.expected_h, above=0, unit="hours", error=InputError)
 
     def __str__(self) -> str:
-        """Return the text under the class's former name, to keep reports of simulations comparable."""
+        """Return text with the class's former name, to keep simulation reports comparable."""
         fields = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self))
         return f"Autoscaling({fields})"
 
     def check(self, rules: Rules, disturbances: Disturbances) -> None:
-        """Raise InputError unless these rules and disturbances support autoscaling.
-
-        They do not if, for example, permanent nodes would fail or slow down.
-        """
+        """Raise InputError if autoscaling does not support these rules or disturbances, such as failing nodes."""
         if rules.round_s is not None:
             raise InputError(f"rules must be 'live' for autoscale, but got {rules.name!r}")
         if disturbances.node_mtbf_h or disturbances.slow_every_h:
             raise InputError("autoscale goes with spot traces, interference and noise, but got failing or slow nodes")
 
     def types(self, cluster: Cluster, prices: PriceTable, spot: Mapping[str, SpotTrace]) -> tuple[NodeType, ...]:
-        """Return an on-demand node type for each GPU type of the cluster, and a spot type for each with a trace."""
+        """Return an on-demand node type for each GPU type in the cluster, and a spot type for each with a trace."""
         found = []
         for gpu in sorted({node.gpu_type for node in cluster.nodes}):
             nodes = [node for node in cluster.nodes if node.gpu_type == gpu]
@@ -90,11 +87,6 @@ class Provider:
     A spot machine needs a place of the recorded market (``SpotTrace``) that is occupied in the record at that time and
     not used by another simulated machine. It is reclaimed when the record loses the place. If no place is free, nothing
     is rented and the caller must try again later.
-
-    Args:
-        spot: Recorded markets keyed by GPU type; the empty type stands for all.
-        offset_s: Time in the records at which the simulation starts [s].
-        seed: Seed for assigning places to machines.
     """
 
     def __init__(self, types: Sequence[NodeType], spot: Mapping[str, SpotTrace], offset_s: float, seed: int) -> None:
@@ -116,7 +108,7 @@ class Provider:
         return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
 
     def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
-        """Rent machines up to the numbers in ``nodes`` and return the new ones; give surplus starting ones back."""
+        """Rent machines up to the numbers in ``nodes``, returning new ones; give back surplus ones not yet started."""
         fresh: list[Machine] = []
         for each in self.types:
             mine = [m for m in self.machines.values() if m.kind.name == each.name]
@@ -136,12 +128,12 @@ class Provider:
         self.rented_h[machine.kind.name] += (now_s - machine.since_s) / 3600.0
 
     def close(self, now_s: float) -> None:
-        """Give all machines back to the cloud at the end of the simulation."""
+        """Give all machines back to the cloud when the simulation ends."""
         for node_id in list(self.machines):
             self.give_back(node_id, now_s)
 
     def _rent(self, kind: NodeType, now_s: float) -> Machine | None:
-        """Return a new machine, paid for from now on; None if the spot market has no free place for it."""
+        """Return a new machine, which costs money from now on; None if the spot market has no free place for it."""
         place, gone_s = None, math.inf
         if kind.spot:
             busy = {m.place for m in self.machines.values() if m.kind.name == kind.name}

@@ -24,13 +24,13 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def rho(jobs: Sequence[SimulatedJob], cluster: Cluster) -> dict[str, float]:
-    """Return rho = (completion - submission) / T of each finished job, where T is its time alone on G / N GPUs.
+    """Return rho = (completion - submission) / T for each finished job, where T is its time alone on G / N GPUs.
 
-    G is the number of GPUs of the cluster. N is the number of unfinished jobs, including this one, averaged over the
-    job's life. Alone, the job obeys the same rules: it waits for the next round, starts, grows as fast as
-    exploration allows to the best count up to floor(G / N) GPUs of one type, and pays for every change. Its rate is
-    the mean over the GPU types, weighted by their number of GPUs. If there is less than one GPU per job, the rate is
-    the corresponding fraction of one GPU's rate.
+    G is the number of GPUs in the cluster. N is the number of unfinished jobs, including this one, averaged over the
+    job's lifetime. Alone, the job obeys the same rules: it waits for the next round, starts, grows as fast as
+    exploration allows to the best count up to floor(G / N) GPUs of one type, and pays for every change. Its rate is the
+    mean over the GPU types, weighted by their number of GPUs. If there is less than one GPU per job, the rate is the
+    corresponding fraction of one GPU's rate.
     """
     ends = [(job.trace.time_s, job.finished_s or job.trace.time_s) for job in jobs]
     starts, stops = np.array(ends).T
@@ -55,7 +55,7 @@ def rho(jobs: Sequence[SimulatedJob], cluster: Cluster) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=4096)
 def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: int) -> float:
-    """Return the time from a job's first start to its end if it runs alone on up to ``most`` GPUs of a type [s]."""
+    """Return the time from a job's first start to its end if it runs alone on up to ``most`` GPUs of one type [s]."""
     sizes = sorted({k for k in SIZES if k <= most} | {min(most, 64)})
     best = min(sizes, key=lambda k: alone_s(app, gpu, per_node, k))
     spec = TraceJob(name="alone", time_s=0.0, application=app.name, num_replicas=1, batch_size=app.init_batch_size)
@@ -71,7 +71,7 @@ def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: in
 
 @functools.lru_cache(maxsize=4096)
 def alone_s(app: Application, gpu: str, per_node: int, replicas: int) -> float:
-    """Return the pure training time of a job on these GPUs with each epoch's best batch [s]; infinity if none fits."""
+    """Return a job's pure training time on these GPUs with each epoch's best batch [s]; infinity if none fits."""
     counts = (per_node,) * (replicas // per_node) + ((replicas % per_node,) if replicas % per_node else ())
     least, most = app.local_bsz_range(gpu)
     table = app.step_times[gpu]

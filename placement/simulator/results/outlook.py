@@ -33,7 +33,7 @@ _CONFIG = AllocatorConfig(rounds=True, silence_s=math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Predicted number of workers and end time of one job; see :func:`outlook`."""
+    """Predicted number of workers and end time for one job; see :func:`outlook`."""
 
     job: str
     workers: int  # that it would have at first
@@ -45,11 +45,7 @@ class Outlook:
 
 
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
-    """Return the nodes of a cluster string such as ``t4:2x4``; the type ``cpu`` counts CPUs instead of GPUs.
-
-    Nodes have plenty of all other resources that the jobs in ``views`` need. Raises InputError: the string cannot be
-    parsed.
-    """
+    """Return the nodes of a cluster string such as ``t4:2x4``; the type ``cpu`` counts CPUs instead of GPUs."""
     others = {name for view in views for name in view.bundle if name not in ("GPU", "CPU")}
     return Cluster(nodes=tuple(_furnished(node, others) for node in parse_cluster(text).nodes))
 
@@ -75,20 +71,22 @@ def outlook(
     """Predict each job's workers on these nodes, and when it ends; the policy decides again whenever a job ends.
 
     The prediction stops when every job with a known length has ended. Between decisions, a job progresses at goodput /
-    M0 iterations per second, according to its current model. For a GPU type on which it has not run, the model of a
-    type on which it has run is used. Resizes are free. Jobs without a declared length or a model keep their workers to
-    the end.
+    M0 iterations per second, according to its current model. On a GPU type that it has never run on, its model for a
+    type that it has run on is used. Resizes are free. Jobs without a declared length or a model keep their workers
+    until the end.
 
     Args:
         stay: True if the jobs already run on these nodes, so that the result describes their current workers; False if
             they all start from scratch.
-
-    Returns one outlook per job, in the order of the views.
-
-    Raises InputError: the policy is unknown or violates a rule.
     """
+    config = dataclasses.replace(
+        _CONFIG,
+        tenants=constraints.tenants,
+        one_multi_node_job_per_node=constraints.one_multi_node_job_per_node,
+        avoid_slow_nodes=constraints.avoid_slow_nodes,
+    )
     try:
-        core = AllocatorCore(make_policy(policy), _config(constraints))
+        core = AllocatorCore(make_policy(policy), config)
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from error
     core.handle(NodesChanged(cluster=cluster), now_s)
@@ -122,7 +120,7 @@ def outlook(
 def _share_out(
     core: AllocatorCore, running: Mapping[str, JobView], at_s: float
 ) -> dict[str, tuple[Mapping[str, int], str]]:
-    """Return the target nodes of every job, with the reason. Raise InputError if the decision was refused."""
+    """Return every job's target nodes, with the reason; raise InputError if the decision was refused."""
     for view in running.values():
         core.handle(JobHeartbeat(view=view), at_s)
     core.handle(TimePassed(), at_s)
@@ -139,27 +137,15 @@ def _row(view: JobView, nodes: Mapping[str, int], reason: str, rate: float | Non
 
 
 def _present_row(view: JobView, cluster: Cluster, decided: Outlook) -> Outlook:
-    """Return the outlook of a job's current workers; its reason mentions a different decision of the allocator."""
+    """Return the outlook for a job's current workers; its reason mentions any different decision by the allocator."""
     if dict(view.allocation) == dict(decided.nodes):
         return decided
     reason = f"{decided.workers} workers are decided: {decided.reason}"
     return _row(view, view.allocation, reason, _rate(view, view.allocation, cluster))
 
 
-def _config(constraints: Constraints) -> AllocatorConfig:
-    return dataclasses.replace(
-        _CONFIG,
-        tenants=constraints.tenants,
-        one_multi_node_job_per_node=constraints.one_multi_node_job_per_node,
-        avoid_slow_nodes=constraints.avoid_slow_nodes,
-    )
-
-
 def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | None:
-    """Return iterations at M0 per second, preferring measured times to the model, as policies do.
-
-    None without a model.
-    """
+    """Return iterations at M0 per second, by measured times before the model, as policies do; None without a model."""
     by_id = cluster.by_id()
     gpu = min((by_id[node].gpu_type for node in by_node(nodes) if node in by_id), default="")
     model = model_of(view, gpu)
@@ -172,10 +158,7 @@ def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | 
 
 
 def _missing(view: JobView) -> float:
-    """Return the number of iterations until the job's end.
-
-    Infinity if unknown: no epochs are declared, or the length of an epoch is not known yet.
-    """
+    """Return the iterations until the job's end; infinity if epochs, or the length of one, are unknown."""
     progress = view.progress
     if progress is None or not (progress.epoch_ends or progress.usual_epoch):
         return math.inf

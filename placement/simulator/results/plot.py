@@ -31,7 +31,7 @@ Bar = tuple[str, str, float, float, int]
 
 
 def bars(report: SimulationReport) -> Iterator[Bar]:
-    """Yield a bar (node id, job, from [s], to [s], workers) for each stay of a job on a node, ordered by end time."""
+    """Yield a bar (node id, job, from [s], to [s], workers) for each time a job spends on a node, sorted by end."""
     present: dict[tuple[str, str], tuple[float, int]] = {}
     for placed in report.placed:
         for node, job in [key for key in present if key[1] == placed.job]:
@@ -44,11 +44,11 @@ def bars(report: SimulationReport) -> Iterator[Bar]:
 
 
 def plot(reports: Sequence[SimulationReport], path: Path) -> None:
-    """Draw the allocation of each report: a row for each node, a lane for each of its GPUs, time along the x axis.
+    """Draw each report's allocation: a row for each node, a lane for each of its GPUs, and time along the x axis.
 
-    A bar is a job's stay on a node, as high as the number of GPUs it uses there. Jobs of one application share a hue
-    and differ in shade. Large enough bars show their job's number. The strip below shows GPUs in use and waiting jobs.
-    Raises InputError: Matplotlib is not installed, or the file cannot be written.
+    Each bar is the time a job spends on a node, as high as the number of GPUs it uses there. Jobs of one application
+    share a hue and differ in shade. Bars that are large enough show the job number. The strip below shows GPUs in use
+    and waiting jobs. Raises InputError if Matplotlib is not installed, or the file cannot be written.
     """
     check_picture(path)
     import matplotlib as mpl
@@ -75,7 +75,7 @@ def plot(reports: Sequence[SimulationReport], path: Path) -> None:
 
 
 def _draw(report: SimulationReport, axis: Any, end_h: float) -> None:
-    """Draw the jobs' stays on nodes on an axis from 0 to ``end_h`` hours, with title and legend."""
+    """Draw the times jobs spend on nodes, on an axis from 0 to ``end_h`` hours, with a title and a legend."""
     from matplotlib.patches import Patch
 
     nodes = parse_cluster(report.cluster).nodes
@@ -109,10 +109,7 @@ def _draw(report: SimulationReport, axis: Any, end_h: float) -> None:
 
 
 def _lanes(report: SimulationReport, sizes: Mapping[str, int]) -> Iterator[tuple[Bar, list[tuple[int, int]]]]:
-    """Yield every bar with its GPU lanes, as (first lane, number of lanes) pairs.
-
-    The lanes are contiguous if there is room.
-    """
+    """Yield every bar with its GPU lanes as (first lane, number of lanes), contiguous if there is room."""
     busy: dict[str, list[tuple[float, frozenset[int]]]] = {node: [] for node in sizes}
     for bar in sorted(bars(report), key=lambda bar: (bar[2], bar[0], bar[1])):
         node, _, start_s, end_s, workers = bar
@@ -131,7 +128,7 @@ def _lanes(report: SimulationReport, sizes: Mapping[str, int]) -> Iterator[tuple
 
 
 def _draw_use(report: SimulationReport, axis: Any, end_h: float) -> None:
-    """Draw the number of GPUs in use, and of jobs that have arrived but hold none."""
+    """Draw the number of GPUs in use, and the number of jobs that have arrived but hold none."""
     held: dict[str, int] = {}
     hours, used = [0.0], [0]
     for placed in report.placed:
@@ -151,7 +148,7 @@ def _draw_use(report: SimulationReport, axis: Any, end_h: float) -> None:
 
 
 def _waiting(report: SimulationReport) -> tuple[list[float], list[int]]:
-    """Return times [h], and the number of jobs without a GPU from each time on."""
+    """Return times [h], and the number of jobs without a GPU from each time onwards."""
     steps = [(job.arrival_s, 1) for job in report.jobs]
     running: set[str] = set()
     ends = {job.job: job.finish_s for job in report.jobs}
@@ -185,5 +182,5 @@ def _hue(application: str, shade: float) -> tuple[float, float, float]:
 
 
 def hue_of(application: str) -> int:
-    """Return the index in the palette of the hue that all jobs of an application share."""
+    """Return the palette index of the hue that all jobs of an application share."""
     return _HUES.get(application, sum(application.encode()))

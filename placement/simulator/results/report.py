@@ -1,4 +1,4 @@
-"""Report of a simulation, as plain values."""
+"""Report on a simulation, as plain values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class JobReport:
         arrival_s: Time of submission [s].
         start_s: Time of the first placement [s].
         finish_s: Time of completion [s].
-        resizes: Number of changes of the job's workers after the first start.
+        resizes: Number of changes to the job's workers after the first start.
         gpu_hours: GPUs held x hours, keyed by GPU type.
-        paused_s: Time for which the job held GPUs without progress because of changes [s].
+        paused_s: Time that the job held GPUs without progress because of changes [s].
         rho: Finish-time fairness: completion time / completion time on an equal, isolated share of the cluster.
 
     Examples:
@@ -53,7 +53,7 @@ class JobReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rented:
-    """Total cost of all nodes that were rented, including the time for which they were idle."""
+    """Total cost of all nodes that were rented, including idle time."""
 
     node_hours: Mapping[str, float]  # hours for which nodes were paid for, by node type
     usd: float
@@ -73,16 +73,16 @@ class SimulationReport:
         seed: Seed for all randomness.
         settings: Other arguments of ``simulate``: ``requested``, ``shared_knowledge``, ``lengths``, ``disturbances``
             and so on.
-        gpus: Number of GPUs of the cluster.
+        gpus: Number of GPUs in the cluster.
         prices: Prices paid [USD per GPU and hour], keyed by GPU type.
-        rented: Cost of all nodes. In a cluster of fixed size it counts from the first submission to the last
-            completion; in an autoscaled one, from each node's request.
-        jobs: Reports on the jobs, in the order of submission.
-        placed: All changes of jobs' placements.
+        rented: Cost of all nodes. In a cluster of fixed size, it is counted from the first submission to the last
+            completion; in an autoscaled one, from the time each node was requested.
+        jobs: Reports on the jobs, in order of submission.
+        placed: All changes to jobs' placements.
         log: The core's decision log.
         decision_s: CPU time of each decision [s].
-        idle_s: Longest time for which GPUs were idle that some job could have used
-            (``placement.simulator.world.state``); an empty round of the published simulators is 60 s.
+        idle_s: Longest time that GPUs were idle while some job could have used them
+            (``placement.simulator.world.state``); an empty round in the published simulators is 60 s.
         idle_gpu_hours: Idle GPUs x hours while any job could have used some of their type.
     """
 
@@ -124,7 +124,7 @@ class SimulationReport:
 
     @property
     def cost(self) -> float:
-        """Cost of the GPU-hours for which jobs held GPUs [USD]."""
+        """Cost of the GPU-hours held by jobs [USD]."""
         return sum(hours * self.prices[gpu] for job in self.jobs for gpu, hours in job.gpu_hours.items())
 
     @property
@@ -133,7 +133,7 @@ class SimulationReport:
         return float(np.mean([job.rho > 2.0 for job in self.jobs]))
 
     def record(self) -> dict[str, Any]:
-        """Return the summary of this report as a JSON record."""
+        """Return a summary of this report as a JSON record."""
         jct_s = self.jct_s
         decision_ms = 1e3 * np.array(self.decision_s or (0.0,))
         rho = np.array([job.rho for job in self.jobs])

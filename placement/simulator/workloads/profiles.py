@@ -87,7 +87,7 @@ class Application:
         self._stretched: dict[int, Application] = {self.epochs: self}
 
     def stretched(self, epochs: int) -> Application:
-        """Return this application with another number of epochs, over which its phases of training are stretched."""
+        """Return this application with a different number of epochs, stretching its phases of training to fit."""
         if epochs not in self._stretched:
             twin = copy.copy(self)
             twin.epochs, factor = epochs, epochs / self.epochs
@@ -110,7 +110,7 @@ class Application:
 
     @property
     def init_batch_size(self) -> int:
-        """Initial global batch, at which progress is counted in iterations [samples]."""
+        """Initial global batch [samples]; progress is counted in iterations at this batch."""
         return self.batch_sizes[0]
 
     @property
@@ -150,21 +150,18 @@ class Application:
         return self._gain[key]
 
     def iterations_at(self, batch_size: float, epoch: int) -> float:
-        """Return the number of optimizer steps at this batch from the start to the end of epoch ``epoch`` (from 0)."""
+        """Return the number of optimizer steps in epoch ``epoch`` (from 0) at this batch."""
         return float(np.interp(batch_size, self._sizes, self._iterations[:, epoch]))
 
 
 def load_profiles(folder: str | Path, gpus: tuple[str, ...]) -> dict[str, Application]:
-    """Load those applications in a folder that were profiled on all of these GPU types, keyed by name.
-
-    Raises InputError: the folder is missing or has no application, or a file lacks a column or has non-numbers.
-    """
+    """Load those applications in a folder that were profiled on all of these GPU types, keyed by name."""
     return dict(_load(Path(folder).resolve(), tuple(gpus)))
 
 
 @functools.lru_cache(maxsize=8)  # simulations of one process share the tables
 def _load(folder: Path, gpus: tuple[str, ...]) -> dict[str, Application]:
-    """Return applications that have placement tables for all GPU types, by name. Raise InputError if there are none."""
+    """Return applications that have placement tables for all GPU types, by name; raise InputError if none exist."""
     if not folder.is_dir():
         raise InputError(f"profiles must be a folder with one folder per application, but got {folder}")
     found = {
@@ -185,10 +182,7 @@ MOST_NODES = 16
 
 
 def read_rows(path: str | Path, columns: Sequence[str], what: str) -> list[tuple[int, dict[str, str | None]]]:
-    """Return the rows of a CSV file that must have these columns, each with its line number.
-
-    Raises InputError: the file is missing, or lacks a column; the message calls the file ``what``.
-    """
+    """Return the rows of a CSV file that must have these columns, each with its line number."""
     with reading(f"{what} {path}"), open(path, newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         missing = [column for column in columns if column not in (reader.fieldnames or ())]
@@ -200,10 +194,7 @@ def read_rows(path: str | Path, columns: Sequence[str], what: str) -> list[tuple
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[str]]:
-    """Return columns of a profile as text, keyed by header.
-
-    Raises InputError: as ``read_rows``, or the file is empty.
-    """
+    """Return columns of a profile as text, keyed by header."""
     rows = read_rows(path, columns, "profile")
     if not rows:
         raise InputError(f"profile {path} must hold one row or more, but is empty")
@@ -213,7 +204,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[str]]:
 def numbers(path: Path, columns: Sequence[str]) -> dict[str, Floats]:
     """Return columns of a profile as arrays, keyed by header.
 
-    Raises InputError: as ``read_columns``, or a value is not a finite number.
+    Raises InputError for the same reasons as ``read_columns``, and if a value is not a finite number.
     """
     return {column: _numbers(path, column, texts) for column, texts in read_columns(path, columns).items()}
 
@@ -235,7 +226,7 @@ def canonical(counts: Sequence[int]) -> Counts:
 
 
 class Times(Protocol):
-    """Protocol of the true step times of an application on one GPU type."""
+    """Protocol for an application's true step times on one GPU type."""
 
     @property
     def local_bsz_range(self) -> tuple[int, int]:
@@ -243,10 +234,7 @@ class Times(Protocol):
         ...
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
-        """Return the time of a step without accumulation, and the part of it spent on synchronisation [s].
-
-        ``counts`` is the number of workers on each node, ``local_bsz`` the samples per worker and micro-step.
-        """
+        """Return the time of a step without accumulation, and the part of it spent on synchronisation [s]."""
         ...
 
 
@@ -255,9 +243,9 @@ class StepTimes:
 
     A placement in ``placements-<gpu>.csv`` is interpolated linearly in the local batch. For any other placement, the
     rows are averaged by (nodes, replicas, local batch), ``scalability-<gpu>.csv`` is appended, and all three axes are
-    interpolated linearly over a Delaunay triangulation, with at most 16 nodes. This is the Pollux artifact's rule, so
-    its figures can be reproduced. For a point outside the measured region, the nearest measured node and replica counts
-    are used.
+    interpolated linearly over a Delaunay triangulation, with at most 16 nodes. This is the rule of the Pollux artifact,
+    so its figures can be reproduced. For a point outside the measured region, the nearest measured node and replica
+    counts are used.
     """
 
     def __init__(self, folder: Path, gpu: str) -> None:
@@ -290,12 +278,7 @@ class StepTimes:
         self._cache: dict[tuple[Counts, float], tuple[float, float]] = {}
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
-        """Return the time of a step without accumulation, and the part of it spent on synchronisation [s].
-
-        Args:
-            counts: Workers on each node, each at least 1, in the order of the nodes.
-            local_bsz: Samples per worker and micro-step, at least 1.
-        """
+        """Return the time of a step without accumulation, and the part of it spent on synchronisation [s]."""
         key = canonical(counts), float(local_bsz)
         if key not in self._cache:
             self._cache[key] = self._look_up(*key)
@@ -311,7 +294,7 @@ class StepTimes:
         return step, min(max(sync, 0.0), step)
 
     def _interpolate(self, nodes: int, replicas: int, local_bsz: float) -> tuple[float, float]:
-        """Return interpolated (step time, its synchronisation) [s]; those of the nearest shape if not measured."""
+        """Return interpolated (step time, synchronisation part) [s], for the nearest shape if not measured."""
         from scipy.interpolate import LinearNDInterpolator  # takes a while to import
 
         if self._between is None:
@@ -338,7 +321,7 @@ def _placement(path: Path, name: str) -> Counts:
 
 
 def _line(x: float, xs: Floats, ys: Floats) -> float:
-    """Interpolate piecewise linearly through the points, extrapolating from the outer segments."""
+    """Interpolate piecewise linearly between the points, extrapolating from the outer segments."""
     if len(xs) == 1:
         return float(ys[0])
     i = int(np.clip(np.searchsorted(xs, x), 1, len(xs) - 1))

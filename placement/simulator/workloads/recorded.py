@@ -23,13 +23,13 @@ _STILL = NoiseScale(sqr=1.0, var=0.0)  # of a batch that stays as it is the nois
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FittedTimes:
-    """Step times that a fitted throughput model predicts."""
+    """Step times predicted by a fitted throughput model."""
 
     model: ThroughputModel  # fitted to what was measured
     local_bsz_range: tuple[int, int]  # see ``Times``
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
-        """Return the step time and its synchronisation part by the model [s]; see ``Times``."""
+        """Return the step time and its synchronisation part from the model [s]; see ``Times``."""
         step_s = float(self.model.step_time(len(counts), sum(counts), local_bsz, 0))
         return step_s, step_s - min(float(self.model.step_time(1, 1, local_bsz, 0)), step_s)
 
@@ -49,7 +49,7 @@ class RecordedJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedWorkload:
-    """Workload in the form of arguments of ``simulate``: jobs, profiles and cluster."""
+    """Workload as arguments for ``simulate``: jobs, profiles and cluster."""
 
     jobs: tuple[RecordedJob, ...]  # in the order of their arrival
     applications: Mapping[str, Application]
@@ -59,7 +59,7 @@ class RecordedWorkload:
 
     @property
     def trace(self) -> tuple[TraceJob, ...]:
-        """Trace jobs, in the order of their arrival."""
+        """Trace jobs, in order of arrival."""
         return tuple(
             TraceJob(
                 name=job.job,
@@ -83,8 +83,6 @@ def recorded_workload(life: Life, *, gpu: str = "t4") -> RecordedWorkload:
 
     Args:
         gpu: GPU type assumed for nodes whose type is unknown.
-
-    Raises InputError: there is no job, a job lacks a model, measurements or a length, or workers are of several kinds.
     """
     beats = [(now_s, event.view) for now_s, event in life.events if isinstance(event, JobHeartbeat)]
     if not beats:
@@ -120,9 +118,9 @@ def recorded_workload(life: Life, *, gpu: str = "t4") -> RecordedWorkload:
 
 
 def _epochs(view: JobView, *, ended: bool) -> int:
-    """Return the number of epochs that the job trained, or declares if it has not ended.
+    """Return the number of epochs that the job trained for, or that it declares if it has not ended.
 
-    An ended job's last heartbeat may be a second old, so progress after its last full epoch is extrapolated.
+    An ended job's last heartbeat may be a second old, so its progress after the last full epoch is extrapolated.
     """
     progress = view.progress
     if progress is None or (progress.epochs is None and not progress.epoch_ends):
@@ -135,7 +133,7 @@ def _epochs(view: JobView, *, ended: bool) -> int:
 
 
 def _application(name: str, jobs: Sequence[RecordedJob], gpu: str) -> Application:
-    """Return the fitted profile of the jobs of one model."""
+    """Return the fitted profile for the jobs that train one model."""
     views = [job.view for job in jobs]
     seen: dict[str, list[Observation]] = {}
     for view in views:
@@ -161,10 +159,7 @@ def _application(name: str, jobs: Sequence[RecordedJob], gpu: str) -> Applicatio
 
 
 def _cluster(life: Life, views: Sequence[JobView], gpu: str) -> str:
-    """Return the largest recorded cluster as a string such as ``t4:2x4``, counted in workers that fit.
-
-    Nodes that a unit spans count as one.
-    """
+    """Return the largest recorded cluster, such as ``t4:2x4``, in workers; nodes that a unit spans count as one."""
     bundles = {tuple(sorted(view.bundle.items())) for view in views}
     if len(bundles) > 1:
         raise InputError(f"jobs of a recorded workload must have workers of one kind, but have {len(bundles)}")

@@ -1,4 +1,4 @@
-"""Traces: arrival times of jobs, the resources that their users requested, and actual and declared lengths."""
+"""Traces: jobs' arrival times, the resources that their users requested, and actual and declared lengths."""
 
 from __future__ import annotations
 
@@ -45,23 +45,13 @@ class TraceJob:
 
 
 def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJob, ...]:
-    """Return the jobs of a CSV file in the order of submission; simultaneous jobs keep their order in the file.
-
-    Args:
-        path: A file that has the columns listed in ``COLUMNS``, in any order.
-        applications: Names of the applications that have a profile.
-
-    Raises InputError: the file is missing or empty, lacks a column, or has an invalid line, which the message names.
-    """
+    """Return the jobs of a CSV file in the order of submission; simultaneous jobs keep their order in the file."""
     jobs = [_job(row, f"{path}, line {line}") for line, row in read_rows(path, COLUMNS, "trace")]
     return in_order(jobs, applications, str(path))
 
 
 def _job(row: dict[str, str | None], where: str) -> TraceJob:
-    """Return the job in a row.
-
-    Raises InputError with ``where`` if a field is empty, not a number or out of range.
-    """
+    """Return the job in a row."""
     try:
         return TraceJob(
             name=(row["name"] or "").strip(),
@@ -75,10 +65,7 @@ def _job(row: dict[str, str | None], where: str) -> TraceJob:
 
 
 def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str) -> tuple[TraceJob, ...]:
-    """Return the jobs in the order of submission.
-
-    Raises InputError: a name occurs twice, or an application has no profile; the message names ``where``.
-    """
+    """Return the jobs in the order of submission."""
     if not jobs:
         raise InputError(f"trace {where} must hold one job or more, but is empty")
     seen: set[str] = set()
@@ -96,7 +83,7 @@ def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Actual and declared job lengths of a trace; by default all jobs of an application have the same length."""
+    """Actual and declared job lengths for a trace; by default, all jobs of an application have the same length."""
 
     # whether jobs declare how many epochs they run. (The oracle of jobs that run as requested, which Optimus was
     # published with, is not touched.)

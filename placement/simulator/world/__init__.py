@@ -1,1 +1,1 @@
-"""Simulated world: rules for time and for moving jobs, and the true state at each moment."""
+"""Simulated world: rules for time and for moving jobs, and the true state at every moment."""

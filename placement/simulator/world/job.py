@@ -8,8 +8,7 @@ import math
 import random
 from collections.abc import Mapping
 
-from placement.cluster.jobs import Oracle, SpotUse, TraceJobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import Oracle, Progress, SpotUse, TraceJobView
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.forecast import HOLDS_S, BatchForecast, NoiseTrend
@@ -22,10 +21,7 @@ from placement.simulator.world.rules import Location, Rules
 
 
 def rigid_batch(batch: int, replicas: int, app: Application, most_local: int) -> tuple[int, int]:
-    """Return (atomic batch, accumulation steps) that split a global batch, by the Pollux artifact's rule.
-
-    An atomic batch, the samples of one of the ``replicas`` in one pass, is at most ``most_local``.
-    """
+    """Return (atomic batch of at most ``most_local``, accumulation steps) of a batch, as the Pollux artifact does."""
     local = math.ceil(batch / replicas - _EPS)
     accum = math.ceil(local / most_local - _EPS) - 1
     if replicas == 1 and batch > app.init_batch_size:
@@ -65,10 +61,7 @@ def fitted(observations: tuple[Observation, ...], fixed_batch: bool) -> Throughp
 def best_batch(
     model: GoodputModel, nodes: int, replicas: int, max_batch_size: int, least: int, most: int
 ) -> tuple[int, int]:
-    """Return (atomic batch, accumulation steps) with the highest goodput; atomic batch 0 if nothing fits.
-
-    ``least`` and ``most`` bound the atomic batch: the samples of a worker in one pass.
-    """
+    """Return (atomic batch from ``least`` to ``most``, accumulation steps) of most goodput; batch 0 if none fits."""
     _, atomic_bsz, accum_steps = model.best(
         nodes, replicas, max_batch_size=max_batch_size, atomic_bsz_range=(least, most), accumulation=True
     )
@@ -79,15 +72,8 @@ class SimulatedJob:
     """One simulated job: its progress, clock, workers and measurements.
 
     Args:
-        requested: True to run with the trace's batch and worker count (rigid) instead of adapting the batch.
-        gpus_per_node: GPUs per node, keyed by GPU type, for the oracle's packed placements.
-        sigma: Standard deviation of the logarithm of measured step times; 0 measures exactly.
-        declared: Number of epochs that the job declares; None if it declares none.
         statistical: True if the job knows its statistical efficiency; otherwise it chooses batches, and rates sizes, by
             samples per second alone.
-        mixed_gpu_types: True if the job may run on several GPU types at once.
-        sizes: Worker counts with which the job can train; ignored if its batch allows none of them.
-        foresight: True if the job announces the later batches of its ramp.
     """
 
     def __init__(
@@ -158,7 +144,7 @@ class SimulatedJob:
         return self.trace.batch_size if self.requested else self.app.fixed_batch or _SINGLE.get(self.app.name)
 
     def arrive(self, now_s: float) -> None:
-        """Set the job's clock to ``now_s``: the time of its arrival, or the start of the round in which it arrived."""
+        """Set the job's clock to ``now_s``: its arrival time, or the start of the round when it arrived."""
         self.now_s = now_s
 
     def share(self, models: Mapping[str, GoodputModel]) -> None:
@@ -203,7 +189,7 @@ class SimulatedJob:
             self.now_s = end_s
 
     def next_s(self) -> float:
-        """Return the time of the job's next event (epoch end, batch change, workers join) [s]; infinity if none."""
+        """Return the time of the job's next event (epoch end, batch change, workers joining) [s]; infinity if none."""
         if self.training is None or self.finished_s is not None:
             return math.inf
         missing = self._next_change() - self.progress
@@ -211,7 +197,7 @@ class SimulatedJob:
         return max(own_s, self.now_s + _SOON_S)
 
     def leave(self) -> None:
-        """Release the GPUs of the finished job."""
+        """Release the finished job's GPUs."""
         self.location = None
 
     def lose_workers(self) -> None:
@@ -220,19 +206,16 @@ class SimulatedJob:
         self.location = self.training = None
         self.joined_s = math.inf
 
-    def see_slow(self, nodes: Mapping[str, float]) -> None:
+    def see_slow(self, nodes: Mapping[str, float], *, loss: float) -> None:
         """Set the job's slow nodes, each with the factor by which steps take longer on it; the slowest sets the pace.
 
         After leaving a slow node, the job still reports it for a while, since it measures nothing on it any more.
+        ``loss`` is the part of its speed that another job on its nodes' links costs it.
         """
         held = {} if self.location is None else self.location.nodes
         self._slow = {node: seen for node, seen in self._slow.items() if node not in held}
         self._slow |= {node: (factor, math.inf) for node, factor in nodes.items()}
-        self.slowdown = max(nodes.values(), default=1.0)
-
-    def see_shared_link(self, loss: float) -> None:
-        """Reduce the job's speed by the fraction ``loss``, because another job uses the network links of its nodes."""
-        self.slowdown /= 1.0 - loss
+        self.slowdown = max(nodes.values(), default=1.0) / (1.0 - loss)
 
     def _slow_nodes(self) -> dict[str, float]:
         """Return the slow nodes that the job holds or remembers, with their factors."""
@@ -245,7 +228,6 @@ class SimulatedJob:
         return {node: factor for node, (factor, _) in sorted(self._slow.items())}
 
     def _join(self) -> None:
-        """Add the new workers, which have started, to the group between two steps."""
         self.training, self.joined_s = self.location, math.inf
         self.restart_left_s = max(self.restart_left_s, self.rules.join_s)
         self._choose_batch()
@@ -275,19 +257,19 @@ class SimulatedJob:
 
     @functools.cached_property
     def _ramp(self) -> tuple[tuple[float, int], ...]:
-        """Batches of the ramp, each with the progress from which it applies."""
+        """Batches of the ramp, each with the progress where it starts to apply."""
         whole = self.app.progress_at(self.app.epochs)
         return tuple((begin * whole, batch) for begin, batch in self.trace.ramp)
 
     def _next_change(self) -> float:
-        """Return the progress at which the epoch ends, or at which the ramp changes the batch if that is earlier."""
+        """Return the progress when the epoch ends or, if that is earlier, when the ramp changes the batch."""
         end = self.app.progress_at(self.epoch + 1)
         if not self.trace.ramp or self.requested:
             return end
         return min((begin for begin, _ in self._ramp if self.progress < begin < end), default=end)
 
     def _forecast(self) -> BatchForecast | None:
-        """Return the ramp's later batches, each with the samples until it applies at the current noise scale."""
+        """Return the ramp's later batches, each with the samples left until it applies at the current noise scale."""
         if not self._foresight or not self.trace.ramp or self.requested or self._noise is None:
             return None
         steps, samples, done, batch = list[tuple[float, int]](), 0.0, self.progress, self.fixed_batch or 1
@@ -314,7 +296,7 @@ class SimulatedJob:
             self._choose_batch()
 
     def _rate(self) -> float:
-        """Return scale-invariant iterations per second, and record the measurements of running at this rate."""
+        """Return scale-invariant iterations per second, and record the measurements from running at this rate."""
         assert self.training is not None, f"{self.name} has no workers to train with"
         counts, gpu = self.training.counts, self.training.gpu
         replicas = self.training.workers
@@ -345,8 +327,8 @@ class SimulatedJob:
     def _learn(self, gpu: str, key: tuple[int, int, int], step_s: float, sync_s: float) -> None:
         """Measure a configuration once, with the configured noise.
 
-        A local batch within a few per cent of one already measured for this shape is skipped: it would not change the
-        model, and would cost a fit.
+        A local batch within a few per cent of one already measured for this shape is skipped, since it would cost a fit
+        but not change the model.
         """
         nodes, replicas, local = key
         known = self._measured.setdefault(gpu, {})
@@ -373,7 +355,7 @@ class SimulatedJob:
         self._noise = self.app.noise(self.app.init_batch_size, 0)
 
     def _choose_batch(self) -> None:
-        """Set atomic batch and accumulation: for the fixed batch, else the model's best, else the initial batch."""
+        """Set the atomic batch and accumulation: for the fixed batch, else the model's best, else the initial batch."""
         assert self.training is not None, f"{self.name} has no workers to choose a batch for"
         self._mixed = None
         replicas, types = self.training.workers, self.training.workers_by_type
@@ -398,7 +380,7 @@ class SimulatedJob:
         self.atomic_bsz, self.accum_steps = rigid_batch(batch, replicas, self.app, most)
 
     def _model(self, gpu: str) -> GoodputModel | None:
-        """Return the model that the job has fitted on this GPU type; None if it has none or does not need one."""
+        """Return the job's fitted model for this GPU type; None if it has none or does not need one."""
         known = self._measured.get(gpu)
         if not known or self._noise is None or self.requested:
             return None  # nothing known, or nothing to decide: a rigid job's batch is given
@@ -472,10 +454,7 @@ class MixedSteps:
         return sum(map(sum, self.shares.values())) * (self.accum_steps + 1)
 
     def measure(self, app: Application, counts: tuple[int, ...]) -> tuple[float, MixedObservation]:
-        """Return the true step time [s] with ``counts`` workers on each node, and the job's measurement of that step.
-
-        All workers wait for the slowest type and the slowest link.
-        """
+        """Return the step time [s] and the job's measurement; all workers wait for the slowest type and link."""
         grads, syncs = dict[str, float](), []
         for gpu, shares in self.shares.items():
             step_s, sync_s = app.step_times[gpu].times(counts, max(shares))
@@ -493,7 +472,7 @@ class MixedSteps:
 def shared_out(
     app: Application, models: Mapping[str, GoodputModel], location: Location, batch_size: int | None
 ) -> MixedSteps:
-    """Return the division of a step's batch among workers on several GPU types with the highest modelled goodput.
+    """Return the division of a step's batch among workers on several GPU types that maximises modelled goodput.
 
     If a type has no model, or a worker would get no samples, all shares are equal. ``models`` are keyed by GPU type.
     ``batch_size`` is the global batch [samples]; None uses the best one, or the initial one if shares are equal.

@@ -1,4 +1,4 @@
-"""Rules for time, rounds and the cost of changes in a simulation: those of published simulators, and ours."""
+"""Rules for time, rounds and the cost of changes in a simulation: published simulators' rules, and ours."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Location:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeCost:
-    """Cost of moving a job to a new location, in time without progress."""
+    """Cost of moving a job to a new location, as time without progress."""
 
     pause_s: float  # seconds without progress, now
     meanwhile: Location | None = None  # the workers that train on while new ones start; None if all are there at once
@@ -62,10 +62,7 @@ class ChangeCost:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Intervals of heartbeats and decisions in an event-driven simulation.
-
-    The defaults are coarse, for traces of hours and days.
-    """
+    """Intervals of heartbeats and decisions in an event-driven simulation; coarse by default, for traces of days."""
 
     heartbeat_s: float = 30.0  # time between two heartbeats of a job [s]
     measured_s: float = 10.0  # of training until a new size has been measured, and is told [s]
@@ -101,28 +98,25 @@ class Rules(abc.ABC):
 
     @property
     def join_s(self) -> float:
-        """Pause of a job while workers that were started in the background join it [s]."""
+        """Pause for a job while workers that were started in the background join it [s]."""
         return 0.0
 
     @abc.abstractmethod
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """Return the cost of moving a job's workers from ``before`` (None if it has none) to ``after``.
-
-        ``training`` are the workers that currently train, excluding workers still starting; None if no worker trains.
-        """
+        """Return the cost of moving a job's workers from ``before`` (None if it has none) to ``after``."""
 
     @abc.abstractmethod
     def expected_restart_s(self, application: str) -> float:
-        """Return the cost that a job of this application reports to the allocator for a change of its workers [s]."""
+        """Return the cost that a job of this application reports to the allocator for a change to its workers [s]."""
 
     def expected_stop_s(self, application: str) -> float | None:
         """Return the cost that a job reports for a stop and restart [s]; None if the job must not be stopped."""
         return self.expected_restart_s(application)
 
     def divisor(self, application: str) -> float:
-        """Return the factor by which jobs of this application are slower than their profile; 1 if they are not."""
+        """Return how many times slower jobs of this application are than their profile; 1 if they are not slower."""
         return 1.0
 
 
@@ -147,8 +141,7 @@ class PolluxRules(Rules):
 class SiaRules(Rules):
     """Rules of Sia's simulator (SOSP 2023): rounds of 60 s, a restart delay and a slow-down for each application.
 
-    A start costs a restart, and so does a change of the GPU type or of the workers per node. A move to other nodes is
-    free.
+    A start costs one restart, as does a change of GPU type or of workers per node. A move to other nodes is free.
     """
 
     name: str = "sia"
@@ -175,9 +168,9 @@ class SiaRules(Rules):
 class LiveRules(Rules):
     """Rules of this project: events trigger decisions, and a running job is resized between two steps.
 
-    New workers start while the others train, and then join; leaving workers leave at once. A job stops while workers
-    start only if it keeps none of its workers (another GPU type, all nodes changed, the first start). Node identity
-    matters: a worker that moves is a new worker.
+    New workers start while the others are training, and then join; leaving workers leave at once. A job pauses while
+    workers start only if it keeps none of its workers (another GPU type, all nodes changed, the first start). Node
+    identity matters: a worker that moves is a new worker.
     """
 
     name: str = "live"
@@ -227,7 +220,7 @@ RULES: Mapping[str, Callable[[], Rules]] = MappingProxyType({"live": LiveRules, 
 
 
 def make_rules(rules: str | Rules) -> Rules:
-    """Return the rules with this name; an object is returned unchanged. Raises InputError: the name is unknown."""
+    """Return the rules with this name, or an object unchanged; raise InputError if the name is unknown."""
     if not isinstance(rules, str):
         return rules
     if rules not in RULES:

@@ -1,4 +1,4 @@
-"""World of a simulation: sends events to the allocator core and carries out its instructions on simulated jobs."""
+"""Simulated world: sends events to the allocator core and carries out its instructions on simulated jobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHARE = 0.25  # of what its GPUs do on average, below which a further one costs
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Workers of a job, keyed by node id, from the time ``time_s`` on; empty if the job waits or has ended.
+    """Workers of a job, keyed by node id, from ``time_s`` onwards; empty if the job is waiting or has ended.
 
     Examples:
         >>> from placement.simulator import Placed
@@ -46,7 +46,6 @@ class World:
     """Simulated state that a driver advances through time: the allocator core and the jobs.
 
     Args:
-        cluster: The nodes at the start.
         knowledge: Measurements shared by jobs of one application; None if each job knows only its own.
     """
 
@@ -104,7 +103,7 @@ class World:
             self._carry_out(instruction, now_s)
 
     def lose_nodes(self, lost: Collection[str], now_s: float) -> None:
-        """Kill the workers on these nodes; the remaining workers of their jobs continue."""
+        """Kill the workers on these nodes; their jobs' remaining workers continue."""
         for job in self.jobs.values():
             if (
                 job.location is None
@@ -122,7 +121,7 @@ class World:
                 job.lose_workers()
 
     def _carry_out(self, instruction: Instruction, now_s: float) -> None:
-        """Move the job of an ``Allocate`` instruction to its nodes; other instructions change nothing."""
+        """Move an ``Allocate`` instruction's job to its nodes; other instructions change nothing."""
         if not isinstance(instruction, Allocate):
             return
         job = self.jobs[instruction.job]
@@ -142,11 +141,11 @@ class World:
 
 
 class IdleWatch:
-    """Record of how long GPUs were idle that some job could have used, judged by the job's own model.
+    """Record of how long GPUs were idle while some job could have used them, according to the job's own model.
 
     A waiting job can use idle GPUs if its smallest size fits. A running job can use them if some of them, on its own
-    nodes first, would make it 5 % faster after the cost of the change, and each contributes at least a quarter of what
-    its current GPUs contribute on average.
+    nodes first, would make it 5 % faster after the cost of the change, and each would contribute at least a quarter of
+    what its current GPUs contribute on average.
     """
 
     def __init__(self) -> None:
@@ -158,7 +157,7 @@ class IdleWatch:
         self._idle = 0
 
     def poll(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
-        """Update the record after a decision; ``views`` are the jobs with the workers that they now have."""
+        """Update the record after a decision; ``views`` holds the jobs with their current workers."""
         self.longest_s = max([self.longest_s, *(now_s - since_s for since_s in self._since_s.values())])
         self.gpu_s += self._idle * (now_s - self._looked_s)
         could: dict[str, None] = {}
@@ -210,7 +209,7 @@ def _grown(view: JobView, slots: Ints, room: FreeResources) -> Ints:
 
 
 def _pays(views: Sequence[JobView], workers: Ints, rates: Floats, now_s: float) -> list[bool]:
-    """Return for each job whether any larger size pays off; the first column is its current size."""
+    """Return, for each job, whether any larger size pays off; the first column is its current size."""
     rate, size = rates[:, :1], np.maximum(workers[:, :1], 1)
     speed = np.divide(rates, rate, out=np.zeros_like(rates), where=rate > 0)
     lasted_s = np.array([max(now_s - view.submitted_s, 0.0) / (view.restarts + 1) for view in views])

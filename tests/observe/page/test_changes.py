@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.observe.page.changes import KEYS, difference, plain, tables, to_json
+from elastic_ray.observe.page.feed import KEYS, difference, plain, tables, to_json
 from elastic_ray.observe.page.model import PageJob, PageSnapshot, PageSource, Strip
 
 JOBS = st.lists(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Pause, TrialFacts
-from elastic_ray.observe.page.changes import tables, to_json
 from elastic_ray.observe.page.cluster_page import ClusterPage
+from elastic_ray.observe.page.feed import tables, to_json
 from elastic_ray.observe.page.job_memory import MOST_POINTS, JobMemory, pauses, shares_of_time
 from elastic_ray.observe.page.model import PageJob, PageSnapshot
 from elastic_ray.observe.page.rows import node_row
@@ -23,8 +23,8 @@ from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
 from placement.allocator.snapshot import AllocatorLook
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.autoscaling.objectives.base import WantedSize
+from placement.cluster.jobs import Progress
 from placement.cluster.node_record import NodeFailure, NodeRecord
-from placement.cluster.progress import Progress
 from placement.errors import InputError
 from placement.planning.tenants import Tenant
 from placement.policies import make_policy

@@ -217,7 +217,7 @@ def test_the_first_rank_is_given_no_others_tiles(tmp_path: Path) -> None:
     def look(session: Any, saver: Any, step: int) -> None:
         (gradients,) = session.registry.gradients
         if step:  # at the beginning there is nothing to gather
-            gathered.append(gradients._divided._gathered)
+            gathered.append(gradients._tiles[0]._gathered)
 
     job = Job(tmp_path / "run", at=(1,), epochs=1, between=look)
     job.run(FOUR)

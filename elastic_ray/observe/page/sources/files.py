@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import posixpath
 import re
 from collections.abc import Iterator, Sequence
@@ -9,11 +10,141 @@ from collections.abc import Iterator, Sequence
 import pyarrow.fs
 
 from elastic_ray.checkpoints.run_directory import EVENTS_FILE, RunStorage, resolve
-from elastic_ray.events import JobEvent, Report
+from elastic_ray.events import EventKind, JobEvent, Report, TrialFacts, number_in, numbers_in
+from elastic_ray.observe.page.history import History
+from elastic_ray.observe.page.job_memory import MARKS, pauses, shares_of_time
+from elastic_ray.observe.page.model import JobDetail, PageDecision, PageJob, PageNode, PageSnapshot, PageSource, Strip
+from elastic_ray.observe.page.rows import trial_cells
 from elastic_ray.observe.page.source import StoredPage
-from elastic_ray.observe.page.stored_runs import StoredRun, stored_page
 from placement.errors import InputError
+from placement.palette import colour
 from placement.text import clipped
+
+_MOST_DECISIONS = 2000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """Contents of one run's directory, of which the page shows a summary."""
+
+    job: str  # name of its directory, from the path that was given on
+    where: str
+    events: tuple[JobEvent, ...]
+    reports: tuple[Report, ...]  # the last ones, oldest first
+
+
+def stored_page(
+    name: str, runs: Sequence[StoredRun], *, problem: str = ""
+) -> tuple[PageSnapshot, dict[str, JobDetail]]:
+    """Return a page called ``name`` that shows all runs, and the details of each run keyed by job name."""
+    history = History()
+    ordered = sorted(runs, key=lambda run: (run.events[0].time_s if run.events else 0.0, run.job))
+    jobs = tuple(_row(run, colour(number)) for number, run in enumerate(ordered))
+    happened = sorted(((e.time_s, run.job, e) for run in runs for e in run.events), key=lambda each: each[:2])
+    decisions = []
+    for number, (time_s, job, event) in enumerate(happened, start=1):
+        if event.kind in MARKS:
+            history.mark(time_s, job, MARKS[event.kind], clipped(event.reason))
+        if event.from_workers != event.to_workers or event.kind is EventKind.FINISHED:
+            history.place(time_s, job, {job: event.to_workers} if event.to_workers else {}, number)
+            history.measure(time_s, history.slots, None, None)
+            decisions.append(_decision(number, job, event))
+    nodes = tuple(
+        PageNode(node=run.job, label=run.job, slots=max([1, *(e.to_workers for e in run.events)])) for run in ordered
+    )
+    last_s = happened[-1][0] if happened else 0.0
+    for run in runs:
+        if (
+            run.events and run.events[-1].kind is not EventKind.FINISHED
+        ):  # its files end here, and so does what is known
+            history.place(run.events[-1].time_s, run.job, {}, 0)
+    snapshot = PageSnapshot(
+        time_s=last_s,
+        source=PageSource(kind="files", name=name, problem=problem),
+        strip=Strip(),
+        jobs=jobs,
+        nodes=nodes,
+        decisions=tuple(decisions[-_MOST_DECISIONS:]),
+        bars=history.bars,
+        marks=history.marks,
+        use=history.use,
+    )
+    return snapshot, {run.job: _detail(run, last_s) for run in runs}
+
+
+def _decision(number: int, job: str, event: JobEvent) -> PageDecision:
+    """Return an event that changed a job's size as a line of the decision log."""
+    return PageDecision(
+        number=number,
+        time_s=event.time_s,
+        trigger=event.kind.value,
+        job=job,
+        before=event.from_workers,
+        after=event.to_workers,
+        reason=clipped(event.reason),
+    )
+
+
+def _row(run: StoredRun, ink: str) -> PageJob:
+    """Return the row of a run, as of its last event and report."""
+    last = run.events[-1] if run.events else None
+    end = next((event for event in reversed(run.events) if event.kind is EventKind.FINISHED), None)
+    ended = end is not None and last is end
+    workers = last.to_workers if last is not None else 0
+    batches = [e.detail for e in run.events if e.kind is EventKind.BATCH]
+    batch = batches[-1] if batches else {}
+    told = (TrialFacts.read(event.detail.get("trial")) for event in reversed(run.events))
+    trial = next((each for each in told if each is not None), None)
+    metrics = run.reports[-1].metrics if run.reports else {}
+    return PageJob(
+        job=run.job,
+        phase=_phase(end) if ended else "unfinished",
+        workers=0 if ended else workers,
+        target=0 if ended else workers,
+        batch=batch["to_batch_size"] if isinstance(batch.get("to_batch_size"), int) else 0,
+        efficiency=number_in(batch, "efficiency"),
+        epoch=run.reports[-1].epochs_done if run.reports else 0,
+        metrics=numbers_in(metrics),
+        resizes=sum(1 for event in run.events if event.kind is EventKind.RESIZE),
+        submitted_s=run.events[0].time_s if run.events else None,
+        ended_s=last.time_s if last is not None else None,
+        why=clipped(last.reason) if last is not None else "",
+        reports=run.reports[-1].index if run.reports else 0,
+        score=number_in(metrics, trial.metric) if trial is not None and trial.metric else None,
+        **{"sweep": run.job.partition("/")[0] if "/" in run.job else "", **trial_cells(trial, _metric(run))},
+        storage=run.where,
+        colour=ink,
+    )
+
+
+def _metric(run: StoredRun) -> str:
+    """Return the metric that the job declared at its last start; empty if it declared none."""
+    told = [event.detail.get("metric") for event in run.events if event.kind is EventKind.STARTED]
+    return told[-1] if told and isinstance(told[-1], str) else ""
+
+
+def _phase(end: JobEvent | None) -> str:
+    """Return how a run ended, as read from the reason in its final event."""
+    reason = end.reason if end is not None else ""
+    return next((word for word in ("finished", "stopped") if reason.endswith(f"the job has {word}")), "failed")
+
+
+def _detail(run: StoredRun, last_s: float) -> JobDetail:
+    """Return the details of a run; its series has one point per report, without timestamps."""
+    begun_s = run.events[0].time_s if run.events else last_s
+    series = tuple(
+        (None, float(report.index), None, None, float(report.workers), None, None, numbers_in(report.metrics))
+        for report in run.reports
+    )
+    return JobDetail(
+        job=run.job,
+        series=series,
+        pauses=pauses(run.events),
+        shares=shares_of_time(run.events, None, begun_s, run.events[-1].time_s if run.events else last_s),
+        events=tuple((e.time_s, e.kind.value, e.from_workers, e.to_workers, clipped(e.reason)) for e in run.events),
+        logs=run.where,
+    )
+
 
 MOST_RUNS = 1000
 MOST_EVENTS, MOST_REPORTS = 5000, 600
@@ -26,8 +157,6 @@ class RunFiles(StoredPage):
 
     Args:
         path: A URI or a local path, as in ``RunConfig(storage_path)``.
-
-    Raises InputError: the path cannot be read, or contains no run.
     """
 
     def __init__(self, path: str) -> None:

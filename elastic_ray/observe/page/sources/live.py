@@ -35,8 +35,6 @@ def compare(
     Args:
         nodes: Other cluster, such as ``T4:4x8``; empty for the current nodes.
         policy: Name of a registered policy; empty for the cluster's current policy.
-
-    Raises InputError: the nodes or the policy are invalid, or the number of running jobs is zero or too large.
     """
     views = [state.view for state in look.core.jobs.values()] if look is not None else []
     if look is None or not views:
@@ -141,10 +139,7 @@ class LiveCluster:
         self._answers = {job: each for job, each in self._answers.items() if job in here}
 
     def _ask_controllers(self) -> tuple[JobLook, ...]:
-        """Return the answers of the controllers whose turn it is.
-
-        A controller that does not answer in time is asked again in its next turn.
-        """
+        """Return the answers of the controllers whose turn it is; a late one is asked again in its next turn."""
         actors = sorted(self._controllers)
         if len(actors) > _MOST_ASKED:
             begin = self._turn % len(actors)

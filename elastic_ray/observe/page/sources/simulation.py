@@ -34,8 +34,6 @@ class SimulatedCluster(StoredPage):
 
     Args:
         path: Path of the report; ``out.json#2`` selects the second record in ``out.json``.
-
-    Raises InputError: the file cannot be read or is not a report of the simulator; the message names the problem.
     """
 
     def __init__(self, path: str) -> None:

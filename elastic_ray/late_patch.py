@@ -1,4 +1,4 @@
-"""SHELL: patching of an object in a Ray module without importing the module."""
+"""SHELL: patches of other libraries' modules that take effect once a module is imported, without importing it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ def patched(home: str, name: str, value: object) -> Iterator[None]:
         before.append(getattr(module, name))
         setattr(module, name, value)
 
-    late = _WhenImported(home, put)
-    if home in sys.modules:
-        late.then(sys.modules[home])
-    else:
-        sys.meta_path.insert(0, late)
+    late = when_imported(home, put)
     try:
         yield
     finally:
@@ -33,11 +29,21 @@ def patched(home: str, name: str, value: object) -> Iterator[None]:
             setattr(sys.modules[home], name, before[0])
 
 
+def when_imported(home: str, then: Callable[[ModuleType], None]) -> object:
+    """Call ``then`` with the module ``home``, at once or when it is imported; return the entry of ``sys.meta_path``."""
+    late = _WhenImported(home, then)
+    if home in sys.modules:
+        then(sys.modules[home])
+    else:
+        sys.meta_path.insert(0, late)
+    return late
+
+
 class _WhenImported(importlib.abc.MetaPathFinder):
     """Import hook that calls a function once a module has been imported."""
 
     def __init__(self, home: str, then: Callable[[ModuleType], None]) -> None:
-        self._home, self.then = home, then
+        self._home, self._then = home, then
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -53,7 +59,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                self.then(module)
+                self._then(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

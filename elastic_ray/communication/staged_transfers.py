@@ -1,0 +1,42 @@
+"""Sends and receives of CUDA tensors over gloo, through CPU memory (torch)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+# gloo's collectives take CUDA tensors. Its sends and receives do not look where a tensor is, and would read its
+# address as one of the CPU's.
+class StagedTransfer:
+    """Transfer in progress that goes through CPU memory, for ``Communicator.wait_all``.
+
+    Args:
+        host: CPU buffer that the transfer reads or writes, kept alive with this object.
+        into: Tensor that receives the buffer's content; None for a send.
+    """
+
+    def __init__(self, work: Any, host: torch.Tensor, into: torch.Tensor | None = None) -> None:
+        self._work, self._host, self._into = work, host, into
+
+    def wait(self) -> None:
+        """Wait until the data has been sent, or received and copied to its target.
+
+        Raises RuntimeError if the peer is gone, or the timeout has passed.
+        """
+        self._work.wait()
+        if self._into is not None:
+            self._into.copy_(self._host)
+
+
+def send_staged(backend: Any, tensor: torch.Tensor, destination: int, tag: int) -> StagedTransfer:
+    """Start sending a tensor on any device to rank ``destination`` through CPU memory."""
+    host = tensor.detach().to("cpu", copy=True)
+    return StagedTransfer(backend.send([host], destination, tag), host)
+
+
+def receive_staged(backend: Any, tensor: torch.Tensor, source: int, tag: int) -> StagedTransfer:
+    """Start receiving from rank ``source`` into a tensor on any device, through CPU memory."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return StagedTransfer(backend.recv([host], source, tag), host, tensor)
