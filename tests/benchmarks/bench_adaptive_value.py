@@ -13,8 +13,8 @@ Fixed batches have the rate that reached the goal in the fewest steps on other s
 adaptive batch begins at the smallest batch with that batch's own rate, and nothing else is told to it. A run fails that
 ends its budget below the fixed small batch's end by more than 2 %.
 
-    python tests/benchmarks/bench_adaptive_value.py [--tasks mlp cnn gpt] [--q 1.5] [--seeds 5] [--tune] [--cost]
-        [--adaptdl PYTHON] [--efficiency] [--rules]
+    python tests/benchmarks/bench_adaptive_value.py [--tasks mlp cnn gpt] [--q 1.5] [--seeds 5] [--first-seed 0]
+        [--tune] [--cost] [--adaptdl PYTHON] [--efficiency] [--rules]
 
 ``--adaptdl`` puts AdaptDL beside it, see ``adaptdl_side.py``.
 
@@ -530,6 +530,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
     parser.add_argument("--q", nargs="+", type=float, default=list(QS))
     parser.add_argument("--seeds", type=int, default=None, help="runs of each row, 5 unless --quick")
+    parser.add_argument("--first-seed", type=int, default=0, help="others than those on which a setting was chosen")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--device", default="cpu", help="of the models")
     parser.add_argument("--cost", action="store_true", help="measure what the measuring costs")
@@ -551,7 +552,7 @@ def main() -> None:
             rows.append(dict(zip(("task", "batch", "rate"), key, strict=True)) | {"steps to the goal": steps})
         finish("adaptive_value_tuning", rows=rows, bars=[])
         return
-    seeds = range(options.seeds or (1 if options.quick else 5))
+    seeds = range(options.first_seed, options.first_seed + (options.seeds or (1 if options.quick else 5)))
     if options.efficiency:
         predicted_efficiency(options.tasks, seeds, options.workers)
         return

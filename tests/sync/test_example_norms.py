@@ -309,7 +309,7 @@ def test_steps_are_measured_as_often_as_costs_little() -> None:
 
     def run(cost_s: float) -> list[int]:
         norms, found = ExampleNorms(model, list(model.parameters()), clock=clock), list[int]()
-        for step in range(200):
+        for step in range(400):
             spend(1.0)
             if norms.due(step, 1.0 + (step >= 100)):
                 found.append(step)
@@ -318,8 +318,8 @@ def test_steps_are_measured_as_often_as_costs_little() -> None:
                 norms.end()
         return found
 
-    assert run(0.001) == list(range(200)), "each one where it costs a thousandth"
-    for cost_s, spacing in ((0.045, 5), (0.9, MOST_SPACING)):
+    assert run(0.001) == list(range(400)), "each one where it costs a thousandth"
+    for cost_s, spacing in ((0.044, 5), (0.9, MOST_SPACING)):
         found = run(cost_s)
         assert found[:DENSE_STEPS] == list(range(DENSE_STEPS))
         late = [step for step in found if step >= 140]

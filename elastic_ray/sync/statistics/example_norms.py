@@ -43,8 +43,9 @@ DENSE_STEPS = 16
 FRESH_STEPS, FRESH_SPACING = 32, 4
 """Steps after a change of the batch, one in how many of which is measured at least."""
 
-MOST_SPACING = 32
-SHARE_OF_TIME = 0.01
+MOST_SPACING = 64
+SHARE_OF_TIME = 0.009
+"""Of the time of training, what measured steps may cost by themselves; with their hooks' calls it is one percent."""
 
 _FRESH = 1 / 8  # of the latest time in an average
 
@@ -369,7 +370,7 @@ class ExampleNorms:
     """Meter for the squared norms of single samples' gradients, measured in the layers of one model.
 
     Hooks are registered on the layers only from :meth:`start` to :meth:`end`. Steps are measured as often as one
-    percent of the training time allows, but at least every 32 steps.
+    percent of the training time allows, but at least every 64 steps.
 
     Args:
         params: Trainable parameters of the model.
