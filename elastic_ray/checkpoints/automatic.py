@@ -1,12 +1,12 @@
 """SHELL: automatic checkpoints of a run's elastic state on any file system that pyarrow supports.
 
 Each checkpoint is a directory ``automatic/step_<n>_<token>`` that holds one part per rank (a single part if rank 0
-wrote everything) and a manifest (see ``checkpoints/sharded``). Beside the directory lies the note
-``step_<n>_<token>.json``. The note is written last and holds the resume point and the manifest's checksum. A checkpoint
-without a note is incomplete; a checkpoint with another checksum is corrupt. The token is unique, so that writing never
-touches an existing checkpoint, even of the same step.
+wrote everything) and a manifest (see ``checkpoints/sharded``). The note ``step_<n>_<token>.json`` is next to the
+directory. It is written last and holds the resume point and the manifest's checksum. A checkpoint without a note is
+incomplete; a checkpoint with a different checksum is corrupt. The token is unique, so that writing never touches an
+existing checkpoint, even one of the same step.
 
-When a job finishes, its last checkpoint stays, and ``automatic/finished`` names it. A new job of the same name starts
+When a job finishes, its last checkpoint is kept, and ``automatic/finished`` names it. A new job of the same name starts
 from scratch instead of continuing from it.
 """
 
@@ -146,7 +146,7 @@ def keep_last(storage: RunStorage, state: StateFile) -> None:
 
 
 def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[StateFile, ...]:
-    """Return, in order, those of ``states`` that do not belong to a finished job; raises OSError if storage fails."""
+    """Return the ``states`` that do not belong to a finished job, in order; raises OSError if storage fails."""
     path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
     if not states:
         return ()

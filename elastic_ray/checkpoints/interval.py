@@ -1,8 +1,8 @@
 """Interval of automatic checkpoints (pure): balances the cost of a checkpoint against the cost of a failure.
 
-With M the mean time between losses of the whole job and C the cost of one checkpoint, the interval that wastes least is
-about ``sqrt(2 C M) - C`` (Young, CACM 1974; Daly, FGCS 2006, equation 13). This holds for C < M / 2; otherwise the
-interval is M.
+With M the mean time between losses of the entire job and C the cost of one checkpoint, the interval that wastes the
+least is about ``sqrt(2 C M) - C`` (Young, CACM 1974; Daly, FGCS 2006, equation 13). This holds for C < M / 2; otherwise
+the interval is M.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_OVERHEAD = 0.005
 
 
 def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
-    """Return the mean time between failures that cost a job all its workers [s], given a prior of one a day.
+    """Return the mean time between failures that cost a job all its workers [s], given a prior of one failure per day.
 
     Args:
         losses: number of such failures so far. The loss of some workers counts as their fraction of the job, because
@@ -46,9 +46,9 @@ Kept = tuple[str, Mapping[str, Any]]
 class CheckpointRetention:
     """Retention policy for a run's checkpoints: which to keep, and which to delete when a new one is added.
 
-    Without a score, the newest ``num_to_keep`` are kept. With a score, the best ``num_to_keep`` are kept, plus the
-    latest if it is not among them, because a run must always be able to continue from its latest state. A checkpoint
-    whose score is missing or not a number ranks below all others. Among equals, the newer one is kept.
+    Without a score, the newest ``num_to_keep`` are kept. With a score, the best ``num_to_keep`` are kept, and also the
+    latest, because a run must always be able to continue from its latest state. A checkpoint whose score is missing or
+    not a number ranks below all others. If scores are equal, the newer checkpoint is kept.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class CheckpointRetention:
 
     @property
     def latest(self) -> Kept | None:
-        """Newest checkpoint; None if there is none."""
+        """Newest checkpoint; None if no checkpoint is kept."""
         return self._kept[-1] if self._kept else None
 
     def _rank(self, index: int) -> tuple[float, int]:
-        """Return the sort key of a checkpoint: worse ones first, then older ones."""
+        """Return a checkpoint's sort key: by score, worst first, then by age, oldest first."""
         if self._score_attribute is None:
             return 0.0, index
         score = self._kept[index][1].get(self._score_attribute)

@@ -116,7 +116,7 @@ class RunStorage:
         return isinstance(self.filesystem, pyarrow.fs.LocalFileSystem)
 
     def create(self) -> None:
-        """Create the directory and a marker file, by which workers check that they see the same directory."""
+        """Create the directory and a marker file that lets workers check that they see the same directory."""
         try:
             make_directory(self.filesystem, self.path, private=self.private)
             if self.private and self.local:
@@ -144,19 +144,19 @@ class RunStorage:
             )
 
     def write_submission(self, text: str) -> None:
-        """Store the JSON text from which the job can be submitted again, replacing the text of an earlier run."""
+        """Store the JSON text needed to submit the job again, replacing an earlier run's text."""
         path = posixpath.join(self.path, SUBMISSION_FILE)
         replace_file(self.filesystem, path, text.encode(), private=self.private)
 
     def read_submission(self) -> bytes:
-        """Return the text stored by :meth:`write_submission`; raises FileNotFoundError if there is none."""
+        """Return the text stored by :meth:`write_submission`; raises FileNotFoundError if no text is stored."""
         with self.filesystem.open_input_stream(posixpath.join(self.path, SUBMISSION_FILE)) as stream:
             return bytes(stream.read(_LONGEST_SUBMISSION))
 
     def read_events(self, most: int | None = None) -> tuple[JobEvent, ...]:
         """Return the last ``most`` events written so far, or all if ``most`` is None.
 
-        Events of kind ``pass`` (proofs of which samples a pass used) and a line cut short by a crash are left out.
+        Events of kind ``pass`` (proof of which samples a pass used) and a line cut short by a crash are left out.
         """
         events: deque[JobEvent] = deque(maxlen=most)
         for line in self.events.read():
@@ -203,12 +203,12 @@ class RunStorage:
         metrics: Mapping[str, Any] | None = None,
         go_on: Callable[[], bool] = lambda: True,
     ) -> Checkpoint:
-        """Copy a checkpoint into the run, completely or not at all, even if the process dies meanwhile.
+        """Copy a checkpoint into the run, completely or not at all, even if the process dies during the copy.
 
         On a local file system the finished copy is renamed to its final name. Other file systems cannot rename
         directories, so ``.elastic_ray.json`` marks a complete copy: it is written last, and :meth:`stored_checkpoints`
-        requires it. That note holds the size and checksum of each file. The whole copy is flushed to disk when this
-        returns.
+        requires it. The file holds the size and checksum of each copied file. The entire copy has been flushed to disk
+        when this method returns.
 
         Args:
             metrics: metrics reported with the checkpoint; values that JSON cannot hold are stored as their ``repr``.
@@ -294,12 +294,12 @@ class RunStorage:
         *,
         verify: bool = False,
     ) -> tuple[StoredCheckpoint, ...]:
-        """Return the run's complete checkpoints, oldest first, including those of an earlier run of the same name.
+        """Return the run's complete checkpoints, oldest first, including any from an earlier run of the same name.
 
         Args:
             verify: compare checksums in addition to sizes, which reads all files.
 
-        Raises OSError: storage cannot be read; checkpoints may exist all the same.
+        Raises OSError if storage cannot be read, in which case checkpoints may still exist.
         """
         selector = pyarrow.fs.FileSelector(self.path, allow_not_found=True)
         found = []
@@ -340,7 +340,7 @@ class RunStorage:
                     raise BadNoteError(f"its {name} does not have the checksum of what was written")
 
     def _noted(self, path: str, note: Mapping[str, Any], names: Iterable[str]) -> dict[str, list[tuple[int, str]]]:
-        """Return sizes and checksums of each file by all notes of a checkpoint; two ranks may have added one file."""
+        """Return each file's sizes and checksums from all notes of a checkpoint; two ranks may have added one file."""
         noted = {name: [each] for name, each in _files(note).items()}
         for name in names:
             if name.startswith(_ADDED) and name.endswith(".json"):
@@ -414,7 +414,7 @@ def _told(files: Mapping[str, Checksum]) -> dict[str, dict[str, Any]]:
 
 
 def _files(note: Any) -> dict[str, tuple[int, str]]:
-    """Return size and checksum of each file listed in a note; raises BadNoteError if the list is invalid."""
+    """Return the size and checksum of each file listed in a note; raises BadNoteError if the list is invalid."""
     try:  # notes of formats before have none
         return {name: (int(each["size"]), str(each["sha256"])) for name, each in note.get(_FILES, {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -422,7 +422,7 @@ def _files(note: Any) -> dict[str, tuple[int, str]]:
 
 
 def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:
-    """Return the content of a checkpoint's note; None if there is none."""
+    """Return the content of a checkpoint's note; None if the note does not exist."""
     name = posixpath.join(path, PROGRESS_FILE)
     try:
         note = read_json(filesystem, name)

@@ -37,7 +37,7 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table fitted to the terminal's width, in which each cell with a state has the state's colour."""
+    """Return a table fitted to the terminal's width, with each cell that has a state shown in that state's colour."""
     from rich.table import Table
     from rich.text import Text
 
@@ -73,7 +73,7 @@ def to_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value, at any depth, as plain JSON; a value that JSON cannot represent is converted to text."""
+    """Convert a nested value to plain JSON; values that JSON cannot represent become text."""
     if isinstance(value, Reason):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

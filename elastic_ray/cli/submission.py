@@ -59,7 +59,7 @@ def free_id(name: str, refused: Sequence[str] = ()) -> str:
 
 
 def next_id(name: str, taken: Sequence[str]) -> str:
-    """Return ``name`` if it is unused, else ``name`` with a number above all in ``taken``; gaps are not filled.
+    """Return ``name`` if it is unused, else ``name`` with a number higher than any in ``taken``; gaps are not filled.
 
     >>> next_id("bert", ["bert", "bert.4", "bert.x", "albert.9"])
     'bert.5'
@@ -109,7 +109,7 @@ def _listed() -> Sequence[Any]:
 
 
 def find(name: str) -> Submission | None:
-    """Return the latest submission with this name or id; None if there is none, or no dashboard answers."""
+    """Return the latest submission with this name or id; None if none exists, or no dashboard answers."""
     same = [each for each in submissions() if name in (each.submission, each.name)]
     return max(same, key=lambda each: each.started_s or 0.0, default=None)
 
@@ -132,7 +132,7 @@ def output(submission: str) -> str:
 
 
 def follow(submission: str, show: Callable[[str], None]) -> None:
-    """Pass a script's output to ``show`` as it is printed, from the script's start to its end."""
+    """Pass a script's output to ``show`` as it is printed, from start to end."""
     there = client()
     while str(there.get_job_status(submission).value) == "PENDING":
         time.sleep(_POLL_S)
@@ -148,7 +148,7 @@ def follow(submission: str, show: Callable[[str], None]) -> None:
 
 
 def stream_script(submission: str) -> None:
-    """Print a script's output until it ends. Raises Exit: with code 1 if the script fails."""
+    """Print a script's output until it ends. Raises Exit with code 1 if the script fails."""
     follow(submission, lambda chunk: click.echo(chunk, nl=False))
     ended = wait(submission)
     if ended.status != "SUCCEEDED":

@@ -204,7 +204,7 @@ def _job(script: Path, arguments: tuple[str, ...], **options: Any) -> JobFile:
 
 
 def _send_with_free_id(job: JobFile, again: tuple[str, ...]) -> tuple[str, str]:
-    """Submit a job under the next unused id of its name; return the id and the shell command."""
+    """Submit a job under the next unused id for its name; return the id and the shell command."""
     from elastic_ray.cli import submission as ray_jobs
 
     refused: list[str] = []
@@ -232,7 +232,7 @@ def send(
         replay: Number of the step after which a replay ends; 0 if this is not a replay.
         resume: True if the script's sweeps should continue from their directories.
 
-    Raises TakenError: the submission id already exists. ClickException: Ray refuses the submission.
+    Raises TakenError if the submission id already exists, and ClickException if Ray refuses the submission.
     """
     from elastic_ray.cli import submission as ray_jobs
 
@@ -289,7 +289,7 @@ def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: s
 
 
 def check_name(name: str) -> str:
-    """Return the name if it is valid for a job, else raise a usage error."""
+    """Return the name if it is valid for a job, otherwise raise a usage error."""
     from elastic_ray.driver.ray_train_config import job_name  # imports Ray
 
     try:

@@ -1,4 +1,4 @@
-"""``elastic-ray verify``: checks what a run's files prove about its training."""
+"""``elastic-ray verify``: checks a run's files for proof that its training was correct."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
 
 
 def _automatic(storage: RunStorage, states: Sequence[StateFile]) -> Iterator[tuple[bool, str]]:
-    """Yield for each automatic checkpoint whether its files are whole, and a sentence that says so."""
+    """Yield whether each automatic checkpoint's files are complete and unchanged, with a sentence that says so."""
     if not states:
         return
     from elastic_ray.checkpoints.automatic import CorruptStateError, state_files
@@ -137,6 +137,6 @@ def replay_submitted(path: str, step: int) -> Finding:
 
 
 def _other_size(events: Iterable[JobEvent]) -> int:
-    """Return a number of workers different from the run's last one: one fewer if possible, else two."""
+    """Return a number of workers that differs from the run's last: one fewer if possible, otherwise two."""
     last = [each.to_workers for each in events if each.to_workers]
     return last[-1] - 1 if last and last[-1] > 1 else 2

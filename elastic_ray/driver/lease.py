@@ -41,7 +41,8 @@ class LeaseKeeper:
     """Thread that renews a job's lease; when the job ends, it fetches the results and closes the job.
 
     The lease is the driver's claim on the job, which ends without renewal. The user's loop does not renew it, because
-    the loop may block. The thread lives exactly as long as the driver process, so that the lease proves it is alive.
+    the loop may block. The thread ends exactly when the driver process does, so the lease proves that the process is
+    alive.
     """
 
     def __init__(self, job: str, controller: Any, *, lease_s: float, away_s: float) -> None:
@@ -63,7 +64,7 @@ class LeaseKeeper:
         atexit.register(self.leave)
 
     def wait(self, timeout_s: float | None) -> EndedJob | None:
-        """Wait for the job's end, up to ``timeout_s`` [s] (None: for ever); return None if it has not ended by then."""
+        """Wait for the job to end, up to ``timeout_s`` [s] (None: forever); return None if it has not ended by then."""
         with self._watched():
             self._ended.wait(timeout_s)
         return self.ending
@@ -85,7 +86,7 @@ class LeaseKeeper:
         atexit.unregister(self.leave)
 
     def lost(self, error: BaseException) -> None:
-        """Record that the controller is gone; the job counts as failed unless its results were fetched before."""
+        """Record that the controller is gone; the job counts as failed unless its results have already been fetched."""
         if self._collected is not None:  # it has closed because everything was fetched
             self._end(self._collected)
             return
@@ -95,7 +96,7 @@ class LeaseKeeper:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Poll more often while a caller waits for the job's end."""
+        """Poll more often while a caller is waiting for the job to end."""
         with self._lock:
             self._watchers += 1
         self._wake.set()
@@ -141,7 +142,7 @@ class LeaseKeeper:
                 logger.warning("job %s: renewing its lease failed: %r", self._job, error)
 
     def _away(self, error: BaseException) -> None:
-        """Record that the controller does not answer; Ray usually restarts it, and the job continues meanwhile."""
+        """Record that the controller does not answer; Ray usually restarts it, while the job continues."""
         now_s = time.monotonic()
         if self._away_since_s is None:
             self._away_since_s = now_s

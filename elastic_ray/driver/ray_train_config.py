@@ -45,7 +45,7 @@ class RunOptions(RunSettings):
 
 
 def read_scaling(config: ScalingConfig | None) -> Scaling:
-    """Return the checked values of a ``ScalingConfig``; None stands for one worker with one CPU."""
+    """Return the checked values of a ``ScalingConfig``; None means one worker with one CPU."""
     config = _instance(config, ScalingConfig, "scaling_config")
     _refuse_unsupported_scaling(config)
     low, high = _worker_limits(config.num_workers)
@@ -155,7 +155,7 @@ def _label_selector(selector: Any) -> dict[str, str]:
 
 
 def read_run(config: RunConfig | None) -> RunOptions:
-    """Return the checked values of a ``RunConfig``; None stands for Ray Train's defaults."""
+    """Return the checked values of a ``RunConfig``; None means Ray Train's defaults."""
     config = _instance(config, RunConfig, "run_config")
     failures = _instance(config.failure_config, FailureConfig, "RunConfig(failure_config)")
     checkpoints = _instance(config.checkpoint_config, CheckpointConfig, "RunConfig(checkpoint_config)")

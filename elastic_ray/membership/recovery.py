@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.roster import InFlight, WorkerPhase, WorkerRecord, number
-from elastic_ray.membership.signals import Signal, StepFailed, Switched
+from elastic_ray.membership.signals import Ready, Signal, StepFailed, Switched
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +25,10 @@ class SurvivingWorker:
     # the generation that it has taken up, or left as no member of it; None before its first
     spec: GenerationSpec | None = None
     switched: int = 0  # the latest generation in which it has exchanged state; 0 before its first
-    ready: bool = False  # whether it has built its model
-    has_state: bool = False  # whether it holds a trained state that is nowhere else
-    loaded: int = 0  # steps of the automatic checkpoint that it has loaded, before its first generation; 0 without one
-    failed: int = -1  # generation whose collective failed on it, where it waits for the one after that; -1 elsewhere
-    cause: str = ""  # why that failed
+    ready: Ready | None = None  # what it told when it had built its model; None before
+    failed: StepFailed | None = None  # its failed collective, where it waits for the generation after that; else None
     pause: Pause = dataclasses.field(default_factory=Pause)  # that of its last change
-    starts_over: bool = False  # it ran out of memory, and builds its model anew
+    starts_over: bool = False  # it ran out of memory, and builds its model anew with the state that it keeps
 
     @property
     def leaving(self) -> bool:
@@ -87,7 +84,7 @@ def recover(survivors: Sequence[SurvivingWorker], *, world_size: int, now_s: flo
     if flight is not None:
         told = newest.generation
         since += [Switched(worker=w.worker, generation=told, pause=w.pause) for w in through]
-    since += [StepFailed(worker=w.worker, generation=w.failed, cause=w.cause) for w in survivors if w.failed >= 0]
+    since += [w.failed for w in survivors if w.failed is not None]
     return Recovered(
         workers=records,
         current=newest if flight is None else before,  # none where no worker remembers it: it is over in a moment
@@ -107,15 +104,16 @@ def _record(survivor: SurvivingWorker, newest: GenerationSpec | None, now_s: flo
     elif survivor.veteran:
         phase = WorkerPhase.MEMBER
     else:
-        phase = WorkerPhase.READY if survivor.ready else WorkerPhase.STARTING
+        phase = WorkerPhase.STARTING if survivor.ready is None else WorkerPhase.READY
+    ready, failed = survivor.ready, survivor.failed
     return WorkerRecord(
         worker=survivor.worker,
         node=survivor.node,
         phase=phase,
         since_s=now_s,
-        has_state=survivor.has_state or survivor.starts_over or survivor.veteran,
-        loaded=survivor.loaded,
-        failed_in=survivor.failed,
+        has_state=survivor.starts_over or survivor.veteran or (ready is not None and ready.has_state),
+        loaded=ready.loaded if ready is not None else 0,
+        failed_in=failed.generation if failed is not None else -1,
         state_generation=(newest.generation if newest is not None else 1) if survivor.starts_over else 0,
     )
 

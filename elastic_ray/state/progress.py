@@ -133,6 +133,11 @@ class RunProgress:
         """True if the loop has declared its number of epochs and the current one is the last."""
         return self.epochs is not None and self.epoch + 1 >= self.epochs
 
+    @property
+    def place_in_epochs(self) -> int:
+        """Epoch and number of its first passes that have ended, as one number that only grows."""
+        return self.epoch << 20 | next((n for n, each in enumerate(self.passes) if not each.done), len(self.passes))
+
     def end_epoch(self) -> None:
         """Count the current epoch as done, and discard the progress of its passes."""
         self.epoch += 1

@@ -14,8 +14,8 @@ from typing import Any
 
 from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.checkpoints.automatic import StateFile
-from elastic_ray.events import EventKind, Pause
-from elastic_ray.membership.messages import GenerationSpec
+from elastic_ray.events import EventKind
+from elastic_ray.membership.recovery import SurvivingWorker
 from elastic_ray.membership.signals import PrepareFailed, Ready, Rerun, Signal, StepFailed, Switched
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.state.resume_point import ResumePoint
@@ -106,24 +106,16 @@ class ControllerAnswer(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerReregistration:
+class WorkerReregistration(SurvivingWorker):
     """Registration of a worker with a restarted controller, with all that the previous controller knew about it."""
 
-    worker: str
     token: str  # what messages to its run carry
-    node: str  # node id it runs on
     group: str  # hex id of its placement group
     actor: Any  # handle of its process
     process: str
     lent: bool  # whether a sweep has lent it
     process_info: ProcessInfo
-    # the generation that it has taken up, None before its first; it leaves where it is no member of it
-    spec: GenerationSpec | None = None
-    switched: int = 0  # the latest generation in which it has exchanged state, 0 before its first
-    pause: Pause = dataclasses.field(default_factory=Pause)  # that of its last change
-    ready: WorkerReady | None = None  # what it told when it had built its model; None before
-    failed: StepFailed | None = None  # its failed collective, where it waits for the generation after that; else None
-    starts_over: bool = False  # it ran out of memory, and builds its model anew with the state that it keeps
+    ready: WorkerReady | None = None
     position: int = 0  # of the process in its unit
 
     @property

@@ -28,7 +28,6 @@ from elastic_ray.membership.instructions import (
 )
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import Cancel, ControllerMessage, StrategiesKnown
-from elastic_ray.membership.recovery import SurvivingWorker
 from elastic_ray.membership.signals import Allocated, Lost, Stimulus, TimePassed
 from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.record.losses import SizeHistory
@@ -149,7 +148,7 @@ class WorkerGroup:
                 self._planner.open(each.ready.loader)
         self.goal = Allocated(nodes=state.nodes, reason=state.reason)
         instructions = self.machine.recover(
-            [_survivor(each) for each in speakers],
+            speakers,
             self.goal,
             issued=state.issued,
             world_size=state.world_size,
@@ -299,21 +298,3 @@ class WorkerGroup:
                 self.machine.target_workers,
             ),
         )
-
-
-def _survivor(told: WorkerReregistration) -> SurvivingWorker:
-    """Return a surviving worker in the form that the membership machine expects."""
-    ready, failed = told.ready, told.failed
-    return SurvivingWorker(
-        worker=told.worker,
-        node=told.node,
-        spec=told.spec,
-        switched=told.switched,
-        ready=ready is not None,
-        has_state=ready is not None and ready.has_state,
-        loaded=ready.loaded if ready is not None else 0,
-        failed=failed.generation if failed is not None else -1,
-        cause=failed.cause if failed is not None else "",
-        pause=told.pause,
-        starts_over=told.starts_over,
-    )

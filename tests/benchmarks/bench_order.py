@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from common import bar, finish, median, side_parser
 
-from elastic_ray.data.batches import Fetching, MapBatches, StepSplit
+from elastic_ray.data.arguments import LoaderArguments
+from elastic_ray.data.batches import MapBatches, StepSplit
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.data.sharding import Indices, Order
 
@@ -95,9 +96,9 @@ class Timed:
 
 def make_source(samples: int) -> MapBatches:
     """Batches of one rank."""
-    fetching = Fetching(num_workers=0, persistent_workers=False, on_epoch=None, options={"collate_fn": list})
     order = IndexOrder(samples=samples)
-    return MapBatches(Echo(samples), lambda: order, seed=0, fetching=fetching)
+    given = LoaderArguments(dataset=Echo(samples), options={"collate_fn": list})
+    return MapBatches(given, lambda: order, seed=0)
 
 
 def join(source: MapBatches, epoch: int) -> Any:

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from elastic_ray.data.arguments import LoaderArguments
 from elastic_ray.data.arrow import ArrowDataset
-from elastic_ray.data.batches import Fetching, MapBatches, StepSplit
+from elastic_ray.data.batches import MapBatches, StepSplit
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.data.sharding import Indices, Permutation
 
@@ -176,8 +177,8 @@ def test_what_is_computed_ahead_is_what_each_step_takes(
     arrange: Callable[[Indices], Indices] = np.sort if locality else np.asarray
     expected: list[list[int]] = []
     for rank in range(world_size):
-        fetching = Fetching(num_workers=0, persistent_workers=False, on_epoch=None, options={"collate_fn": list})
-        source = MapBatches(dataset, lambda: dataset, seed=0, fetching=fetching)
+        given = LoaderArguments(dataset=dataset, options={"collate_fn": list})
+        source = MapBatches(given, lambda: dataset, seed=0)
         cut = StepSplit(
             batch_size=batch_size, micro_steps=micro_steps, world_size=world_size, rank=rank, drop_last=False
         )

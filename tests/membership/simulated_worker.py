@@ -89,14 +89,17 @@ class SimWorker:
             node=self.node,
             spec=self.current,
             switched=self.switched,
-            ready=self.doing != "building",
-            has_state=self.complete,
-            loaded=self.state.ticks if self.loaded else 0,
-            failed=self.generation if self.doing == "regrouping" else -1,
-            cause="told late",
+            ready=None if self.doing == "building" else self._ready(),
+            failed=self._failed("told late") if self.doing == "regrouping" else None,
             pause=Pause(state_s=0.1),
             starts_over=self.starts_over,
         )
+
+    def _ready(self) -> Ready:
+        return Ready(worker=self.name, has_state=self.complete, loaded=self.state.ticks if self.loaded else 0)
+
+    def _failed(self, cause: str) -> StepFailed:
+        return StepFailed(worker=self.name, generation=self.generation, cause=cause)
 
     def _end(self, ending: Signal) -> None:
         """The run is over; a new controller may ask how it ended."""
@@ -109,8 +112,7 @@ class SimWorker:
         def built() -> None:
             if self.responsive and self.life == life:
                 self.doing = "joining"
-                steps = self.state.ticks if self.loaded else 0
-                self._job.send(Ready(worker=self.name, has_state=self.complete, loaded=steps))
+                self._job.send(self._ready())
                 self._poll()
 
         self._job.soon(1.5, built, at_least_s=0.1)
@@ -237,7 +239,7 @@ class SimWorker:
         if not self.complete:
             self.doing = "joining"
         else:
-            self._job.send(StepFailed(worker=self.name, generation=self.generation, cause=f"{cause} ({was})"))
+            self._job.send(self._failed(f"{cause} ({was})"))
             token = self.token
             self._job.after(REGROUP_TIMEOUT_S, lambda: self._give_up(token))
         self._poll()

@@ -56,7 +56,7 @@ def await_parts(
     """Wait until all ranks have written their parts of a checkpoint, and return the parts in rank order.
 
     Args:
-        timeout_s: longest time without any change in the checkpoint's ``directory`` [s].
+        timeout_s: maximum time without any change in the checkpoint's ``directory`` [s].
         go_on: polled while waiting; if it returns False, waiting stops with ``InterruptedError``.
         all_live: returns True if all workers that should write a part are still in the group.
     """

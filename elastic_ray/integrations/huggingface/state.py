@@ -49,7 +49,7 @@ class StepProgress:
         }
 
     def roll_back(self, remembered: dict[str, Any]) -> None:
-        """Restore the trainer's state that :meth:`remember` returned before the step that is repeated."""
+        """Restore the trainer's state that :meth:`remember` returned before the repeated step."""
         set_scalars(self._trainer, remembered)
         del self._trainer.state.log_history[remembered["logs"] :]
         theirs = self._trainer

@@ -1,4 +1,4 @@
-"""SHELL: the actor that executes a job's Ray Data datasets and reports to workers where their rows are stored.
+"""SHELL: the actor that executes a job's Ray Data datasets and tells workers which nodes store their rows.
 
 Each job has one coordinator, on the head node. It only holds references: workers fetch the blocks themselves. Its
 state is soft: if its process dies, Ray starts a new one, which executes the epoch again and skips the rows that the
@@ -224,7 +224,7 @@ class RowsWanted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowsFound:
-    """Locations of rows as ordered spans, and the epoch's total number of rows (None until its end was read)."""
+    """Locations of rows as ordered spans, and the epoch's total number of rows (None until fully read)."""
 
     spans: tuple[RowSpan, ...]
     total: int | None
@@ -311,7 +311,7 @@ class DatasetCoordinator:
         return stream.floor <= wanted.first
 
     async def _news(self) -> bool:
-        """Wait for progress of any stream; return False if there was none within ``_SLOW_S`` seconds."""
+        """Wait for progress in any stream; return False if none is made within ``_SLOW_S`` seconds."""
         news = self._loop.create_future()
         self._waiting.add(news)
         try:

@@ -1,4 +1,4 @@
-"""Window of rows in an ordered stream that some reader may still need, and the stream's readers (pure)."""
+"""Window of an ordered stream's rows that some reader may still need, and the stream's readers (pure)."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class RowWindow:
 
 
 class Readers:
-    """Registry of the clients that read datasets, each a loader on one rank, and of the stream that each one reads.
+    """Registry of the clients (loaders on one rank) that read datasets, and of the stream that each client reads.
 
     Evaluation within a training loop reads with a second loader, possibly in a newer group than the last request of the
     training loader. A request from any client of a run therefore shows that all clients of the run are alive.
@@ -128,7 +128,7 @@ class Readers:
         self._heard: dict[str, int] = {}
 
     def record(self, reader: Reader, stream: object) -> object | None:
-        """Record that a client requests rows of a stream; return the other stream that it read before, or None."""
+        """Record that a client requests rows from a stream; return the other stream that it read before, or None."""
         _, before = self._reads.get(reader.client, (None, None))
         self._reads[reader.client] = reader, stream
         self._heard[reader.run] = max(reader.generation, self._heard.get(reader.run, reader.generation))

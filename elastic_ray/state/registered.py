@@ -1,4 +1,4 @@
-"""Parts of the shared state that user code owns, as modules and objects, and what a lost step restores (torch)."""
+"""States that are registered with a run: copies for a step that is lost, and what modules keep beside their tensors."""
 
 from __future__ import annotations
 
@@ -6,22 +6,13 @@ import copy
 import io
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elastic_ray.state.codec import NotPlainError, encode
-from elastic_ray.state.tree import (
-    DictState,
-    ModuleState,
-    Stateful,
-    pack,
-    unpack,
-)
-
-if TYPE_CHECKING:
-    pass
+from elastic_ray.state.tree import DictState, ModuleState, Stateful, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +64,10 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 class RegisteredState:
     """Registered state, and everything needed to restore it after a lost step.
 
+    Args:
+        target: Object with ``state_dict`` and ``load_state_dict``.
+        warn: Warns the job's user of a state that cannot be sent.
+
     Attributes:
         state: The part of the state that all ranks share.
         extras: For a module: modes, extra states, and sums of metrics; None for any other object.
@@ -108,6 +103,7 @@ class ModuleExtras:
 
     Args:
         sums: Whether sums of metrics are included, because the user has declared that all ranks share them.
+        warn: Warns the job's user of a state that cannot be sent.
     """
 
     in_place = False
