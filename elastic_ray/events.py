@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.json_numbers import dump, dumpable, known_fields, load
+from elastic_ray.json_numbers import build, dump, dumpable, known_fields, load
 
 if TYPE_CHECKING:
     from elastic_ray.sealed import Raised, Sealed
@@ -198,10 +198,7 @@ class JobEvent:
         wrong = sorted(name for name, value in values.items() if not _is_plain(name, value))
         if wrong:
             raise ValueError(f"an event's {wrong[0]} cannot be {values[wrong[0]]!r:.80}")
-        try:
-            return cls(**{**values, "kind": EventKind(values.get("kind"))})
-        except TypeError as error:
-            raise ValueError(f"an event lacks fields: {error}") from None
+        return build(cls, values, "an event", kind=EventKind(values.get("kind")))
 
 
 _COUNTS = ("from_workers", "to_workers", "generation")

@@ -12,8 +12,9 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+_Made = TypeVar("_Made")
 _KEY = "__float__"
 _NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -54,6 +55,14 @@ def dumpable(metrics: Mapping[Any, Any]) -> dict[str, Any]:
 def known_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return those entries of ``values`` whose keys are fields of the dataclass ``kind`` in this release."""
     return {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
+
+
+def build(kind: type[_Made], values: Mapping[str, Any], what: str, /, **read: Any) -> _Made:
+    """Return the dataclass ``kind`` made of :func:`known_fields` and ``read``; ValueError if ``what`` lacks some."""
+    try:
+        return kind(**{**known_fields(kind, values), **read})
+    except TypeError as error:
+        raise ValueError(f"{what} lacks fields: {error}") from None
 
 
 def plain(value: Any) -> Any:

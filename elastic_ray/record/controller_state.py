@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.json_numbers import known_fields
+from elastic_ray.json_numbers import build
 from elastic_ray.sealed import Sealed
 from placement.versions import check_format
 
@@ -71,10 +71,7 @@ class ControllerState:
             raise ValueError(f"a note must be a JSON object, but got {text[:100]!r}")
         check_format(values, FORMAT)
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        try:
-            return cls(**known_fields(cls, values | lists))
-        except TypeError as error:
-            raise ValueError(f"a note lacks fields: {error}") from None
+        return build(cls, values | lists, "a note")
 
 
 def run_of(spec: JobSpec) -> str:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 
 from elastic_ray.events import EventKind, JobEvent
-from elastic_ray.json_numbers import known_fields
+from elastic_ray.json_numbers import build, known_fields
 from placement.versions import check_format
 
 _FORMAT = 1
@@ -50,10 +50,7 @@ class SubmittedJob:
             kind = {"command": list, "submitted_s": float | int, "named": bool, "format": int}.get(name, str)
             if not isinstance(value, kind):
                 raise ValueError(f"a submission's {name} cannot be {value!r:.80}")
-        try:
-            return cls(**{**known, "command": tuple(words)})
-        except TypeError as error:
-            raise ValueError(f"a submission lacks fields: {error}") from None
+        return build(cls, known, "a submission", command=tuple(words))
 
     @property
     def next_submission(self) -> str:
