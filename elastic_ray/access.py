@@ -31,7 +31,7 @@ class AccessRefusedError(ConnectionError):
 
 
 def join() -> None:
-    """Call ``ray.init()``, unless this process has already joined a cluster.
+    """Call ``ray.init()`` unless this process has already joined a cluster.
 
     Raises:
         ConnectionError: The cluster to join does not answer.
@@ -67,10 +67,10 @@ def session_warning() -> str:
 
 
 def find_address(address: str) -> str:
-    """Return the HOST:PORT of the local cluster for ``auto`` or an empty address; return any other unchanged.
+    """Return the HOST:PORT of the local cluster for ``auto`` or an empty address; return other addresses unchanged.
 
     An empty address resolves as in ``ray.init()``: to the cluster that ``ray start`` recorded on this machine, even if
-    that cluster no longer runs. If nothing is recorded, return "", for which Ray starts a new cluster.
+    that cluster is no longer running. If nothing is recorded, return "", which makes Ray start a new cluster.
     """
     if address not in ("", "auto"):
         return address
@@ -126,9 +126,10 @@ def check_access(address: str, *, mode_is_open: bool = False) -> None:
     Args:
         address: HOST:PORT. Other kinds of address are not checked.
         mode_is_open: True if RAY_AUTH_MODE is not set and the cluster was found on this machine. Ray then sends a token
-            if one exists, and joins without a token if the cluster requires none.
+            if it has one, and joins without a token if the cluster requires none.
 
-    Raises AccessRefusedError: The token is missing or wrong, or the cluster uses none. The message says how to fix it.
+    Raises AccessRefusedError if the token is missing or wrong, or if the cluster uses none. The message says how to fix
+    it.
     """
     token = _token(mode_is_open)
     if split(address) is None:
@@ -169,7 +170,7 @@ def _token(mode_is_open: bool) -> str:
 
 
 def _refuses(address: str, token: str) -> bool | None:
-    """Return True if a cluster refuses a process that sends this token; None if the cluster does not answer."""
+    """Return whether a cluster refuses a process that sends this token; None if the cluster does not answer."""
     try:
         import grpc
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc

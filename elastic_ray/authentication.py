@@ -19,7 +19,7 @@ def sign(secret: str, *facts: str | int | bytes) -> bytes:
 
     Args:
         secret: The job's secret; must not be empty.
-        facts: Purpose and content of the message. The purpose prevents reusing the HMAC for anything else.
+        facts: Purpose and content of the message. The purpose prevents the HMAC from being reused for other messages.
     """
     if not secret:
         raise ValueError("secret must not be empty: anybody could prove to know it")

@@ -15,15 +15,8 @@ from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.cluster.utility import Utility
 
 _SWITCHES = (
-    "fixed_batch",
-    "restart",
-    "automatic_checkpoints",
-    "keep_last_state",
-    "branch_when_idle",
-    "private_files",
-    "verify_checkpoints",
-    "tensorboard",
-    "metrics",
+    *("fixed_batch", "restart", "automatic_checkpoints", "keep_last_state", "branch_when_idle"),
+    *("private_files", "verify_checkpoints", "tensorboard", "metrics"),
 )
 
 
@@ -37,21 +30,21 @@ class ElasticConfig(NamesArguments):
             requests none. The pool serves all jobs, within limits that the nodes' environment variable
             ``ELASTIC_RAY_POOL`` sets (:func:`elastic_ray.warm_pool.sizing.read_config`). With ``ELASTIC_RAY_POOL=off``
             the job keeps this number of idle processes for itself.
-        heartbeat_timeout_s: A worker that sends no heartbeat for this time counts as hung.
+        heartbeat_timeout_s: A worker that sends no heartbeat for this long counts as hung.
         join_timeout_s: Time limit for a new worker to become ready after its resources were reserved. Each time a
             worker is late, the limit doubles (up to eight times this setting), until a worker is ready in time.
         reserve_timeout_s: Time after which an unfulfilled reservation of resources is cancelled.
         switch_timeout_s: Time limit for the workers of a new generation (group) to connect and to exchange state.
-        collective_timeout_s: Longest wait in a collective for a slow but living peer. It must exceed the longest step.
-        lease_s: If the driver is silent for this time, the job saves its state and ends.
-        restart: Restart a job that lost all its workers from its newest checkpoint even if
+        collective_timeout_s: Maximum wait in a collective for a slow but living peer. It must exceed the longest step.
+        lease_s: If the driver is silent for this long, the job saves its state and ends.
+        restart: Restart a job that has lost all its workers from its newest checkpoint, even if
             ``FailureConfig(max_failures)`` is 0, Ray Train's default. The job fails once three restarts in a row have
             produced no new checkpoint. If ``max_failures`` is not 0, it is the limit instead.
-        controller_timeout_s: Time for which workers keep training while the job's controller does not respond; then
+        controller_timeout_s: How long workers keep training while the job's controller does not respond; after that,
             they exit. Ray restarts the controller's process if it dies.
         report_interval_s: Time between rank 0's reports to the controller about its steps.
         fixed_batch: If True, keep the batch size constant even if the loader allows the job to adapt it.
-        automatic_checkpoints: Save the whole elastic state (models, optimizers, schedulers, the loader's position,
+        automatic_checkpoints: Save the entire elastic state (models, optimizers, schedulers, the loader's position,
             statistics) to the run's storage periodically and when the job finishes. A job that loses all its workers,
             or its whole cluster, continues from the last of these checkpoints.
         branch_when_idle: Test larger batches in branches of the job (``JobHandle.branch``), on idle slots that no other
@@ -60,16 +53,16 @@ class ElasticConfig(NamesArguments):
             reported no checkpoint, and ``load_model_state`` reads it. False deletes it.
         checkpoint_interval_s: Time between two automatic checkpoints. None chooses the interval from the cost of a
             checkpoint and the frequency of worker losses (Young 1974, Daly 2006), and keeps the cost below 0.5 %.
-        stragglers: Response to a worker that takes at least 1.25 times as long as the others for the same work:
+        stragglers: Response to a worker that needs at least 1.25 times as long as the others for the same work:
             ``ignore`` it, ``tell`` the user (by an event, and in the status), ``share`` a step's samples so that it
             gets fewer, or ``replace``, which shares in the same way and then replaces the worker if it stays slow. With
             ``share``, each of the other workers gets more samples than in an equal split, within ``local_bsz_bounds``.
             Do not use it with a loop that assumes equal local batches.
-        straggler_patience_s: Time for which a worker must be slow before ``replace`` requests a new one.
+        straggler_patience_s: How long a worker must be slow before ``replace`` requests a new one.
         private_files: On file systems of the nodes (including NFS mounts), make files readable by the job's user only:
             mode 0600, and 0700 for directories. A run directory that another user owns is refused. False leaves
             permissions to the umask and to the directory's owner. Other storage applies its own rules.
-        storage_timeout_s: Longest wait for the run's storage to respond. A reported checkpoint that is not stored
+        storage_timeout_s: Maximum wait for the run's storage to respond. A reported checkpoint that is not stored
             within this time, or within half of ``collective_timeout_s`` (because the other ranks wait), is dropped with
             an event, and training continues. A job that cannot read its earlier checkpoints in time fails instead of
             starting from scratch.
@@ -79,10 +72,10 @@ class ElasticConfig(NamesArguments):
         tensorboard: Write the run's metrics and status as TensorBoard files into ``tensorboard`` in its directory. None
             writes them for jobs, but not for trials of a sweep, because Ray Tune writes its own.
         metrics: Export the job's metrics to Prometheus through Ray's metrics, from its controller (docs/metrics.md).
-        tracker_timeout_s: Time that TensorBoard and the run's callbacks have to finish after the job has ended.
-        webhook: URL (``http://``, ``https://``) to which the job posts a JSON object when it has ended, and when it has
-            waited too long for resources (docs/trackers.md). None disables it. The URL is never displayed.
-        webhook_waits_s: Time for which the job must wait for resources before the webhook is called.
+        tracker_timeout_s: Time allowed for TensorBoard and the run's callbacks to finish after the job has ended.
+        webhook: URL (``http://``, ``https://``) that receives a JSON object from the job when it has ended, and when it
+            has waited too long for resources (docs/trackers.md). None disables it. The URL is never displayed.
+        webhook_waits_s: How long the job must wait for resources before the webhook is called.
         faults: Faults to inject, for testing a setup (``elastic_ray.faults.Faults``); None injects nothing.
 
     Examples:
@@ -130,7 +123,7 @@ class ElasticConfig(NamesArguments):
 
     @property
     def straggler_config(self) -> StragglerConfig:
-        """Configuration of the workers' response to stragglers (slow workers)."""
+        """Configuration of how workers respond to stragglers (slow workers)."""
         return StragglerConfig(response=self.stragglers, patience_s=self.straggler_patience_s)
 
     def _check(self, name: str, value: object) -> None:
@@ -163,19 +156,19 @@ class ElasticConfig(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingConfig(NamesArguments):
-    """Scheduling options of a job in the allocator, for which Ray Train's ``ScalingConfig`` has no fields.
+    """Scheduling options for a job in the allocator that Ray Train's ``ScalingConfig`` has no fields for.
 
     Attributes:
-        priority: Precedence of the job among its tenant's jobs. A job with a higher value gets its minimum number of
+        priority: Precedence of the job within its tenant's jobs. A job with a higher value gets its minimum number of
             workers first, and also grows first.
         tenant: Owner of the job. Tenants share the cluster by weight (``AllocatorConfig.tenants``). Capacity that a
             tenant does not use is lent to other tenants until its owner requests it.
         preemptible: If True, the running job may be stopped for a job that ranks above it. If False, the job keeps its
             minimum number of workers until it ends or its nodes are lost.
-        deadline_s: Seconds after ``submit()`` by which the job should be done; None for no deadline. After the first
-            epoch, when the job's length is known, the allocator reserves as many workers as the deadline requires, if
-            it can.
-        whole_nodes: Prefer entire nodes that no other job uses, as long as that leaves no resources idle.
+        deadline_s: Time the job has to finish, in seconds after ``submit()``; None for no deadline. After the first
+            epoch, when the job's length is known, the allocator reserves the workers needed to meet the deadline, if it
+            can.
+        whole_nodes: Prefer entire nodes that no other job uses, provided that no resources are left idle.
         spot: How the job uses spot nodes (label ``ray.io/market-type: spot``): ``avoid`` them, ``prefer`` them whenever
             they are available, or ``mixed``: the minimum number of workers on on-demand nodes, further workers
             anywhere.
@@ -186,27 +179,28 @@ class SchedulingConfig(NamesArguments):
             pair, and extrapolated along the last segment. Once the job's length is known, the job gets no worker that
             costs more than the value it adds. None ignores costs.
         weight: Importance of the job's speed relative to other jobs of its tenant and priority. When several jobs could
-            grow, a job of weight 2 gets about twice the workers of a job of weight 1. Minimums are always served first.
+            grow, a job with weight 2 gets about twice as many workers as a job with weight 1. Minimums are always
+            served first.
         tenant_weight: Weight of the job's tenant, if ``AllocatorConfig.tenants`` does not list it; None means 1. The
             largest value among the tenant's jobs applies.
         mixed_gpu_types: If True, workers may run on GPUs of several types: the job's own type, and other types that no
-            other job can use. Each type gets samples of a step in proportion to its speed, within ``local_bsz_bounds``,
-            as with ``ElasticConfig(stragglers="share")``. Only the policy ``goodput`` mixes types deliberately; other
-            policies keep to their own rules.
-        sizes: Numbers of workers with which the job may train, in ascending order; None allows every number within
+            other job can use. Each type gets a part of a step's samples in proportion to its speed, within
+            ``local_bsz_bounds``, as with ``ElasticConfig(stragglers="share")``. Only the policy ``goodput`` mixes types
+            deliberately; other policies keep to their own rules.
+        sizes: Numbers of workers that the job may train with, in ascending order; None allows every number within
             ``num_workers``. After losing a worker, the job continues with the remaining ones until the allocator has
             decided again, which takes a second or two.
         multiple_of: Restricts the number of workers to multiples of this number, like ``sizes``; None for no
             restriction.
         unit: Group of workers that start and end together, on one node if any is large enough: a number of workers, or
-            a mesh with named dimensions (``Unit(tp=2)``). The workers of a unit form a fixed group of
-            ``torch.distributed``, in which a model is parallelised as under ``torchrun``. Sizes of the job then count
-            units (``JobHandle.resize``, events, ``sizes``), and ``ScalingConfig(num_workers)`` must be a multiple of
-            the unit's size; see docs/units.md.
-        memory: Memory that a worker needs, depending on the number of workers that divide the model, and memory that a
-            worker has, both from ``elastic_ray.sharded_memory(model, ...)``. The job never runs on too few workers for
-            the model to fit, except after losing workers, which an event reports. None if any number of workers
-            suffices.
+            a mesh with named dimensions (``Unit(tp=2)``). A unit's workers form a fixed ``torch.distributed`` group,
+            where a model is parallelised as under ``torchrun``. Sizes of the job then count units
+            (``JobHandle.resize``, events, ``sizes``), and ``ScalingConfig(num_workers)`` must be a multiple of the
+            unit's size; see docs/units.md.
+        memory: Memory that each worker needs, depending on how many workers the model is divided between, and memory
+            that each worker has, both from ``elastic_ray.sharded_memory(model, ...)``. The job never runs on too few
+            workers for the model to fit, except after losing workers, which an event reports. None if any number of
+            workers suffices.
 
     Examples:
         >>> from elastic_ray import SchedulingConfig

@@ -75,7 +75,7 @@ class JobNameTakenError(RuntimeError):
 
 
 class ImpossibleResourcesError(ValueError):
-    """Error raised if no node, or not even the whole cluster, could ever provide the resources that a job requests."""
+    """Error raised if no node, or not even the entire cluster, could ever provide the resources a job requests."""
 
 
 class JobLostError(TrainingFailedError):
@@ -135,8 +135,9 @@ class WorkersLostError(WorkerGroupError):
 class TrainFunctionError(WorkerGroupError):
     """Error raised if the train function raises on several workers, or on the last one; the job is not retried.
 
-    An instance made by :meth:`of` also has the type of the user's exception, unless Python does not allow this. If the
-    train function raises ``ValueError``, both ``except TrainFunctionError`` and ``except ValueError`` catch the error.
+    An instance made by :meth:`of` is also an instance of the user's exception type, unless Python does not allow this.
+    If the train function raises ``ValueError``, both ``except TrainFunctionError`` and ``except ValueError`` catch the
+    error.
 
     Attributes:
         cause: The user's exception; None if it could not be unpickled in this process.

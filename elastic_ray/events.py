@@ -98,14 +98,14 @@ MOST_METRICS = 32
 
 
 def numbers_in(metrics: Any, prefix: str = "", depth: int = 3) -> dict[str, float]:
-    """Return the finite numbers among reported metrics, keyed by name, with the loss first.
+    """Return reported metrics that are finite numbers, keyed by name, with the loss first.
 
     Names of nested metrics are joined: ``"outer/inner"``.
 
     Args:
         metrics: Metrics as reported. Values that are not numbers, and those beyond ``MOST_METRICS``, are left out.
         prefix: Text put before every name.
-        depth: Number of levels of nested mappings that are read.
+        depth: Number of levels of nested mappings to read.
     """
     found: dict[str, float] = {}
     if not isinstance(metrics, Mapping) or depth == 0:
@@ -126,9 +126,8 @@ class Pause:
     Attributes:
         vote_s: Time from the last committed step until the ranks agreed on the change, or until its failure was
             noticed. It includes the step that failed.
-        group_s: Time from the end of ``vote_s`` until the new group was formed.
-        state_s: Time from the end of ``group_s`` until all ranks of the group had the same state and were ready to
-            train.
+        group_s: Time after ``vote_s`` until the new group was formed.
+        state_s: Time after ``group_s`` until all ranks in the group had the same state and were ready to train.
         first_step_s: Duration of the first step after the pause, which is not part of it; None until known.
     """
 
@@ -139,7 +138,7 @@ class Pause:
 
     @property
     def pause_s(self) -> float:
-        """Length of the whole pause [s]."""
+        """Total length of the pause [s]."""
         return self.vote_s + self.group_s + self.state_s
 
     @property
@@ -157,14 +156,14 @@ class JobEvent:
         time_s: Seconds since the Unix epoch, on the controller's clock.
         from_workers: World size before the event.
         to_workers: World size after the event.
-        reason: Reason for the decision, a sentence.
-        pause_s: Seconds between the last step of the old generation (group of workers) and readiness for the first step
-            of the new one; the longest over the ranks that stayed. 0 if nothing paused.
+        reason: Reason for the decision, as a sentence.
+        pause_s: Seconds from the old generation's last step until the new generation (group of workers) was ready for
+            its first step; the maximum over the ranks that stayed. 0 if nothing paused.
         generation: Number of the generation after the event.
         detail: Further JSON-serialisable values (batch sizes, node, rank...). A change of size or a failure has
             ``vote_s``, ``group_s`` and ``state_s``, which sum to ``pause_s``. A start has ``start_s``, the time since
-            its processes were started. A restart has ``steps``, the step at which it resumes, and ``reached_steps``,
-            the steps reached before.
+            its processes were started. A restart has ``steps``, the step where it resumes, and ``reached_steps``, the
+            steps reached before.
 
     Examples:
         >>> from elastic_ray.events import EventKind, JobEvent
@@ -266,10 +265,10 @@ class JobStatus:
         job: Name of the job.
         phase: Phase of the job between submission and end.
         workers: World size of the group that is training; 0 before the first group.
-        target_workers: World size to which the job is changing.
+        target_workers: World size that the job is changing to.
         generation: Number of the current generation (group of workers).
         epoch: Epoch in progress, from 0.
-        epochs: Number of epochs that the loop declared; None if it declared none.
+        epochs: Number of epochs that the loop declared; None if not declared.
         step: Optimizer steps committed so far.
         batch_size: Global batch size M [samples].
         throughput: Measured throughput [samples/s].
@@ -277,28 +276,28 @@ class JobStatus:
         efficiency: Statistical efficiency (progress per sample) of the current batch M, relative to the initial batch
             M0: (M0 + B) / (M + B), with the gradient noise scale B; None before the speed model is fitted.
         metrics: The latest metrics that rank 0 reported.
-        message: Sentence that says why the job waits or has ended; empty while the job trains normally.
+        message: Sentence that says why the job is waiting or has ended; empty while the job trains normally.
         cost_usd: Cost so far [USD], at the prices of the allocator's autoscaling; None if prices are unknown.
         note: Warnings while the job runs: a deadline or budget that cannot be met, with the best alternative; workers
             that find no node; storage that does not respond, with the request; non-finite gradients; warnings from
             workers; slow workers.
-        waits_for: Resource that the job waits for: slots (with their type), a placement group, a node of the
+        waits_for: Resource that the job is waiting for: slots (with their type), a placement group, a node from the
             autoscaler, starting processes, storage; empty while the job trains normally.
-        start_s: Estimated time until enough slots are free for a job that waits for them [s], from the ETAs of running
-            jobs and assuming that no other job gets them first; None if unknown.
+        start_s: Estimated time until enough slots are free for a job that is waiting for them [s], based on the ETAs of
+            running jobs and assuming that no other job gets the slots first; None if unknown.
         progress: The job's progress, 0 to 1. None if the job has no declared length (its number of epochs or, for a
             trial, the limit of its sweep).
         samples_left: Samples until the job ends; None if its length, or its number of samples, is unknown.
         steps_left: Steps until the job ends, at the current batch; None if unknown.
-        tokens_per_s: Throughput in tokens, if the loader's batch is declared in tokens; else None.
-        tokens_left: ``samples_left`` in tokens, if the batch is declared in tokens; else None.
+        tokens_per_s: Throughput in tokens, if the loader's batch is declared in tokens; otherwise None.
+        tokens_left: ``samples_left`` in tokens, if the batch is declared in tokens; otherwise None.
         eta_s: Time until the job ends at the current goodput [s]; None if the goodput or the length is unknown.
         eta_low_s: Likely lower bound of ``eta_s`` [s] (``elastic_ray.record.outlook.eta_range``).
         eta_high_s: Likely upper bound of ``eta_s`` [s].
         productive_share: Training time / time since submission (ETTR), 0 to 1; None before any time has passed.
         waiting_s: Part of the time since submission spent waiting for resources [s].
-        starting_s: Part of that time from the start of the job's processes until a group trained [s].
-        pausing_s: Part of that time in which changes of the group, including failures, paused training [s].
+        starting_s: Part of that time from the start of the job's processes until a group was training [s].
+        pausing_s: Part of that time when group changes, including failures, paused training [s].
         catching_up_s: Part of that time spent repeating earlier training after restarts [s].
         training_s: Remaining part [s]; the five parts sum to the time since submission.
         last_pause: The last pause, split by phase; None before the first.
@@ -310,12 +309,11 @@ class JobStatus:
             more; None if no worker ran out of memory.
         backend: Backend that carries gradients between the GPUs: ``nccl`` or ``gloo``; empty for one worker.
         mfu: Model FLOPs utilisation, 0 to 1; None if the number of operations, or the GPU's peak, is unknown.
-        reports: Number of reports by rank 0, including reports of earlier runs from which the job continues.
-        checkpoint: Path of the reported or automatic checkpoint from which a restart would continue; empty before the
+        reports: Number of reports by rank 0, including reports from earlier runs that the job continues.
+        checkpoint: Path of the reported or automatic checkpoint that a restart would continue from; empty before the
             first.
         trial: Facts about a trial of a sweep; None for any other job.
-        metric: Name of the metric that ranks trials of the job's sweep, or the job's checkpoints; empty if there is
-            none.
+        metric: Name of the metric that ranks trials of the job's sweep, or the job's checkpoints; empty if not set.
 
     Examples:
         >>> from elastic_ray.events import JobPhase, JobStatus
@@ -369,7 +367,7 @@ class JobStatus:
     metric: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the fields by name, so that processes of another version can read them."""
+        """Pickle the fields by name, so that processes running a different version can read them."""
         return _with_known, (type(self), {each.name: getattr(self, each.name) for each in dataclasses.fields(self)})
 
     @property
@@ -384,20 +382,20 @@ class JobStatus:
 
 
 def _with_known(made: type[JobStatus], values: Mapping[str, Any]) -> JobStatus:
-    """Return a status from the fields that this version knows; those that another version lacks have defaults."""
+    """Return a status from the fields that this version knows; fields that a different version lacks get defaults."""
     known = {each.name for each in dataclasses.fields(made)}
     return made(**{name: value for name, value in values.items() if name in known})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Report made by one call of ``elastic_ray.report``.
+    """Report made by one call to ``elastic_ray.report``.
 
     Attributes:
-        index: Number of the report in the run, from 1. A run that continues from a checkpoint continues counting.
+        index: Number of the report in the run, from 1. A run that continues from a checkpoint also continues the count.
         metrics: Metrics as rank 0 reported them.
-        checkpoint: Path of the stored checkpoint on the job's storage file system; None if there was none.
-        workers: Number of workers of the job at the report.
+        checkpoint: Path of the stored checkpoint on the job's storage file system; None if none was reported.
+        workers: Number of workers the job had at the report.
         epochs_done: Number of epochs complete at the report. The epoch in progress counts if its loops over the data
             were complete.
         steps: Number of optimizer steps committed at the report.
@@ -454,7 +452,7 @@ class WorkerInfo:
 
     Attributes:
         silence_s: Time since the worker's last message [s]; None before the first.
-        slowness: The worker's time for equal work / the group's median; None until enough steps were measured.
+        slowness: The worker's time for equal work / the group's median; None until enough steps have been measured.
         gpu_memory_used_bytes, gpu_memory_reserved_bytes: Same as in ``JobStatus``, for this worker's GPU.
 
     Examples:

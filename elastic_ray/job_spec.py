@@ -65,7 +65,7 @@ class JobSpec(RunSettings):
     # Ray resources of one worker, or of all workers of a unit, e.g. ``{"CPU": 1, "GPU": 1}``; every amount is above 0.
     bundle: Mapping[str, float]
     use_gpu: bool  # train on CUDA where a node has it
-    label_selector: Mapping[str, str]  # conditions on the Ray labels of a worker's node (``placement.cluster.labels``)
+    label_selector: Mapping[str, str]  # conditions on the Ray labels of a worker's node (``placement.cluster.cluster``)
     elastic: ElasticConfig  # how the job changes size
     # how the allocator treats the job beside others
     scheduling: SchedulingConfig = dataclasses.field(default_factory=SchedulingConfig)

@@ -20,10 +20,7 @@ def check_number(
     """Raise an error if a number is NaN or outside its range.
 
     Args:
-        what: Name of the number in the error message.
         least: Inclusive lower bound; exactly one of ``least`` and ``above`` must be given.
-        above: Exclusive lower bound.
-        unit: Unit of the number, such as ``seconds``.
         finite: True to reject infinity.
 
     Raises ValueError (or ``error``) if the number is invalid; the message gives the range and the value.

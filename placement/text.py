@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _OURS = ("elastic_ray", "placement", "tuning")
 _LONG_ID = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{24,56}\b")
@@ -50,6 +50,24 @@ def short_name(name: str) -> str:
         return name
     head = (_NAME_LENGTH - 2) // 2
     return f"{name[:head]}..{name[len(name) - (_NAME_LENGTH - 2 - head) :]}"
+
+
+def one_line(error: BaseException) -> str:
+    """Return Ray's explanation of an error on one line: its first line says what happened, its last line why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int | None = None) -> str:
+    """Return a table as text with columns two spaces apart: the first ``left`` (None: all) aligned on the left.
+
+    No line is cut, so that other programs can read the table.
+    """
+    lines = [tuple(columns), *(tuple(map(printable, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = [">" if left is not None and i >= left else "<" for i in range(len(widths))]
+    padded = (zip(line, sides, widths, strict=True) for line in lines)
+    return "\n".join("  ".join(f"{cell:{side}{width}}" for cell, side, width in line).rstrip() for line in padded)
 
 
 def ago(seconds: float) -> str:

@@ -20,8 +20,8 @@ ALLOWED = {
     "placement/allocator/packed_policy.py": "the user's policy, which came through Ray to be run in the allocator",
     "elastic_ray/integrations/ray_data/packing.py": "the user's datasets and function, which came through Ray, or "
     "which the driver has put into Ray's control store itself, beside the journal",
-    "elastic_ray/integrations/ray_data/coordinator.py": "the user's datasets, unpacked from the same",
-    "elastic_ray/integrations/ray_data/stream.py": "a copy of an object of this process: each execution takes its own",
+    "elastic_ray/integrations/ray_data/coordinator.py": "the user's datasets, unpacked from the same, and copies of "
+    "objects of this process: each execution takes its own",
     "tuning/nni/searching.py": "the tuner's memory that Tuner.restore() asks for, as it does of every Searcher: Tune "
     "itself unpickles the files beside it",
 }

@@ -226,9 +226,6 @@ class ElasticTrainable(Trainable):
         """Set up the trial for Tune, with the parameters ``config``.
 
         The job starts only at the first step, when the checkpoint to start from is known.
-
-        Args:
-            **constants: Arguments of ``tune.with_parameters``, which are added to the train loop's config.
         """
         _check_space({**constants, **config})
         self._parameters = dict(config)
@@ -241,11 +238,7 @@ class ElasticTrainable(Trainable):
         self._asked_last = False
 
     def step(self) -> dict[str, Any]:
-        """Return the train loop's next report, with the number of ``workers`` added; the first call starts the job.
-
-        After the last report, returns a result that only marks the trial as done. Raises the error that made the job
-        fail.
-        """
+        """Return the train loop's next report, with the number of ``workers`` added; the first call starts the job."""
         if self._job is None:
             try:
                 self._job = self._start()
@@ -265,11 +258,7 @@ class ElasticTrainable(Trainable):
         return result
 
     def save(self, checkpoint_dir: str | None = None) -> Any:
-        """Return Ray Tune's training result (metrics and checkpoint) for the train loop's latest checkpoint.
-
-        The checkpoint stays where the job stored it; ``checkpoint_dir`` is not used. The result's checkpoint is the
-        restored one, or None, until the train loop reports one.
-        """
+        """Return Ray Tune's training result (metrics and checkpoint) for the latest checkpoint of the train loop."""
         if self._reported is not None:
             checkpoint = Checkpoint(self._reported, self._place().storage_filesystem)
             self._saved = _TrainingResult(checkpoint=checkpoint, metrics=copy.copy(self._last_result or {}))
@@ -425,11 +414,7 @@ def _keep_submission(name: str, storage: StorageContext) -> None:
 
 
 def _resume_sweeps() -> None:
-    """Patch Tune's loop, which will run in this process, to restore experiments during `elastic-ray resume --all`.
-
-    The resumed script is the original script, so its ``Tuner(...).fit()`` would otherwise start the experiment from
-    scratch.
-    """
+    """Patch Tune's loop, which will run in this process, to restore experiments during `elastic-ray resume --all`."""
     start: Any = TuneController.__init__
     if start.__module__ == __name__ or not read_overrides(os.environ).resume:
         return

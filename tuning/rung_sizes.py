@@ -90,10 +90,7 @@ class RungSizes:
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
-    """Return how much training remains before each rung (cut) in a sweep with ``trials`` trials.
-
-    ``records`` holds the history of the trials started so far.
-    """
+    """Return how much training is left before each rung of a sweep of ``trials``, given those started so far."""
     found, low, expected = [], 0, float(trials)
     for high in promise.rungs:
         made = [min(max(len(each.values) - low, 0), high - low) for each in records]
@@ -129,9 +126,6 @@ def size_rungs(
 
     Args:
         rates: Element w - 1 is a trial's reports per second on w workers, 0 if w is invalid; at least one is above 0.
-        slots: Number of workers that fit on the cluster.
-        at_once: Maximum number of trials that run at the same time.
-        seconds, worker_s: Time [s] and worker-seconds that the sweep may still use.
     """
     points: list[_Point] = [(0.0, 0.0, ())]
     able = [w for w, rate in enumerate(rates.tolist(), start=1) if rate > 0]

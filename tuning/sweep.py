@@ -195,10 +195,7 @@ class StopWatch:
 
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
-    """Return the actor for the sweep ``name``, creating it if it does not exist.
-
-    A new actor compares the sweep's trials using ``promise``; None gives every trial the same weight.
-    """
+    """Return the actor of the sweep ``name``, or create it, to compare trials by ``promise`` (None: all alike)."""
     return create_on_head(SweepActor, f"sweep:{name}", name, promise, get_if_exists=True)
 
 
@@ -404,10 +401,7 @@ class SweepActor:
         self._processes.take_back(run, actor, fit=fit)
 
     async def complete(self, run: str, fit: dict[Any, bool]) -> None:
-        """Close a run, and kill the processes it is still borrowing, except those in ``fit``.
-
-        ``fit`` maps each process that another trial may use to whether that process has already started up.
-        """
+        """Close a run and kill what it borrows but the processes in ``fit`` (each with whether it has started up)."""
         self._processes.complete(run, fit)
 
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:

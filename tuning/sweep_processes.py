@@ -32,9 +32,6 @@ class SweepProcesses:
     When a trial stops, its processes are available to other trials at once, saving the seconds it takes to start one.
     The pool creates no more processes of a kind on a node than trials of that kind have used there at the same time. A
     trial that is paused and resumed gets a second run, which has no claim to the processes of its first run.
-
-    Args:
-        sweep: Name of the sweep, used to request processes from the cluster's pool of warm workers, if it has one.
     """
 
     def __init__(self, sweep: str) -> None:

@@ -146,10 +146,7 @@ def make_template(
 
 
 def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a trial's parameters for display: at most 50 numbers and strings, each string cut to 40 characters.
-
-    The name of a nested parameter contains its path, such as ``"net/width"``; ``prefix`` is prepended to every name.
-    """
+    """Return the parameters of a trial to display: at most 50 numbers and strings, each string cut to 40 characters."""
     shown: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
@@ -384,10 +381,6 @@ def claim_run(filesystem: pyarrow.fs.FileSystem, directory: str, last: str, *, p
 
     The directory's number is higher than any existing run's and the last run's, even if the last run was deleted. On a
     local file system, the directory is created at once, so that two concurrent callers get different directories.
-
-    Args:
-        last: Name of the trial's last run; empty if there was none.
-        private: True if only the user may read the directory.
     """
     entries = filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))
     numbers = [int(each[1]) for name in [last, *(e.base_name for e in entries)] if (each := _RUN.fullmatch(name))]

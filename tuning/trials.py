@@ -101,10 +101,7 @@ class TrialRecord:
     running: bool = True  # whether it still trains; one that was cut or has ended is only compared with
 
     def told(self, before: int, values: tuple[float, ...]) -> TrialRecord:
-        """Return a record that keeps the first ``before`` metric values and replaces all later ones with ``values``.
-
-        ``before`` counts the reports made before the trial's current run. Values that this record lacks become NaN.
-        """
+        """Return a record that keeps the first ``before`` metric values and replaces all later ones with ``values``."""
         kept = self.values[:before]
         return dataclasses.replace(self, values=(*kept, *(math.nan,) * (before - len(kept)), *values))
 
@@ -118,10 +115,7 @@ class TrialWeight:
 
 
 def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str, TrialWeight]:
-    """Return a weight for every running trial, keyed by trial: about 1 on average, within [1 / 4, 4].
-
-    Of two trials with equally many reports, the better one never weighs less.
-    """
+    """Return a weight for every running trial, about 1 on average in [1 / 4, 4]; a better one never weighs less."""
     running = [each for each in records if each.running]
     if promise is None:
         return {each.trial: TrialWeight(value=1.0, reason="trials are not compared") for each in running}

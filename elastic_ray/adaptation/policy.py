@@ -24,21 +24,22 @@ class Policy:
 
     Each hook receives a :class:`PolicyView` and returns one request, several, or None. Every rank calls its own copy of
     the policy with an equal view. A hook must therefore decide from the view and its own attributes only, never from a
-    clock or random numbers; the view contains elapsed time and sample counts. Requests are compared across ranks in the
+    clock or random numbers; the view provides elapsed time and sample counts. Requests are compared across ranks in the
     next step. If all ranks make the same request, it is applied on all of them after that step. Otherwise it is applied
-    on none, and the policy is not called again.
+    on none of them, and the policy is not called again.
 
     Attributes that a hook changes form the policy's state. Joining workers receive the state, checkpoints include it,
     and it is rolled back if the step is lost or the hook fails. It must consist of numbers, strings, None, or lists,
-    tuples and dicts of these; for anything else, override :meth:`state_dict` and :meth:`load_state_dict`.
+    tuples and dicts of these; if it holds other values, override :meth:`state_dict` and :meth:`load_state_dict`.
 
     Attributes:
         watches: names of metrics, as passed to ``elastic_ray.report``, to include in the view (numbers only).
-        strict: if True, an error, an invalid or refused request, or a disagreement of ranks ends the job. Otherwise the
-            job continues without the request, and an event of kind ``policy`` reports it.
-        deadline_s: longest time that a hook may run [s]; a policy whose hook exceeds it is not called again.
+        strict: if True, an error, an invalid or refused request, or a disagreement between ranks ends the job.
+            Otherwise the job continues without the request, and an event of kind ``policy`` reports it.
+        deadline_s: maximum time a hook may run [s]; a policy whose hook takes longer is not called again.
         owns_batch: if True, other policies' requests for a batch size are ignored.
-        starts_at_initial: if True, the run starts with the loader's batch, even if similar jobs did best with another.
+        starts_at_initial: if True, the run starts with the loader's batch, even if similar jobs ran best with a
+            different batch.
 
     Examples:
         >>> from elastic_ray.adaptation import Policy, PolicyView, Resize
@@ -73,7 +74,7 @@ class Policy:
         return None
 
     def after_epoch(self, view: PolicyView) -> Answer:
-        """Return requests at the end of an epoch."""
+        """Return requests when an epoch ends."""
         return None
 
     def after_train(self, view: PolicyView) -> Answer:
@@ -89,7 +90,7 @@ class Policy:
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` returned, on this rank or another one."""
+        """Load a state that :meth:`state_dict` returned on this rank or another one."""
         if type(self).state_dict is Policy.state_dict:  # a lost step may have made attributes
             for name in vars(self).keys() - state.keys() - _SETTINGS:
                 delattr(self, name)
@@ -121,7 +122,7 @@ def check_policies(given: object) -> tuple[Policy, ...]:
 
 
 def name_of(policy: Policy) -> str:
-    """Return the name by which events refer to a policy."""
+    """Return the name used for a policy in events."""
     return type(policy).__name__
 
 

@@ -16,7 +16,7 @@ from elastic_ray.sync.spec import TOPOLOGIES, Strategy
 class Resize:
     """Request to the allocator for a different number of workers, within the job's own limits.
 
-    The request gives the job no priority: the allocator grants only workers that do not serve other jobs better.
+    The request gives the job no priority: the allocator grants only workers that are not more useful to other jobs.
 
     Attributes:
         to: exact number of workers; cannot be combined with ``min`` or ``max``.
@@ -100,11 +100,11 @@ class ScaleRate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetStrategy:
-    """Request to synchronise with another strategy from the next step on.
+    """Request to synchronise with a different strategy from the next step on.
 
     Attributes:
         strategy: a name accepted by ``AdaptiveDataParallel(strategy=...)``, or a ``Strategy``.
-        model: index of the model, in the order in which the loop wraps its models.
+        model: index of the model, in the order the loop wraps its models.
 
     Examples:
         >>> from elastic_ray.adaptation import SetStrategy
@@ -128,14 +128,14 @@ class SetStrategy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetTopology:
-    """Request to route all-reduces over another topology from the next step on.
+    """Request to route all-reduces over a different topology from the next step on.
 
-    The rest of the strategy is unchanged. If the strategy is ``"auto"``, its search ends and the current strategy
-    stays.
+    The rest of the strategy is unchanged. If the strategy is ``"auto"``, its search ends and the current strategy is
+    kept.
 
     Attributes:
         topology: ``"native"``, ``"two_level"``, ``"ring"``, ``"tree"`` or ``"star"``, as in ``Reduce``.
-        model: index of the model, in the order in which the loop wraps its models.
+        model: index of the model, in the order the loop wraps its models.
 
     Examples:
         >>> from elastic_ray.adaptation import SetTopology
@@ -250,7 +250,7 @@ def to_plain(request: Request) -> dict[str, Any]:
 
 
 def from_plain(values: Mapping[str, Any]) -> Request:
-    """Return the request from which :func:`to_plain` made these values."""
+    """Return the request that :func:`to_plain` converted to these values."""
     given = {name: value for name, value in values.items() if name != "kind"}
     if isinstance(given.get("strategy"), Mapping):
         given["strategy"] = Strategy.from_json(given["strategy"]["json"])

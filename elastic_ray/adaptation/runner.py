@@ -1,7 +1,7 @@
-"""Caller of a run's policies on one rank, which keeps their state and applies requests that all ranks make.
+"""Caller of a run's policies on one rank, which keeps their state and applies requests made by all ranks.
 
 Every rank calls its own copies of the policies with equal views. The sums that ranks exchange in each step show whether
-all of them made the same requests. Until then, requests are pending.
+all of them made the same requests. Until they have been compared, requests are pending.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True)
 class SharedValues:
-    """Combined effects of all policies on a run (rate factor, batch, requested workers), equal on all ranks."""
+    """Combined effects that the policies have on a run (rate factor, batch, requested workers), equal on all ranks."""
 
     rate_factor: float = 1.0  # product of all ``ScaleRate`` requests
     batch_size: int | None = None  # global batch that a policy has set [samples]; None where the job chooses
@@ -50,31 +50,27 @@ class SharedValues:
     events: int = 0  # how many events there were
 
     def advance(self, passed_s: float, workers: int, samples: int) -> None:
-        """Add a committed step's time, worker-seconds and ``samples`` to the totals of the run.
-
-        Args:
-            passed_s: Time since the previous step's end [s]; counted once for each of the ``workers``.
-        """
+        """Add a committed step's time, worker-seconds and ``samples`` to the totals of the run."""
         self.elapsed_s += passed_s
         self.worker_s += passed_s * workers
         self.samples += samples
 
     def start_train(self, batch_size: int | None) -> None:
-        """Record that the run has started, at the global batch ``batch_size``; None if the job chooses the batch."""
+        """Record that the run has started with the global batch ``batch_size``; None if the job chooses the batch."""
         self.trains, self.batch_size = True, batch_size
 
     def start_epoch(self, epoch: int) -> bool:
-        """Record the epoch of the next step; True on the run's first call for this epoch or a later one."""
+        """Record the next step's epoch; return True on the run's first call for this epoch or a later one."""
         before, self.epoch = self.epoch, max(self.epoch, epoch)
         return before < epoch
 
     def end_epoch(self, epoch: int) -> bool:
-        """Record that an epoch has ended; True on the run's first call for this epoch or a later one."""
+        """Record that an epoch has ended; return True on the run's first call for this epoch or a later one."""
         before, self.ended_epoch = self.ended_epoch, max(self.ended_epoch, epoch)
         return before < epoch
 
     def scale_rate(self, factor: float) -> None:
-        """Multiply the run's learning-rate factor, the product of all policies' requests, by ``factor``."""
+        """Multiply the run's learning-rate factor (the product of all policies' requests) by ``factor``."""
         self.rate_factor *= factor
 
     def hold_batch(self, batch_size: int | None) -> None:
@@ -93,7 +89,7 @@ class SharedValues:
             self.wish_for((None, None))
 
     def add_news(self, text: str, detail: Mapping[str, Any]) -> dict[str, Any]:
-        """Add an event and return its detail, extended by a number by which the job recognises duplicates."""
+        """Add an event and return its detail, extended by a number that lets the job recognise duplicates."""
         self.events += 1
         numbered = {**detail, "number": self.events}
         self.news.append((text, numbered))
@@ -130,12 +126,7 @@ _SIZE = 1 + 2 * _DIGITS
 
 
 class PolicyRunner:
-    """Caller of one run's policies on one rank, with their state for joiners, checkpoints and lost steps.
-
-    Args:
-        tell: sends a message to the job's user from rank 0 only.
-        tell_here: sends a message to the job's user from whichever rank calls it.
-    """
+    """Caller of one run's policies on one rank, with their state for joiners, checkpoints and lost steps."""
 
     def __init__(
         self,
@@ -161,8 +152,8 @@ class PolicyRunner:
     def add(self, policies: Iterable[Policy]) -> None:
         """Add policies, to be called after the existing ones.
 
-        A policy that exists already is not added again. Neither is a copy (same class and equal attributes) that was
-        given in another place, such as in the loop after the trainer. Equal policies in the same call are all added.
+        A policy that has already been added is not added again, nor is a copy (same class and equal attributes) that
+        was given elsewhere, for example in the loop after the trainer. Equal policies in the same call are all added.
         """
         before = list(self._policies)
         for policy in policies:
@@ -185,11 +176,11 @@ class PolicyRunner:
 
     @property
     def starts_at_initial(self) -> bool:
-        """True if a policy lets the run start with the loader's batch."""
+        """True if a policy requires the run to start with the loader's batch."""
         return any(policy.starts_at_initial for policy in self._policies)
 
     def call(self, hook: str, view: PolicyView) -> None:
-        """Call the hook of this name on every active policy that overrides it, in the order of the policies."""
+        """Call the hook of this name on every active policy that overrides it, in policy order."""
         for number, policy in enumerate(self._policies):
             if self._is_asked(number) and overrides(policy, hook):
                 self._ask(number, policy, hook, view)
@@ -270,7 +261,7 @@ class PolicyRunner:
             self.values.asked_by(number)
 
     def _apply(self, policy: Policy, hook: str, request: Request, step: int) -> None:
-        """Apply a request that all ranks make and report the result; raises PolicyError if it is refused (strict)."""
+        """Apply a request made by all ranks and report the result; a refusal raises PolicyError if strict."""
         name = name_of(policy)
         if isinstance(request, SetBatch) and any(each.owns_batch for each in self._policies if each is not policy):
             return
@@ -284,7 +275,7 @@ class PolicyRunner:
             self._announce(f"{name}.{hook} asked for {request}, which is refused: {refused}", detail)
 
     def _failed(self, number: int, policy: Policy, failure: str, step: int, *, ends: bool) -> None:
-        """Handle a failure shared by all ranks' copies of a policy."""
+        """Handle a failure that occurred in all ranks' copies of a policy."""
         name = name_of(policy)
         if policy.strict:
             raise PolicyError(f"policy {name} failed in {failure}")
@@ -346,7 +337,7 @@ class PolicyRunner:
         self._caller.close()
 
     def capture(self) -> dict[str, Any]:
-        """Return the policies' states, pending requests and effects on the run, as plain values for :meth:`restore`."""
+        """Return the policies' states, pending requests and effects on the run as plain values, for :meth:`restore`."""
         return {
             "values": self.values.to_state(),
             "states": copy.deepcopy(self._states),
@@ -369,7 +360,7 @@ class PolicyRunner:
         return [[name_of(policy), initial] for policy, initial in zip(self._policies, self._initial, strict=True)]
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`capture`; policies' states and requests are left out if the policies differ."""
+        """Restore the result of :meth:`capture`; states and requests are ignored if the policies differ."""
         self.values = SharedValues.from_state(tree["values"])
         same = list(tree["names"]) == [name_of(policy) for policy in self._policies]
         if not same:
@@ -399,10 +390,7 @@ class PolicyRunner:
 
 
 def _is_same(policy: Policy, other: Policy) -> bool:
-    """True if two policies have the same class and equal attributes.
-
-    A policy given to the trainer and in the loop arrives as two objects.
-    """
+    """True if two policies, such as the trainer's and the loop's copies of one, have the same class and attributes."""
     try:
         return type(policy) is type(other) and bool(vars(policy) == vars(other))
     except Exception:  # attributes that do not compare, such as arrays
@@ -410,7 +398,7 @@ def _is_same(policy: Policy, other: Policy) -> bool:
 
 
 def _requests(answer: Any) -> list[Request]:
-    """Return a hook's answer as a list. Raises TypeError: the answer is not a request, several, or None."""
+    """Return a hook's answer as a list. Raises TypeError if the answer is not one request, several, or None."""
     if answer is None:
         return []
     several = not is_request(answer) and isinstance(answer, Iterable)
@@ -426,7 +414,7 @@ def _requests(answer: Any) -> list[Request]:
 
 
 def _described(error: Exception) -> str:
-    """Return an error as text that is the same on all ranks, without addresses of objects."""
+    """Return an error as text that is the same on all ranks, without object addresses."""
     return _ADDRESS.sub("", f"{type(error).__name__}: {error}")
 
 
@@ -453,7 +441,7 @@ def _check_plain(value: Any, where: str) -> None:
 
 @dataclasses.dataclass(slots=True)
 class Pending:
-    """Requests and failures of one policy on which ranks have not agreed yet; its truth value is False if empty."""
+    """One policy's requests and failures that ranks have not agreed on yet; its truth value is False if empty."""
 
     requests: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # as plain values
     hooks: list[str] = dataclasses.field(default_factory=list)  # which hook asked for each
@@ -475,7 +463,7 @@ class Pending:
 
 
 class Verdict(enum.Enum):
-    """Result of comparing one policy's requests on all ranks: none, agreed or different."""
+    """Result of comparing one policy's requests across all ranks: none, agreed or different."""
 
     NOTHING = enum.auto()
     AGREED = enum.auto()
@@ -483,14 +471,11 @@ class Verdict(enum.Enum):
 
 
 class PolicyBallot:
-    """Values by which ranks compare their policies' requests: for each policy, a flag and a digest.
+    """Values that ranks use to compare their policies' requests: for each policy, a flag and a digest.
 
     The values are part of the control sums, which all ranks add up in every step. Each digit d of a digest is sent with
     its square: all W ranks have the same digit exactly when W sum(d^2) = sum(d)^2 (Cauchy-Schwarz). All ranks that
     commit a step therefore know the result, and no extra collective is needed.
-
-    Args:
-        said: returns each policy's requests and failures on this rank, as plain values; None if it has none.
     """
 
     resting: None = None
@@ -502,7 +487,7 @@ class PolicyBallot:
         self._entered = False
 
     def have(self, policies: int) -> None:
-        """Set the number of policies to compare, which must be equal on all ranks."""
+        """Set the number of policies to compare, which must be the same on all ranks."""
         self._policies = policies
 
     def start(self) -> None:
@@ -510,7 +495,7 @@ class PolicyBallot:
         self._verdicts, self._entered = (), True
 
     def pop_entered(self) -> bool:
-        """Return True if a new group was entered since the last call."""
+        """Return True if a new group has been entered since the last call."""
         entered, self._entered = self._entered, False
         return entered
 
@@ -519,11 +504,11 @@ class PolicyBallot:
         return _SIZE * self._policies
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this rank's flags and digests of all policies, concatenated, to be summed over all ranks."""
+        """Return this rank's flags and digests for all policies, concatenated, to be summed over all ranks."""
         return [value for said in self._said() for value in flag_and_digest(said)] if self._policies else ()
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Compute, for each policy, whether the ranks' requests agree, from the sums of all ranks' :meth:`values`."""
+        """Determine, for each policy, whether the ranks' requests agree, from :meth:`values` summed over all ranks."""
         self._verdicts = tuple(verdict(sums[first : first + _SIZE], world_size) for first in range(0, len(sums), _SIZE))
 
     def take(self) -> tuple[Verdict, ...]:
@@ -533,7 +518,7 @@ class PolicyBallot:
 
 
 def flag_and_digest(said: Any) -> list[float]:
-    """Return 1, and each digit of a digest of ``said`` with its square; only zeros if ``said`` is None."""
+    """Return 1, and each digit of a digest of ``said`` with its square; all zeros if ``said`` is None."""
     if said is None:
         return [0.0] * _SIZE
     number = int.from_bytes(
@@ -554,7 +539,7 @@ def _canonical(value: Any) -> str:
 
 
 def verdict(sums: Sequence[float], world_size: int) -> Verdict:
-    """Return the verdict on one policy's requests, from the sums of all ranks' :func:`flag_and_digest`."""
+    """Return the verdict on one policy's requests, from :func:`flag_and_digest` summed over all ranks."""
     saying = round(sums[0])
     if saying == 0:
         return Verdict.NOTHING

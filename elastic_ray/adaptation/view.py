@@ -15,7 +15,7 @@ from placement.goodput.model import NoiseScale
 class PolicyView:
     """Read-only view of a run between two steps, passed to the hooks of policies.
 
-    All values, including elapsed time, are equal on all ranks. Times measured by workers refer to the step before the
+    All values, including elapsed time, are equal on all ranks. Times measured by workers are from the step before the
     one that has just ended.
 
     Attributes:
@@ -30,25 +30,25 @@ class PolicyView:
         min_workers: smallest allowed number of workers; None if the group is fixed, as under ``torchrun``.
         max_workers: largest allowed number of workers; None if the group is fixed.
         batch_size: global batch of a full step [samples].
-        initial_batch_size: global batch for which the user set the learning rate [samples].
+        initial_batch_size: global batch that the user's learning rate is meant for [samples].
         max_batch_size: largest batch that the loader allows [samples]; None if the batch is fixed.
         critical_batch: largest batch that wastes no samples, as measured by the job's branches [samples]; None if not
             measured.
         learning_rates: learning rates of the first model's parameter groups, as set by user code and schedulers.
         rate_factor: product of all ``ScaleRate`` requests so far.
         noise: gradient noise of the first model; None before it is measured.
-        step_s: duration of a step on rank 0 [s]; 0 before a step of this group was measured.
+        step_s: duration of a step on rank 0 [s]; 0 until a step of this group has been measured.
         sync_s: time that rank 0 spent waiting for reductions in the same step [s].
         worker_measures: measurements of each rank; empty before the first step of a group.
         elapsed_s: time since the run's first step, including pauses [s].
         worker_s: ``elapsed_s`` summed over the workers [worker-seconds].
-        strategies: names of the models' strategies.
+        strategies: names of the models' synchronisation strategies.
         metrics: values of the watched metrics (``Policy.watches``) in rank 0's last report; missing metrics are left
             out.
         tokens_per_sample: tokens per sample if the loader's batch is declared in tokens; otherwise None.
-        counted_tokens: tokens trained on, if the loop counts them by ``loader.weigh``; otherwise None.
+        counted_tokens: tokens trained on, if the loop counts them with ``loader.weigh``; otherwise None.
         reports: number of the report that ``metrics`` come from.
-        sums: contents of this epoch's accumulators, in the order in which the loop created them.
+        sums: contents of this epoch's accumulators, in the order the loop created them.
 
     Examples:
         >>> from elastic_ray.adaptation import PolicyView
@@ -102,7 +102,7 @@ class PolicyView:
 
     @property
     def samples_left(self) -> float | None:
-        """Samples until the end of the declared epochs, assuming that future epochs are as large as past ones.
+        """Samples left in the declared epochs, assuming that future epochs are the same size as past ones.
 
         None if no number of epochs is declared, and before the first sample.
         """
@@ -111,7 +111,7 @@ class PolicyView:
 
     @property
     def throughput(self) -> float:
-        """Samples per second at the current batch and step time; 0 before a step was measured."""
+        """Samples per second at the current batch and step time; 0 until a step has been measured."""
         return self.batch_size / self.step_s if self.step_s > 0 else 0.0
 
     @property
@@ -155,7 +155,7 @@ class WatchedMetrics:
         self.latest, self.reports = dict(latest), reports
 
     def reported(self, metrics: Mapping[str, Any], number: int) -> None:
-        """Record the watched metrics among ``metrics``, which this rank reports as the run's report ``number``."""
+        """Record those of ``metrics`` that are watched; this rank reports them as the run's report ``number``."""
         numbers = {name: metrics.get(name) for name in self._names}
         self._own = {
             name: float(value)
@@ -172,7 +172,7 @@ class WatchedMetrics:
         return 1 + 2 * len(self._names) if self._names else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return rank 0's newly reported watched metrics, to be summed over ranks; zeros on other ranks, or if none."""
+        """Return rank 0's newly reported watched metrics, to be summed over ranks; zeros elsewhere, or if none."""
         if not self._names:
             return ()
         if rank != 0 or self._own_reports <= self.reports:
@@ -181,7 +181,7 @@ class WatchedMetrics:
         return [float(self._own_reports), *(value for pair in pairs for value in pair)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Update the watched metrics on this rank from the sums of all ranks' :meth:`values`."""
+        """Update the watched metrics on this rank from :meth:`values` summed over all ranks."""
         if self._names and sums[0] > 0:
             self.reports = round(sums[0])
             pairs = zip(self._names, sums[1::2], sums[2::2], strict=True)

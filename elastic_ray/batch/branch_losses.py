@@ -1,4 +1,4 @@
-"""Comparison of a job's branches to find the largest batch at which samples keep their value (pure)."""
+"""Comparison of a job's branches to find the largest batch that does not reduce the value of a sample (pure)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BranchError(RuntimeError):
 class BranchPlan:
     """Settings of a job's branches: short runs from a checkpoint that compare larger batches with the current one.
 
-    Raises TypeError, ValueError: A field has the wrong type or is out of range.
+    Raises TypeError or ValueError if a field has the wrong type or is out of range.
     """
 
     factors: tuple[int, ...] = (2, 4)  # times the present batch, rising
@@ -49,7 +49,7 @@ class BranchPlan:
     def sizes(self, batch_size: int, largest: int) -> tuple[int, ...]:
         """Return the global batches to compare: ``batch_size``, then its multiples by ``factors`` up to ``largest``.
 
-        Raises BranchError: All multiples exceed ``largest``, so that there is nothing to compare.
+        Raises BranchError if all multiples exceed ``largest``, which leaves nothing to compare.
         """
         batch_size = min(batch_size, largest)  # a division among workers may be a little larger
         larger = [each * batch_size for each in self.factors if each * batch_size <= largest]
@@ -74,7 +74,7 @@ class BranchLoss:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BranchResult:
-    """Losses of a job's branches (short runs at several batch sizes) after training on equally many samples."""
+    """Losses of a job's branches (short runs at several batch sizes) after training on the same number of samples."""
 
     step: int  # of the job, where they began
     samples: int  # that each has trained on
@@ -127,7 +127,7 @@ def compare(plan: BranchPlan, step: int, samples: int, curves: Mapping[int, Curv
 
     ``curves`` holds the loss curve of each branch, keyed by batch, the current one first.
 
-    Raises BranchError: A branch has too few reports in that half, or they are not spread over it.
+    Raises BranchError if a branch has too few reports in that half, or they are not spread over it.
     """
     halves = {size: [each for each in curve if samples / 2 <= each[0] <= samples] for size, curve in curves.items()}
     parts = min(_BINS, *(len(half) // 2 for half in halves.values()))

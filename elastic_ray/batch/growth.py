@@ -1,8 +1,8 @@
-"""Control of batch growth: judges by the observed gradients when the batch may grow or must shrink (pure).
+"""Control of batch growth: decides from the observed gradients when the batch may grow or must shrink (pure).
 
-The goodput model finds the best batch if its noise scale is right. This module judges whether it is. A signal no larger
-than its own scatter does not mean infinite noise. A growth after which gradients grow has gone too far, whatever the
-model says.
+The goodput model finds the best batch if its noise scale is right. This module decides whether it is. A signal no
+larger than its own scatter does not mean infinite noise. If gradients grow after the batch has grown, the growth went
+too far, whatever the model says.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LEAST_GROWTH = 1.1  # smaller ones are no growth
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBack:
-    """Smaller batch to which the job must return, and the reason for it."""
+    """Smaller batch that the job must return to, and the reason."""
 
     batch_size: int  # global batch to go back to [samples]
     reason: str  # a sentence
@@ -110,7 +110,7 @@ class GrowthWatch:
 
     @property
     def growth(self) -> float:
-        """Largest factor by which the next decision may grow the batch; 1 if the batch may not grow."""
+        """Largest factor that the next decision may apply to the batch; 1 if the batch may not grow."""
         return 1.0 if self.hindrance else self._growth
 
     @property
@@ -167,7 +167,7 @@ class GrowthWatch:
 
 
 def _bound(losses: Collection[float]) -> float:
-    """Return the largest loss that counts as within the range of the given finite losses."""
+    """Return the largest loss that still counts as in the range of the given finite losses."""
     highest = max(losses)
     return highest + max(highest - min(losses), _LEAST_SPREAD * abs(highest))
 
@@ -177,7 +177,7 @@ Ramp: TypeAlias = "tuple[tuple[float, int], ...]"
 
 
 def read_ramp(batch_size: Any) -> tuple[Any, Ramp]:
-    """Return the initial batch and the schedule [(progress 0 to 1, batch), ...], which is empty for a number.
+    """Return the initial batch and the schedule [(progress 0 to 1, batch), ...], which is empty for a plain number.
 
     Raises:
         TypeError: An entry is not a pair of numbers.

@@ -1,9 +1,10 @@
 """Splitting of a lone worker's steps into two halves, to measure the noise of its gradient (pure).
 
 One worker with one micro-batch has one gradient per step, which says nothing about its noise. Two successive gradients
-are no substitute, because the model has moved between them. That adds ||G' - G||^2 / 2 to the variance, which grows
-with batch and learning rate until it looks like infinite noise. Two halves of one batch see the same weights, and their
-weighted mean is the step's gradient. The only cost is the time of one more forward and backward pass.
+are no substitute, because the model has moved between them. This adds ||G' - G||^2 / 2 to the variance, a term that
+grows with the batch and the learning rate until it looks like infinite noise. Two halves of one batch see the same
+weights, and their weighted mean is the step's gradient. The only cost is the time of one more forward and backward
+pass.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Halving:
     """Schedule of the steps that a lone worker splits into two halves, to measure gradient noise at one batch size.
 
     No step before ``since`` is halved. Without ``adapts``, the spacing is counted from step 0, so that a monitor can
-    name the steps that it needs.
+    name the steps it needs.
 
     Example:
         >>> halving = Halving(since=0, adapts=True)
@@ -49,11 +50,11 @@ class Halving:
         return [(begin, end, min(spacing, most)) for (begin, spacing), end in zip(SPACINGS, ends, strict=True)]
 
     def due(self, step: int, samples: int) -> bool:
-        """True if the step after ``step`` committed steps must be split in halves of ``least`` or more samples each."""
+        """True if the step after ``step`` committed steps must be split into two halves of at least ``least``."""
         return self.count(step, step + 1, samples) > 0
 
     def count(self, first: int, last: int, samples: int) -> int:
-        """Return how many of the steps ``first`` to ``last`` - 1 are split into halves, at ``samples`` samples each."""
+        """Return how many of the steps ``first`` to ``last`` - 1 are halved, with ``samples`` samples per step."""
         if samples < 2 * self.least:
             return 0
         start = self.since if self.adapts else 0

@@ -1,4 +1,4 @@
-"""Limits of a job's batch size, and divisions of a batch among workers and micro-steps."""
+"""Limits on a job's batch size, and ways to divide a batch between workers and micro-steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """Limits of a job's batch size, in samples; M0 is the initial global batch.
+    """Limits on a job's batch size, in samples; M0 is the initial global batch.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -70,7 +70,7 @@ class BatchLimits:
 
     @property
     def per_worker(self) -> bool:
-        """True if each worker has M0 (the initial batch) samples, so that the global batch grows with the workers."""
+        """True if each worker has M0 samples (the initial batch), so that the global batch grows with the workers."""
         return not self.fixed and self.local_bsz_bounds == (self.init_batch_size, self.init_batch_size)
 
     @property
@@ -79,10 +79,11 @@ class BatchLimits:
         return self.max_batch_size in (None, self.init_batch_size)
 
     def size_of(self, cut: BatchChoice, replicas: int) -> int:
-        """Return the global batch [samples] of a step divided by ``cut`` among R = ``replicas`` workers.
+        """Return a step's global batch [samples], divided according to ``cut`` between R = ``replicas`` workers.
 
         It is R m (s + 1), for m samples per micro-step and s accumulating micro-steps, or the largest allowed batch if
-        that is less. In that case some micro-steps have fewer samples than m, but no worker has fewer than its minimum.
+        that is smaller. In that case some micro-steps have fewer samples than m, but no worker has fewer than its
+        minimum.
         """
         size = cut.batch_size(replicas)
         if self.max_batch_size is None:
@@ -96,7 +97,7 @@ class BatchLimits:
 
     @property
     def upper(self) -> int | None:
-        """Largest number of samples per worker and micro-step; None for no bound."""
+        """Largest number of samples per worker and micro-step; None if unbounded."""
         return self.local_bsz_bounds[1] if self.local_bsz_bounds else None
 
 
@@ -134,7 +135,7 @@ def split(
         lower: Smallest m; if shares are smaller, the batch grows.
         upper: Largest m; if shares are larger, the batch shrinks unless accumulation is allowed.
         accumulation: True if k may be above 1.
-        limit: Largest M, observed as long as every worker has a sample and its smallest m; None for no limit.
+        limit: Largest M, unless a worker would be left without a sample or below its smallest m; None for no limit.
     """
     share = -(-batch_size // replicas)
     k = -(-share // upper) if upper is not None and accumulation else 1
@@ -148,7 +149,7 @@ def split(
 
 
 def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoice:
-    """Return the division over ``replicas`` workers, within ``limits``, that is nearest to a global batch.
+    """Return the division over ``replicas`` workers, within ``limits``, whose batch is nearest to a global batch.
 
     If only one batch size is allowed, the division covers it, and :meth:`BatchLimits.size_of` returns that size for any
     number of workers.
@@ -166,7 +167,7 @@ def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoi
 def bounded(limits: BatchLimits, cut: BatchChoice, bound: int | None) -> BatchChoice:
     """Return the division ``cut``, changed so that a worker processes at most ``bound`` samples at once.
 
-    ``bound`` is the number of samples that fits into memory; None means no bound. If the batch is fixed or accumulation
+    ``bound`` is the number of samples that fit into memory; None means no bound. If the batch is fixed or accumulation
     is allowed, more and smaller micro-steps keep the batch size. Otherwise, the batch shrinks.
     """
     if bound is None or cut.atomic_bsz <= bound:

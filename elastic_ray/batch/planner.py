@@ -32,11 +32,11 @@ _TELL = 0.1  # relative change of a step time that is told
 class BatchPlanner:
     """Planner of a job's batch, which collects step reports and keeps a fitted speed model per GPU type.
 
-    The GPU type is that of the group's nodes. A group on several types has type None, and is measured separately.
+    The GPU type is the type of the group's nodes. A group on several types has type None, and is measured separately.
 
     Args:
-        shares_by_type: True if workers of a group on several GPU types get shares by their speeds, so that its steps
-            measure each type. The batch then stays constant.
+        shares_by_type: True if workers in a group with several GPU types get shares in proportion to their speeds, so
+            that the group's steps measure each type. The batch then stays constant.
     """
 
     def __init__(self, *, fit_every_s: float = FIT_EVERY_S, shares_by_type: bool = False) -> None:
@@ -74,7 +74,7 @@ class BatchPlanner:
 
     @property
     def model(self) -> GoodputModel | None:
-        """Goodput model for the current GPU type, measured by this job or else by other jobs; None without one."""
+        """Goodput model for the current GPU type, measured by this job or else by other jobs; None if none exists."""
         return self.tuner.model if self.tuner is not None else None
 
     @property
@@ -84,7 +84,7 @@ class BatchPlanner:
 
     @property
     def wish(self) -> tuple[int | None, int | None]:
-        """Smallest and largest number of workers that the user's policy requests; None for either if not set.
+        """Smallest and largest number of workers that the user's policy requests; each is None if not set.
 
         Every report repeats the request, so that a restarted controller knows it.
         """
@@ -103,7 +103,7 @@ class BatchPlanner:
 
     @property
     def own_model(self) -> GoodputModel | None:
-        """Goodput model that this job measured on the current GPU type, or on the fastest of several; None if none."""
+        """Goodput model that this job measured on the current GPU type, or on the fastest of several; may be None."""
         own = self.tuner.own_model if self.tuner is not None else None
         if own is not None or self._gpu is not None or not self._shares_by_type:
             return own
@@ -124,7 +124,7 @@ class BatchPlanner:
 
     @property
     def atomic_bsz_ranges(self) -> dict[str, tuple[int, int]]:
-        """Fewest and most samples of a worker per micro-step, keyed by GPU type; types without bounds are left out."""
+        """Fewest and most samples per worker and micro-step, keyed by GPU type; types without bounds are left out."""
         bounds = {gpu: tuner.atomic_bsz_range for gpu, tuner in self._tuners.items() if gpu is not None}
         return {gpu: (found[0] or 1, found[1] or (1 << 30)) for gpu, found in bounds.items() if found is not None}
 
@@ -137,7 +137,7 @@ class BatchPlanner:
         return max(0.0, noise.var) * self.loader.limits.init_batch_size / noise.sqr
 
     def goodput(self) -> float | None:
-        """Return the predicted goodput of the current configuration [samples/s]; None if there is no model yet."""
+        """Return the predicted goodput of the current configuration [samples/s]; None before the first model."""
         report, model = self.latest, self.model
         if model is None or report is None or report.shape is None:
             return None
@@ -159,7 +159,7 @@ class BatchPlanner:
         return float(model.efficiency(report.batch_size))
 
     def open(self, loader: LoaderInfo | None) -> None:
-        """Set the loader whose limits apply; ignored if ``loader`` is None or one is set already."""
+        """Set the loader whose limits apply; ignored if ``loader`` is None or a loader is already set."""
         if self.loader is not None or loader is None:
             return
         self.loader = self._unbound = loader
@@ -193,7 +193,7 @@ class BatchPlanner:
         return choice
 
     def recover(self, group: GenerationSpec, gpu: str | None) -> None:
-        """Adopt ``group``, the current generation, on GPUs of type ``gpu``; an earlier controller chose its batch."""
+        """Adopt ``group``, the current generation on GPUs of type ``gpu``, with an earlier controller's batch."""
         if self.loader is not None:
             self._tuner_on(gpu, self.loader.limits)
         self._choice, self._replicas, self._chosen_for = group.batch, group.world_size, group.generation
@@ -213,7 +213,7 @@ class BatchPlanner:
         return self._reconsider() if self._gpu in news else None
 
     def know(self, strategies: Mapping[str, FoundStrategy]) -> bool:
-        """Record the fastest strategies found by jobs of the same model, keyed by group form; True if they changed."""
+        """Record the fastest strategies found by jobs of the same model, keyed by group form; True if any changed."""
         news = strategies != self.known_strategies
         self.known_strategies = strategies
         return news
@@ -270,7 +270,7 @@ class BatchPlanner:
             tuner.set_limits(limits)
 
     def _learn(self, report: StepReport) -> None:
-        """Pass the report to the tuner of the GPU type on which it was measured."""
+        """Pass the report to the tuner of the GPU type it was measured on."""
         tuner = self._tuners.get(self._gpus.get(report.generation, self._gpu))
         self.throughput = report.batch_size / report.step_time if report.step_time > 0 else 0.0
         if tuner is None or report.shape is None:
@@ -376,7 +376,7 @@ class BatchPlanner:
         return decision.choice, f"batch {decision.batch_size}: {decision.reason}"
 
     def pop_notice(self) -> str:
-        """Return the latest notice of why the batch stays unchanged, and clear it; empty if there is no new notice."""
+        """Return the latest notice of why the batch stays unchanged, and clear it; empty if no notice is new."""
         notice, self._notice = self._notice, ""
         return notice
 
@@ -399,9 +399,9 @@ class BatchPlanner:
 
 
 def told(before: tuple[Observation, ...], now: Iterable[Observation]) -> tuple[Observation, ...]:
-    """Return the measurements ``now``; one that differs from ``before`` by less than a tenth keeps its old value.
+    """Return the measurements ``now``, but keep values from ``before`` that have changed by less than a tenth.
 
-    Medians move a little with every report, but measurements that are sent every second should rarely change. Counts
+    Medians vary slightly with every report, but measurements that are sent every second should rarely change. Counts
     are reported as 1, 10 or 100.
     """
     known = {_configuration(each): each for each in before}

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.tokens import TokenBatch
 from elastic_ray.stragglers.detection import SlowWorker
-from placement.cluster.jobs import FoundStrategy
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import FoundStrategy, Progress
 from placement.goodput.mixed import MeasuredPart
 from placement.goodput.model import NoiseScale
 
@@ -69,9 +68,9 @@ class LoaderInfo:
         return min(most, self.dataset_size) if self.dataset_size else most
 
     def check_shares(self, min_workers: int) -> None:
-        """Raise ValueError if the batch is too small to be divided by speed among workers on several GPU types.
+        """Raise ValueError if the batch is too small to divide by speed between workers on several GPU types.
 
-        Raises ValueError: The largest batch has fewer than four samples per worker.
+        The batch is too small if the largest batch has fewer than four samples per worker.
         """
         largest = max(self.limits.init_batch_size, self.limits.max_batch_size or 1)
         workers = max(min_workers, 2)
@@ -88,21 +87,21 @@ class StepReport:
     """Rank 0's report of the steps since the previous report (times in seconds).
 
     ``step_time`` and ``grad_time`` are medians over ``steps`` steps of one shape; 0 if there were none. ``progress``
-    covers the whole run, across groups and processes. ``strategy`` is a key for the way of synchronising gradients; no
+    covers the whole run, across groups and processes. ``strategy`` is a key for the way gradients are synchronised; no
     steps are reported while a strategy is being chosen. ``uneven`` steps had unequal shares, so that their times do not
     apply to equal shares. ``stragglers`` are the slow workers of the current group. ``ratios`` are its ranks' times for
-    equal work / the median; empty until enough steps were measured. ``held_batch`` is the global batch that a user's
-    policy has set, ``coming`` the batches that it will set, each with the samples until then, and ``wish`` the smallest
-    and largest number of workers that it requests; None without a policy's request. ``parts`` holds each GPU type's
+    equal work / the median; empty until enough steps have been measured. ``held_batch`` is the global batch that a
+    user's policy has set, ``coming`` the batches it will set, each with the samples until then, and ``wish`` the
+    smallest and largest number of workers it requests; None if no policy requests any. ``parts`` holds each GPU type's
     part of the steps of a mixed group; empty for a single type, or if stragglers had smaller shares.
     ``learning_rate_factor`` is the factor on the first model's learning rates, from its batch and from policies,
     averaged over its parameter groups. ``first_step_s`` is the time of the first step after the last change of group;
     None before any change, and until that step is committed. ``signal`` describes the gradient's signal, in addition to
-    ``noise``. ``loss`` is the last reported metric of that name, preceded by the report's number; None if there is
-    none. ``memory_bound`` is the most samples that a worker may process at once, because a worker ran out of memory
-    with more. ``backend`` carries gradients between ranks; empty for one rank. ``mfu`` is model FLOPs utilisation; None
-    if unknown. ``found`` holds strategies that have won races, keyed by the form of the group (``sync.choosing``).
-    ``tokens_per_sample`` is None unless the loader's batch is declared in tokens.
+    ``noise``. ``loss`` is the last reported metric of that name, preceded by the report's number; None if not reported.
+    ``memory_bound`` is the most samples that a worker may process at once, because a worker ran out of memory with
+    more. ``backend`` is the library that carries gradients between ranks; empty for one rank. ``mfu`` is model FLOPs
+    utilisation; None if unknown. ``found`` holds strategies that have won races, keyed by the form of the group
+    (``sync.choosing``). ``tokens_per_sample`` is None unless the loader's batch is declared in tokens.
     """
 
     generation: int

@@ -101,12 +101,12 @@ def adam_options(
         eps'          = eps / sqrt(scale) x c        scales like the gradient noise, to which it is added
         weight_decay' = weight_decay x scale / (factor x c)      its half-life lr x weight_decay is the same in samples
 
-    The last applies to decoupled weight decay (AdamW). Weight decay that is part of the loss stays.
+    The last line applies to decoupled weight decay (AdamW). Weight decay that is part of the loss is unchanged.
     Sources: Marek et al. 2025 (arXiv 2507.07101) for beta2; Malladi et al. 2022 (arXiv 2205.10287), definition 5.2, for
     beta1 and eps; Wang and Aitchison 2024 (arXiv 2405.13698) for weight decay.
 
     Args:
-        correction: c, by which the learning rate is also multiplied, see :func:`bias_correction`.
+        correction: c, which also multiplies the learning rate; see :func:`bias_correction`.
         memory: e of :meth:`Adam.memory_scale`.
     """
     beta1, beta2 = group["betas"]
@@ -139,9 +139,9 @@ def bias_correction(beta: float, steps: float, initial_steps: float, scale: floa
 def remembered(held: float, beta2: float, initial_steps: float, scale: float, factor: float) -> float:
     """Return the mean of 1 / factor^2 over the steps in Adam's second moment v, weighted as in v.
 
-    A rule's factor is sqrt(v(1) / v) for the v that gradients of its batch converge to. Right after a growth, v is
-    still that of smaller batches, v(1) x held, so that the rule's rate times factor x sqrt(held) makes the step that
-    the rule intends. Once v has caught up, factor x sqrt(held) is 1.
+    A rule's factor is sqrt(v(1) / v) for the v that gradients of its batch converge to. Right after a growth, v still
+    has its value for smaller batches, v(1) x held, so that the rule's rate times factor x sqrt(held) makes the step the
+    rule intends. Once v has caught up, factor x sqrt(held) is 1.
 
     Args:
         held: The value returned for the previous step; 1 at first.
@@ -217,9 +217,9 @@ GROWTH_A_STEP = 2.0 ** (1 / 8)
 def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, ...]:
     """Return the factors with their growth limited to 2^(1/8) per step; they may fall freely.
 
-    Each is at most 2^(1/8) times its previous value, or times 1 if that is larger. A larger batch, or a jump of the
-    noise in one estimate, changes the factor at once. Its effect on the gradients shows only after some steps, and by
-    then a rate that is too large has destroyed the run.
+    Each is at most 2^(1/8) times its previous value, or times 1 if that is larger. A larger batch, or a noise estimate
+    that jumps, changes the factor at once. Its effect on the gradients shows only after some steps, and by then a rate
+    that is too large has destroyed the run.
 
     Example:
         >>> [round(factor, 3) for factor in held_back((4.0, 0.5), (1.0, 1.0))]
@@ -232,7 +232,7 @@ def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, .
 def by_name(name: str) -> ScalingRule:
     """Return the learning-rate scaling rule of that name, with its default options.
 
-    Raises ValueError: No such rule exists; the message lists the known ones.
+    Raises ValueError if no such rule exists; the message lists the known rules.
     """
     if name not in RULES:
         raise ValueError(f"learning-rate rule must be one of {', '.join(sorted(RULES))}, but got {name!r}")
@@ -259,11 +259,11 @@ def resolve(rule: ScalingRule | str | None, *, adam_like: bool) -> ScalingRule:
 
 
 def step_gain(scale: float, noise: NoiseScale | None) -> float:
-    """Return the scale-invariant progress of one step: the number of steps at the initial batch that it is worth.
+    """Return one step's scale-invariant progress: the equivalent number of steps at the initial batch.
 
-    r_t = (var + sqr) / (var / scale + sqr), on the whole model's noise. AdaScale sums these values, and ends or steps a
-    schedule at a given sum. Without an estimate, return min(1, scale), the smallest possible value.
-    Source: AdaScale SGD (ICML 2020), section 4.
+    r_t = (var + sqr) / (var / scale + sqr), for the noise of the entire model. AdaScale sums these values, and ends or
+    steps a schedule at a given sum. Without an estimate, return min(1, scale), the smallest possible value. Source:
+    AdaScale SGD (ICML 2020), section 4.
     """
     _checked(scale)
     return min(1.0, scale) if noise is None else float(noise.gain(scale))

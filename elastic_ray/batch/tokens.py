@@ -36,7 +36,7 @@ def token_count(name: str, value: Any, *, least: int = 1) -> int:
     250000000
 
     Raises:
-        TypeError: The value is neither a whole number nor such text.
+        TypeError: The value is neither an integer nor such a text.
         ValueError: The value is below ``least``.
     """
     found = value
@@ -74,9 +74,9 @@ class TokenBatch:
         return None if self.most is None and len(self.ramp) == 1 else self.samples(self.most or self._largest)
 
     def most_within(self, epoch: int | None) -> int:
-        """Return the largest global batch [samples]; ``epoch`` is the number of samples of an epoch, None if unknown.
+        """Return the largest global batch [samples]; ``epoch`` is the number of samples in an epoch, None if unknown.
 
-        Raises ValueError: samples of a known length do not fill the largest batch.
+        Raises ValueError if samples of a known length do not fill the largest batch.
         """
         largest = self.max_batch_size or self.batch_size
         if epoch is None or largest <= epoch:
@@ -114,7 +114,7 @@ def read_token_batch(
 ) -> TokenBatch | None:
     """Return the batch that a loader's user declared in tokens; None if it was declared in samples.
 
-    Raises TypeError, ValueError: An argument is invalid. The message names it and says how to fix it.
+    Raises TypeError or ValueError if an argument is invalid. The message names it and says how to fix it.
     """
     if batch_tokens is None:
         for name, value in (("max_batch_tokens", max_batch_tokens), ("tokens_per_sample", tokens_per_sample)):

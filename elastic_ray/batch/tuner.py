@@ -55,7 +55,7 @@ class BatchDoesNotFitError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDecision:
-    """Decision on a job's global batch and its division among the workers, with the reason."""
+    """Decision on a job's global batch and how it is divided between the workers, with the reason."""
 
     choice: BatchChoice  # the cut, per worker
     batch_size: int  # the global batch that it makes on the workers it was made for
@@ -78,7 +78,7 @@ class TunerSnapshot:
 
 
 def fit_snapshot(snapshot: TunerSnapshot) -> GoodputModel | None:
-    """Return the goodput model fitted to the observations; None if there are no steps or no noise scale yet."""
+    """Return the goodput model fitted to the observations; None before the first step or noise scale."""
     if not snapshot.observations or snapshot.noise is None:
         return None
     limits = snapshot.limits
@@ -102,7 +102,7 @@ class BatchTuner:
     """Tuner that collects step times of one job and chooses its batch.
 
     For each configuration (N nodes, R replicas, m samples, s accumulating micro-steps), the median of the latest
-    reports counts. A warm-up, a pause or another tenant's burst therefore has no effect, while a lasting change of
+    reports is used. A warm-up, a pause or another tenant's burst therefore has no effect, while a lasting change of
     speed has an effect after a few reports.
     """
 
@@ -186,7 +186,7 @@ class BatchTuner:
         self._batch_size = batch_size
 
     def set_prior(self, prior: Prior) -> bool:
-        """Use a model fitted by other jobs until this tuner has its own fit; True if the tuner's model changes.
+        """Use a model fitted by other jobs until this tuner has its own fit; return True if the tuner's model changes.
 
         The prior's noise is converted to this job's initial batch M0, because var = tr(Sigma) / M0.
         """
@@ -223,7 +223,7 @@ class BatchTuner:
         )
 
     def fit(self) -> GoodputModel | None:
-        """Fit the goodput model; return the model then in use, possibly from other jobs, or None if there is none."""
+        """Fit the goodput model; return the model in use, possibly from other jobs, or None if none exists."""
         self.set_model(fit_snapshot(self.snapshot()))
         return self.model
 
@@ -237,10 +237,10 @@ class BatchTuner:
         """Lower the bound on samples per worker after ``atomic_bsz`` samples did not fit; return a message.
 
         The new bound is half of ``atomic_bsz``, or the largest smaller local batch that is known to fit. If several
-        workers report one failure, the bound is lowered once. Call :meth:`decide` afterwards, because the current
-        choice may be above the bound.
+        workers report the same failure, the bound is lowered only once. Call :meth:`decide` afterwards, because the
+        current choice may be above the bound.
 
-        Raises BatchDoesNotFitError: The failing batch was the smallest allowed.
+        Raises BatchDoesNotFitError if the failing batch was the smallest allowed.
         """
         lower = 1 if self.limits.fixed else self.limits.lower
         failed = f"a worker ran out of memory with {atomic_bsz} samples"
@@ -258,9 +258,9 @@ class BatchTuner:
         return f"{failed}; the local bound is now {bound}"
 
     def limit_local(self, bound: int | None) -> bool:
-        """Lower the bound on samples per worker and micro-step to ``bound``; True if this lowered it.
+        """Lower the bound on samples per worker and micro-step to ``bound``; return True if this lowered it.
 
-        A ``bound`` of None, or one that is not below the existing bound, has no effect.
+        A ``bound`` that is None or not below the existing bound has no effect.
         """
         if bound is None or (self.upper is not None and self.upper <= bound):
             return False
@@ -305,7 +305,7 @@ class BatchTuner:
         return replicas == 1 and choice.accum_steps == 0 and self.limits.size_of(choice, 1) < 2 * least
 
     def _choose(self, nodes: int, replicas: int, keep: BatchChoice, now: int) -> tuple[BatchChoice, str]:
-        """Return the best batch within reach if it exceeds the hysteresis, else ``keep``; and the reason."""
+        """Return the best batch within reach if its gain exceeds the hysteresis, otherwise ``keep``; and the reason."""
         if self.limits.fixed:
             return keep, f"the batch is fixed at {self.limits.init_batch_size}: {_cut(keep, replicas)}"
         limits, model, stays = self.limits, self.model, f"the batch stays {self.limits.size_of(keep, replicas)}"
@@ -353,7 +353,7 @@ class BatchTuner:
         return float(goodput), int(atomic_bsz), int(accum_steps)
 
     def _missing(self, keep: BatchChoice, replicas: int) -> str:
-        """Return which measurement is missing and, if it cannot become available by itself, why."""
+        """Return which measurement is missing and, if it will not become available by itself, why."""
         if self._noise is not None:
             return "no throughput model yet"
         if self._has_no_halves(keep, replicas):
@@ -378,7 +378,7 @@ class BatchTuner:
         return noise.sqr > 0 and noise.var * self.limits.init_batch_size / noise.sqr > now / 2
 
     def _keep(self, replicas: int, current: BatchChoice | None, now: int) -> BatchChoice:
-        """Return the allowed division that is nearest to the current global batch."""
+        """Return the allowed division whose batch is nearest to the current global batch."""
         if self.limits.fixed:
             # More and smaller micro-steps: the batch that the user fixed outlives a shortage of memory.
             return split(self.limits.init_batch_size, replicas, upper=self.upper, accumulation=True)
@@ -415,7 +415,7 @@ class BatchTuner:
         return limit if limits.max_batch_size is None else min(limit, limits.max_batch_size)
 
     def _forced(self, keep: BatchChoice, replicas: int, now: int) -> str | None:
-        """Return why the batch must change without any gain; None if it need not."""
+        """Return why the batch must change even without a gain; None if it need not."""
         batch_size = self.limits.size_of(keep, replicas)
         wanted = max(now, self.limits.init_batch_size)
         if batch_size == wanted:

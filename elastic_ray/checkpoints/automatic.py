@@ -1,12 +1,12 @@
 """SHELL: automatic checkpoints of a run's elastic state on any file system that pyarrow supports.
 
 Each checkpoint is a directory ``automatic/step_<n>_<token>`` that holds one part per rank (a single part if rank 0
-wrote everything) and a manifest (see ``checkpoints/sharded``). Beside the directory lies the note
-``step_<n>_<token>.json``. The note is written last and holds the resume point and the manifest's checksum. A checkpoint
-without a note is incomplete; a checkpoint with another checksum is corrupt. The token is unique, so that writing never
-touches an existing checkpoint, even of the same step.
+wrote everything) and a manifest (see ``checkpoints/sharded``). The note ``step_<n>_<token>.json`` is next to the
+directory. It is written last and holds the resume point and the manifest's checksum. A checkpoint without a note is
+incomplete; a checkpoint with a different checksum is corrupt. The token is unique, so that writing never touches an
+existing checkpoint, even one of the same step.
 
-When a job finishes, its last checkpoint stays, and ``automatic/finished`` names it. A new job of the same name starts
+When a job finishes, its last checkpoint is kept, and ``automatic/finished`` names it. A new job of the same name starts
 from scratch instead of continuing from it.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import pyarrow.fs
 
 from elastic_ray.checkpoints.checked_files import write_checked
-from elastic_ray.checkpoints.run_directory import RunStorage, read_json
+from elastic_ray.checkpoints.run_directory import RunStorage, StoredCheckpoint, read_json
 from elastic_ray.state.resume_point import ResumePoint, UnreadableStateError
 from placement.storage.private_files import make_directory, open_whole, replace_file
 from placement.versions import check_format
@@ -73,10 +73,6 @@ def state_files(
     directory: str = "",
 ) -> tuple[StateFile, ...]:
     """Return a run's complete automatic checkpoints, newest first, without checking the contents of their files.
-
-    Args:
-        pass_over: called for each invalid checkpoint, with a sentence that says why it is not used.
-        heard: called for every checkpoint found, so that a waiting caller sees progress; the returned value is ignored.
 
     Raises OSError: storage cannot be read; checkpoints may exist all the same.
     """
@@ -150,7 +146,7 @@ def keep_last(storage: RunStorage, state: StateFile) -> None:
 
 
 def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[StateFile, ...]:
-    """Return, in order, those of ``states`` that do not belong to a finished job; raises OSError if storage fails."""
+    """Return the ``states`` that do not belong to a finished job, in order; raises OSError if storage fails."""
     path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
     if not states:
         return ()
@@ -176,10 +172,7 @@ def delete_states(storage: RunStorage) -> None:
 
 
 def delete_unfinished(storage: RunStorage) -> None:
-    """Delete directories of automatic checkpoints that were never completed, which have no note.
-
-    The caller must ensure that no checkpoint is currently being written.
-    """
+    """Delete directories of automatic checkpoints without a note; the caller ensures that none is being written."""
     directory = posixpath.join(storage.path, DIRECTORY)
     entries = storage.filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))
     names = {posixpath.basename(entry.path) for entry in entries}
@@ -192,3 +185,47 @@ def delete_unfinished(storage: RunStorage) -> None:
 
 def _note_of(path: str) -> str:
     return path + ".json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredProgress:
+    """Checkpoints of a run that were found in storage."""
+
+    checkpoints: tuple[StoredCheckpoint, ...] = ()  # reported ones, oldest first
+    # automatic ones, newest first, but for what an earlier job of the name has finished with
+    states: tuple[StateFile, ...] = ()
+    result: tuple[StateFile, ...] = ()  # that, newest first; empty where none has finished
+    # where the checkpoint stands that a trial starts from; None if it does not say, or starts from none
+    start: ResumePoint | None = None
+    passed_over: tuple[str, ...] = ()  # why what looks like a checkpoint is not used, a sentence each
+
+
+def find_stored(
+    storage: RunStorage,
+    *,
+    start_from: str | None,
+    is_trial: bool,
+    with_states: bool,
+    verify: bool = False,
+    heard: Callable[[], bool] = lambda: True,
+) -> StoredProgress:
+    """Find a run's checkpoints in storage and return them.
+
+    Args:
+        is_trial: True for a trial, whose own directory is ignored: it starts at ``start_from`` (None: from scratch).
+        with_states: also search for automatic checkpoints.
+
+    Raises OSError: storage cannot be read; checkpoints may exist all the same.
+    """
+    if is_trial:
+        return StoredProgress(start=storage.load_resume_point(start_from) if start_from is not None else None)
+    problems: list[str] = []
+    checkpoints = storage.stored_checkpoints(problems.append, heard, verify=verify)
+    found = state_files(storage, problems.append, heard) if with_states else ()
+    states = of_unfinished(storage, found)
+    return StoredProgress(
+        checkpoints=checkpoints,
+        states=states,
+        result=tuple(each for each in found if each not in states),
+        passed_over=tuple(problems),
+    )

@@ -36,7 +36,7 @@ def write_checked(
     *,
     named: bool = True,
 ) -> Checksum:
-    """Write a file by ``write(stream)`` and return the file's checksum; after an error, the caller must delete it.
+    """Write a file with ``write(stream)`` and return its checksum; after an error, the caller must delete the file.
 
     Args:
         go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.

@@ -61,9 +61,6 @@ def copy_directory(
 ) -> dict[str, Checksum]:
     """Copy everything below ``source`` on ``origin`` to ``target`` in the run's storage, and flush it to disk.
 
-    Args:
-        go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
-
     Returns the checksum of each file, keyed by its path below ``target``.
     """
 
@@ -172,11 +169,7 @@ def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[
 
 
 def check_tree(folder: str, above: tuple[str, ...] = ()) -> None:
-    """Check that a local directory contains only files, directories, and links to these.
-
-    Raises UnfitSourceError: the directory contains a pipe, a socket or a device (a reader would wait forever), a
-    dangling link, or a link to a directory above it; the message names it.
-    """
+    """Check that a local directory contains only files, directories, and links to these."""
     above = (*above, os.path.realpath(folder))
     with reading_source():
         paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder))]

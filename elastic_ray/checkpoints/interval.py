@@ -1,8 +1,8 @@
 """Interval of automatic checkpoints (pure): balances the cost of a checkpoint against the cost of a failure.
 
-With M the mean time between losses of the whole job and C the cost of one checkpoint, the interval that wastes least is
-about ``sqrt(2 C M) - C`` (Young, CACM 1974; Daly, FGCS 2006, equation 13). This holds for C < M / 2; otherwise the
-interval is M.
+With M the mean time between losses of the entire job and C the cost of one checkpoint, the interval that wastes the
+least is about ``sqrt(2 C M) - C`` (Young, CACM 1974; Daly, FGCS 2006, equation 13). This holds for C < M / 2; otherwise
+the interval is M.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ _MOST_OVERHEAD = 0.005
 
 
 def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
-    """Return the mean time between failures that cost a job all its workers [s], given a prior of one a day.
+    """Return the mean time between failures that cost a job all its workers [s], given a prior of one failure per day.
 
     Args:
         losses: number of such failures so far. The loss of some workers counts as their fraction of the job, because
             the cause (a node failure, a spot market) often affects other workers too.
-        observed_s: duration of the observation [s].
     """
     if not (losses >= 0 and observed_s >= 0):
         raise ValueError(f"losses and observed_s must be 0 or more, but got {losses} and {observed_s}")
@@ -34,10 +33,7 @@ def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
 
 
 def checkpoint_interval_s(cost_s: float, mean_time_s: float) -> float:
-    """Return the time from one automatic checkpoint to the next [s], between 10 s and an hour.
-
-    The interval is long enough that checkpoints use at most half a percent of the time (up to the limit of an hour).
-    """
+    """Return the time between automatic checkpoints [s], which take at most half a percent of the time up to 1 h."""
     if not (cost_s >= 0 and mean_time_s > 0):
         raise ValueError(f"cost_s must be 0 or more and mean_time_s above 0, but got {cost_s} and {mean_time_s}")
     best_s = math.sqrt(2.0 * cost_s * mean_time_s) - cost_s if cost_s < mean_time_s / 2.0 else mean_time_s
@@ -50,21 +46,15 @@ Kept = tuple[str, Mapping[str, Any]]
 class CheckpointRetention:
     """Retention policy for a run's checkpoints: which to keep, and which to delete when a new one is added.
 
-    Without a score, the newest ``num_to_keep`` are kept. With a score, the best ``num_to_keep`` are kept, plus the
-    latest if it is not among them, because a run must always be able to continue from its latest state. A checkpoint
-    whose score is missing or not a number ranks below all others. Among equals, the newer one is kept.
+    Without a score, the newest ``num_to_keep`` are kept. With a score, the best ``num_to_keep`` are kept, and also the
+    latest, because a run must always be able to continue from its latest state. A checkpoint whose score is missing or
+    not a number ranks below all others. If scores are equal, the newer checkpoint is kept.
     """
 
     def __init__(
         self, *, num_to_keep: int | None = None, score_attribute: str | None = None, score_order: str = "max"
     ) -> None:
-        """Check the rules and start without checkpoints.
-
-        Args:
-            num_to_keep: number of checkpoints to keep, at least 1; None keeps all.
-            score_attribute: metric that ranks checkpoints; None ranks by age.
-            score_order: "max" if a larger score is better, "min" otherwise.
-        """
+        """Check the rules and start without checkpoints."""
         if num_to_keep is not None and num_to_keep < 1:
             raise ValueError(f"num_to_keep must be None (keep all) or 1 or more, but got {num_to_keep}")
         if score_order not in ("max", "min"):
@@ -74,10 +64,7 @@ class CheckpointRetention:
         self._kept: list[Kept] = []
 
     def add(self, path: str, metrics: Mapping[str, Any]) -> tuple[str, ...]:
-        """Add the checkpoint at ``path``; return the paths of the checkpoints that are no longer kept, oldest first.
-
-        The caller deletes these checkpoints. ``metrics`` were reported with the added one and may hold its score.
-        """
+        """Add the checkpoint at ``path``; return the paths of the checkpoints that are no longer kept, oldest first."""
         self._kept = [entry for entry in self._kept if entry[0] != path]
         self._kept.append((path, metrics))
         if self._num_to_keep is None or len(self._kept) <= self._num_to_keep:
@@ -99,11 +86,11 @@ class CheckpointRetention:
 
     @property
     def latest(self) -> Kept | None:
-        """Newest checkpoint; None if there is none."""
+        """Newest checkpoint; None if no checkpoint is kept."""
         return self._kept[-1] if self._kept else None
 
     def _rank(self, index: int) -> tuple[float, int]:
-        """Return the sort key of a checkpoint: worse ones first, then older ones."""
+        """Return a checkpoint's sort key: by score, worst first, then by age, oldest first."""
         if self._score_attribute is None:
             return 0.0, index
         score = self._kept[index][1].get(self._score_attribute)

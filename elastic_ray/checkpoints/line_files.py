@@ -1,4 +1,4 @@
-"""SHELL: files to which a single writer appends lines, on any file system that pyarrow supports."""
+"""SHELL: files that a single writer appends lines to, on any file system that pyarrow supports."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ LONGEST_LINE = 8 << 20  # bytes; metrics have at most 256 KiB as JSON
 
 
 class LineFile:
-    """File to which each batch of lines is appended completely or not at all.
+    """File that receives each appended batch of lines completely or not at all.
 
     A caller whose append failed can therefore retry without duplicating lines.
 
-    On file systems that cannot append, such as object stores, the whole file is rewritten. With ``in_parts``, lines go
-    to files of about a thousand lines in a directory next to this file, so that no rewrite grows without limit.
+    On file systems that cannot append, such as object stores, the entire file is rewritten. With ``in_parts``, lines
+    are written to files of about a thousand lines in a directory next to this file, so that rewrites stay small.
 
     Args:
-        private: make the file readable by its owner only.
         in_parts: use several files where the file system cannot append, because there will be many lines.
     """
 
@@ -44,7 +43,7 @@ class LineFile:
         self._part = 0
 
     def append(self, lines: Sequence[str]) -> None:
-        """Append lines. Raises OSError: they cannot be written; the file is unchanged."""
+        """Append lines. Raises OSError if they cannot be written; the file is then unchanged."""
         if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
             self._append_locally("".join(f"{line}\n" for line in lines).encode())
             return
@@ -99,10 +98,7 @@ class LineFile:
         return [posixpath.join(self._folder, name) for name in sorted(names) if name.endswith(".jsonl")]
 
     def _read(self, path: str) -> Iterator[str]:
-        """Yield the lines of one file, including a last line cut short; nothing if there is no file.
-
-        Lines longer than ``LONGEST_LINE`` are skipped, so that a foreign file cannot fill the memory.
-        """
+        """Yield the lines of one file, also one cut short, without those longer than ``LONGEST_LINE``."""
         with contextlib.suppress(FileNotFoundError), open_whole(self._filesystem, path) as stream:
             rest, too_long = b"", False
             while piece := stream.read(PIECE):

@@ -1,4 +1,4 @@
-"""SHELL: a trial's last checkpoint in Ray's object store, for trials that continue from it while this one lives."""
+"""SHELL: a trial's last checkpoint in Ray's object store, for trials that continue from it while this trial lives."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ _FETCH_S = 30.0
 
 
 def put_checkpoint(checkpoint: Any) -> Any | None:
-    """Put a checkpoint's files into Ray's object store, where they last while this process and a reference exist.
-
-    Args:
-        checkpoint: a ``ray.train.Checkpoint``, or the path of a local directory.
+    """Put a checkpoint's files into Ray's object store; they last as long as this process and a reference exist.
 
     Returns a reference to the files; None if they are larger than 256 MiB or cannot be read.
     """

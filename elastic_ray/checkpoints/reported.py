@@ -1,6 +1,6 @@
 """SHELL: stores the checkpoints that ranks report, so that unavailable storage does not block training.
 
-The files of rank 0 are the checkpoint. Files of other ranks are added to it if it has no file of the same name.
+Rank 0's files are the checkpoint. Files from other ranks are added if the checkpoint has no file of the same name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WITHOUT_S = 10.0  # as long as a rank waits for a checkpoint that rank 0 may no
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointNote:
-    """Record stored with a checkpoint: its resume point and the metrics it was reported with."""
+    """Record stored with a checkpoint: its resume point and the metrics reported with it."""
 
     resume_point: ResumePoint
     metrics: Mapping[str, Any]
@@ -36,7 +36,7 @@ class ReportedCheckpoints:
     """Storage, in the background, of the checkpoints that ranks pass to ``report``.
 
     Args:
-        timeout_s: a checkpoint is abandoned after storage has not answered, or only failed, for this long [s].
+        timeout_s: a checkpoint is abandoned once storage has not answered, or only failed, for this long [s].
     """
 
     def __init__(self, storage: RunStorage, calls: StorageCalls, *, timeout_s: float) -> None:
@@ -45,10 +45,7 @@ class ReportedCheckpoints:
         self._fails = self._alone = False
 
     def add(self, checkpoint: Any, index: int, is_stopping: Callable[[], bool]) -> str:
-        """Add the files of a rank other than 0 to the checkpoint that rank 0 stores for report ``index``.
-
-        Returns the reason why the files are not kept; empty if they are.
-        """
+        """Add another rank's files to rank 0's checkpoint of report ``index``; return why they are not kept, or ""."""
         begun_s = time.monotonic()
         while True:
             call = self._calls.start_long(
@@ -86,9 +83,9 @@ class ReportedCheckpoints:
 
         Returns the path of the stored checkpoint and an empty text; or None and the reason why it was abandoned.
 
-        Raises WorkerDismissed: ``is_stopping()`` returned True. SourceError: the checkpoint does not exist or is
-        not readable. If instead the run's storage is missing or denies access, this waits, because an unavailable mount
-        looks the same.
+        Raises WorkerDismissed if ``is_stopping()`` returned True, and SourceError if the checkpoint does not exist or
+        is not readable. If the run's storage is missing or denies access, this method waits instead, because an
+        unavailable mount looks the same.
         """
         if self._given_up is not None and not self._given_up.answer.done():  # this one would wait for as long
             return None, f"the checkpoint of report {index} was given up: {self._calls.silent_for(self._given_up)}"

@@ -1,4 +1,4 @@
-"""SHELL: stored state of a run, from which a job of the same name can continue."""
+"""SHELL: stored state of a run, which lets a job of the same name continue."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def find_stored(
         verify: read reported checkpoints completely and compare their checksums.
         heard: called for every checkpoint, so that a waiting caller sees progress.
 
-    Raises OSError: storage cannot be read; checkpoints may exist all the same.
+    Raises OSError if storage cannot be read, in which case checkpoints may still exist.
     """
     if is_trial:
         return StoredProgress(start=storage.load_resume_point(start_from) if start_from is not None else None)

@@ -10,7 +10,7 @@ import posixpath
 import re
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs
@@ -101,9 +101,9 @@ class RunStorage:
         """
         self.filesystem, self.path = resolve(path, filesystem)
         self.private = private
-        self._events = LineFile(self.filesystem, posixpath.join(self.path, EVENTS_FILE), private=private)
+        self.events = LineFile(self.filesystem, posixpath.join(self.path, EVENTS_FILE), private=private)
         reports = posixpath.join(self.path, REPORTS_FILE)
-        self._reports = LineFile(self.filesystem, reports, private=private, in_parts=True)
+        self.reports = LineFile(self.filesystem, reports, private=private, in_parts=True)
 
     @property
     def where(self) -> str:
@@ -116,7 +116,7 @@ class RunStorage:
         return isinstance(self.filesystem, pyarrow.fs.LocalFileSystem)
 
     def create(self) -> None:
-        """Create the directory and a marker file, by which workers check that they see the same directory."""
+        """Create the directory and a marker file that lets workers check that they see the same directory."""
         try:
             make_directory(self.filesystem, self.path, private=self.private)
             if self.private and self.local:
@@ -144,35 +144,27 @@ class RunStorage:
             )
 
     def write_submission(self, text: str) -> None:
-        """Store the JSON text from which the job can be submitted again, replacing the text of an earlier run."""
+        """Store the JSON text needed to submit the job again, replacing an earlier run's text."""
         path = posixpath.join(self.path, SUBMISSION_FILE)
         replace_file(self.filesystem, path, text.encode(), private=self.private)
 
     def read_submission(self) -> bytes:
-        """Return the text stored by :meth:`write_submission`; raises FileNotFoundError if there is none."""
+        """Return the text stored by :meth:`write_submission`; raises FileNotFoundError if no text is stored."""
         with self.filesystem.open_input_stream(posixpath.join(self.path, SUBMISSION_FILE)) as stream:
             return bytes(stream.read(_LONGEST_SUBMISSION))
-
-    def append_events(self, lines: Sequence[str]) -> None:
-        """Append lines to ``events.jsonl``, all or none."""
-        self._events.append(lines)
 
     def read_events(self, most: int | None = None) -> tuple[JobEvent, ...]:
         """Return the last ``most`` events written so far, or all if ``most`` is None.
 
-        Events of kind ``pass`` (proofs of which samples a pass used) and a line cut short by a crash are left out.
+        Events of kind ``pass`` (proof of which samples a pass used) and a line cut short by a crash are left out.
         """
         events: deque[JobEvent] = deque(maxlen=most)
-        for line in self.event_lines():
+        for line in self.events.read():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 event = JobEvent.from_json(line)
                 if event.kind is not EventKind.PASS:
                     events.append(event)
         return tuple(events)
-
-    def event_lines(self) -> Iterator[str]:
-        """Return an iterator over all lines of ``events.jsonl``, even those that :meth:`read_events` leaves out."""
-        return self._events.read()
 
     def last_written_s(self) -> float:
         """Return when an event, report or automatic checkpoint was last written [s since the epoch]; 0 if never."""
@@ -180,15 +172,8 @@ class RunStorage:
         infos = self.filesystem.get_file_info([posixpath.join(self.path, name) for name in names])
         return max((info.mtime_ns or 0) for info in infos) / 1e9
 
-    def append_reports(self, lines: Sequence[str]) -> None:
-        """Append lines to ``reports.jsonl``, all or none (to ``reports/*.jsonl`` if the file system cannot append)."""
-        self._reports.append(lines)
-
     def read_reports(self, first: int, last: int) -> dict[int, Report]:
-        """Return the reports numbered ``first`` to ``last`` inclusive, keyed by number, in ascending order.
-
-        A job that restarts repeats the reports after its checkpoint; the repeated ones replace the earlier ones.
-        """
+        """Return the reports ``first`` to ``last`` by number, ascending; after a restart the repeated ones count."""
         found = {report.index: report for report in self._each_report(first, last)}
         return dict(sorted(found.items()))
 
@@ -203,7 +188,7 @@ class RunStorage:
         return tuple(sorted(found.values(), key=_index)[-most:])
 
     def _each_report(self, first: int, last: int | None) -> Iterator[Report]:
-        for line in self._reports.read():
+        for line in self.reports.read():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 report = Report.from_json(line)
                 if first <= report.index and (last is None or report.index <= last):
@@ -218,18 +203,15 @@ class RunStorage:
         metrics: Mapping[str, Any] | None = None,
         go_on: Callable[[], bool] = lambda: True,
     ) -> Checkpoint:
-        """Copy a checkpoint into the run, completely or not at all, even if the process dies meanwhile.
+        """Copy a checkpoint into the run, completely or not at all, even if the process dies during the copy.
 
         On a local file system the finished copy is renamed to its final name. Other file systems cannot rename
         directories, so ``.elastic_ray.json`` marks a complete copy: it is written last, and :meth:`stored_checkpoints`
-        requires it. That note holds the size and checksum of each file. The whole copy is flushed to disk when this
-        returns.
+        requires it. The file holds the size and checksum of each copied file. The entire copy has been flushed to disk
+        when this method returns.
 
         Args:
-            index: number of the checkpoint; an earlier checkpoint of the same number is replaced.
-            resume_point: resume point to store for :meth:`load_resume_point`.
             metrics: metrics reported with the checkpoint; values that JSON cannot hold are stored as their ``repr``.
-            go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
         Returns the checkpoint in the run's directory.
         """
@@ -266,9 +248,6 @@ class RunStorage:
         self, source: str | os.PathLike[str] | Checkpoint, index: int, *, go_on: Callable[[], bool] = lambda: True
     ) -> list[str] | None:
         """Add this rank's files to checkpoint number ``index``, which rank 0 reported, without changing rank 0's files.
-
-        Args:
-            go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
         Returns the names of the added files; None if rank 0 has not stored the checkpoint yet.
         """
@@ -315,14 +294,12 @@ class RunStorage:
         *,
         verify: bool = False,
     ) -> tuple[StoredCheckpoint, ...]:
-        """Return the run's complete checkpoints, oldest first, including those of an earlier run of the same name.
+        """Return the run's complete checkpoints, oldest first, including any from an earlier run of the same name.
 
         Args:
-            pass_over: called for each invalid checkpoint, with a sentence that says why it is not used.
-            heard: called for every checkpoint found, so that a waiting caller sees progress.
             verify: compare checksums in addition to sizes, which reads all files.
 
-        Raises OSError: storage cannot be read; checkpoints may exist all the same.
+        Raises OSError if storage cannot be read, in which case checkpoints may still exist.
         """
         selector = pyarrow.fs.FileSelector(self.path, allow_not_found=True)
         found = []
@@ -363,7 +340,7 @@ class RunStorage:
                     raise BadNoteError(f"its {name} does not have the checksum of what was written")
 
     def _noted(self, path: str, note: Mapping[str, Any], names: Iterable[str]) -> dict[str, list[tuple[int, str]]]:
-        """Return sizes and checksums of each file by all notes of a checkpoint; two ranks may have added one file."""
+        """Return each file's sizes and checksums from all notes of a checkpoint; two ranks may have added one file."""
         noted = {name: [each] for name, each in _files(note).items()}
         for name in names:
             if name.startswith(_ADDED) and name.endswith(".json"):
@@ -437,7 +414,7 @@ def _told(files: Mapping[str, Checksum]) -> dict[str, dict[str, Any]]:
 
 
 def _files(note: Any) -> dict[str, tuple[int, str]]:
-    """Return size and checksum of each file listed in a note; raises BadNoteError if the list is invalid."""
+    """Return the size and checksum of each file listed in a note; raises BadNoteError if the list is invalid."""
     try:  # notes of formats before have none
         return {name: (int(each["size"]), str(each["sha256"])) for name, each in note.get(_FILES, {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -445,7 +422,7 @@ def _files(note: Any) -> dict[str, tuple[int, str]]:
 
 
 def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:
-    """Return the content of a checkpoint's note; None if there is none."""
+    """Return the content of a checkpoint's note; None if the note does not exist."""
     name = posixpath.join(path, PROGRESS_FILE)
     try:
         note = read_json(filesystem, name)

@@ -1,4 +1,4 @@
-"""SHELL: log directory of a train function, copied to the run's storage if that is not local.
+"""SHELL: a train function's log directory, copied to the run's storage if that is not local.
 
 Each process that logs writes its own files, as TensorBoard's writers do. Nothing is ever read back.
 """
@@ -37,7 +37,7 @@ class TrackerFiles:
         self._told = False
 
     def folder(self) -> str:
-        """Return the log directory on this node, creating it if necessary. Raises OSError: it cannot be created."""
+        """Return the log directory on this node, creating it if necessary. Raises OSError if it cannot be created."""
         with self._lock:
             if not self._local and self._storage.local:
                 make_directory(self._storage.filesystem, self._target, private=self._storage.private)

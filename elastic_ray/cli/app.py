@@ -1,4 +1,4 @@
-"""The command ``elastic-ray``: its subcommands, and the handling of errors that they share."""
+"""The command ``elastic-ray``: its subcommands, and their shared error handling."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Commands(click.Group):
     """Group of commands, each imported only when called, so that ``--help`` and completion do not wait for Ray."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the command names, in the order in which a user needs them."""
+        """Return the command names, in the order a user needs them."""
         return list(_HOMES)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
@@ -71,10 +71,10 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version=RELEASE)
 def cli() -> None:
-    """Elastic PyTorch jobs on Ray: submit jobs, watch them, change their size, and see why they have it.
+    """Elastic PyTorch jobs on Ray: submit jobs, watch them, change their size, and see the reasons for it.
 
-    Connects to the same cluster as `ray`: RAY_ADDRESS, else the one on this machine. Exit codes: 0 success; 1 the job
-    failed, does not exist or cannot be reached; 2 wrong usage.
+    Connects to the same cluster as `ray`: the one at RAY_ADDRESS, otherwise the one on this machine. Exit codes: 0
+    success; 1 the job failed, does not exist or cannot be reached; 2 wrong usage.
     """
 
 

@@ -1,4 +1,4 @@
-"""``elastic-ray branch JOB``: measures the batch size up to which a running job's samples keep their value."""
+"""``elastic-ray branch JOB``: measures how large a running job's batch can be without wasting samples."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _POLL_S = 0.5
 def branch(job: str, factors: str, steps: int, metric: str, tolerance: float, as_json: bool) -> None:
     """Train branches of a running JOB at larger batches, and compare their losses after the same number of samples.
 
-    A branch is a job of the lowest weight that starts from JOB's newest automatic checkpoint. JOB keeps training. Once
-    the branches have been compared, JOB's batch does not exceed the largest batch found to be as good. If this command
-    is interrupted, the comparison continues.
+    A branch is a job with the lowest weight that starts from JOB's newest automatic checkpoint. JOB keeps training.
+    Once the branches have been compared, JOB's batch does not exceed the largest batch found to be as good. If this
+    command is interrupted, the comparison continues.
     """
     from elastic_ray.cli import cluster
 

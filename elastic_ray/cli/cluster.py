@@ -1,4 +1,4 @@
-"""SHELL: access of the commands to the cluster: its jobs' controllers, its allocator and its nodes.
+"""SHELL: how commands access the cluster: its jobs' controllers, its allocator and its nodes.
 
 Controllers are called directly instead of through a ``JobHandle``, because viewing a job must neither renew its
 driver's lease nor collect its result.
@@ -47,9 +47,10 @@ class RefusedError(click.ClickException):
 
 
 def connect() -> None:
-    """Connect to a running cluster as ``ray`` does: at RAY_ADDRESS, else on this machine.
+    """Connect to a running cluster as ``ray`` does: at RAY_ADDRESS, otherwise on this machine.
 
-    Raises ClickException: no cluster runs, or it cannot be joined. RefusedError: the token is missing or wrong.
+    Raises ClickException if no cluster is running or it cannot be joined, and RefusedError if the token is missing or
+    wrong.
     """
     if ray.is_initialized():
         return
@@ -79,17 +80,17 @@ def connect() -> None:
 
 
 def joined_address() -> str:
-    """Return HOST:PORT of the control store (GCS) of the cluster that ``connect`` has joined."""
+    """Return HOST:PORT of the control store (GCS) in the cluster that ``connect`` has joined."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 def session() -> str:
-    """Return the session name of the connected cluster's head, which is different for each head."""
+    """Return the session name of the connected cluster's head; it is different for each head."""
     return str(ray.get_runtime_context().get_session_name())
 
 
 def known_jobs() -> tuple[JobAnswers, ...]:
-    """Return the status and specification of each running job or trial, as answered by its controller."""
+    """Return the status and specification of each running job or trial, as reported by its controller."""
     found = actors_named(_PREFIX)
     calls = {name: (controller.status.remote(), controller.spec.remote()) for name, controller in found}
     refs = [ref for pair in calls.values() for ref in pair]
@@ -105,7 +106,7 @@ def known_jobs() -> tuple[JobAnswers, ...]:
 
 
 def _ready(ref: Any) -> Any | None:
-    """Return a result that has arrived; None if it has not, or its actor restarts, or its class is not installed."""
+    """Return a result if it has arrived; None if not, or if its actor is restarting or its class is not installed."""
     try:
         return ray.get(ref, timeout=0)
     except ActorUnavailableError:
@@ -145,7 +146,7 @@ class JobClient:
         return status
 
     def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """Return the job's events in order, except the first ``since`` of them."""
+        """Return the job's events in order, skipping the first ``since``."""
         return tuple(self.ask("events", since))
 
     def workers(self) -> tuple[WorkerInfo, ...]:
@@ -153,10 +154,7 @@ class JobClient:
         return tuple(self.ask("workers"))
 
     def wait_for(self, reached: Callable[[JobStatus], bool], timeout_s: float) -> JobStatus | None:
-        """Wait until ``reached`` returns True for the job's status, and return that status.
-
-        Returns None after ``timeout_s`` [s], or the last known status if the job ends first.
-        """
+        """Wait until ``reached`` holds for the job's status; return it, the last one if the job ends, None if late."""
         deadline, last = time.monotonic() + timeout_s, self.answers.status
         with contextlib.suppress(JobGoneError):
             while not reached(last := self.status()):
@@ -183,7 +181,7 @@ def find_jobs(name: str) -> tuple[JobClient, ...]:
 
 
 def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
-    """Return the actor of the sweep called ``name``, or else of every sweep that has trials among ``jobs``.
+    """Return the actor of the sweep called ``name``, or else of each sweep with trials in ``jobs``.
 
     Args:
         name: Name of a sweep or a submission. If it is the name of a job, the result is empty.
@@ -199,7 +197,7 @@ def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
 def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
     """Stop a sweep's running trials and start no further ones; return the number of trials that were stopped.
 
-    ``now`` stops in the middle of a step. ``reason`` is shown for each trial.
+    With ``now``, they stop in the middle of a step. ``reason`` is shown for each trial.
 
     Raises:
         ClickException: The sweep's actor does not answer.
@@ -213,7 +211,7 @@ def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
 
 
 def find_job(name: str) -> JobClient:
-    """Return the one job with this name, or the only job of the submission with this name."""
+    """Return the job with this name, or the only job of the submission with this name."""
     jobs = find_jobs(name)
     if len(jobs) == 1:
         return jobs[0]
@@ -224,10 +222,7 @@ def find_job(name: str) -> JobClient:
 
 
 def ended_jobs() -> tuple[EndedJobNote, ...]:
-    """Return the jobs that ended within the last hour: failed ones first, then the newest.
-
-    Jobs whose notes cannot be read are left out.
-    """
+    """Return the jobs that ended within the last hour and whose notes are readable: failed ones, then the newest."""
     found: list[EndedJobNote] = []
     for text in notes.ended(time.time()):
         with contextlib.suppress(ValueError):
@@ -236,7 +231,7 @@ def ended_jobs() -> tuple[EndedJobNote, ...]:
 
 
 def ended_job(name: str) -> EndedJobNote | None:
-    """Return the note about the last job to end with this name or submission; None if there is none."""
+    """Return the note about the most recently ended job with this name or submission; None if no job has ended."""
     same = [each for each in ended_jobs() if name in (each.status.job, each.submission)]
     return max(same, key=lambda each: each.ended_s, default=None)
 
@@ -256,9 +251,9 @@ def snapshot() -> CoreSnapshot | None:
 
 
 def views() -> tuple[JobView, ...]:
-    """Return the allocator's view of every job that could run, with its planned nodes and its model's measurements.
+    """Return the allocator's view of each job that could run, with its planned nodes and its model's measurements.
 
-    Empty if there is no allocator.
+    Empty if no allocator is running.
     """
     answer: tuple[JobView, ...] | None = _ask_allocator("views")
     return answer or ()
@@ -283,7 +278,7 @@ def page_address() -> str:
 
 
 def set_policy(policy: str) -> None:
-    """Set the policy by which the allocator divides the cluster among all jobs."""
+    """Set the policy that the allocator uses to divide the cluster between all jobs."""
     try:
         make_policy(policy)
     except (ValueError, TypeError) as error:
@@ -303,20 +298,14 @@ def operator_settings(file: str) -> OperatorSettings:
         raise click.UsageError(str(error)) from None
 
 
-def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-    """Return the operator's settings in force or, with ``wanted``, those in force after applying ``wanted``."""
+def settings_in_force(wanted: OperatorSettings | None = None, *, apply: bool = False) -> Mapping[str, Any]:
+    """Return the operator's settings in force or, with ``wanted``, those after applying it, which ``apply`` does."""
     connect()
-    return _ask_or_start("settings", *([] if wanted is None else [wanted]))
-
-
-def apply_settings(wanted: OperatorSettings) -> Mapping[str, Any]:
-    """Apply the operator's settings and return all settings in force."""
-    connect()
-    return _ask_or_start("apply", wanted)
+    return _ask_or_start("apply" if apply else "settings", *([] if wanted is None else [wanted]))
 
 
 def _ask_or_start(method: str, *arguments: Any) -> Mapping[str, Any]:
-    """Call the allocator, which is started if there is none, and return its answer."""
+    """Call the allocator, starting it if necessary, and return its answer."""
     deadline_s = time.monotonic() + _START_S
     try:
         while True:
@@ -335,7 +324,7 @@ def _ask_or_start(method: str, *arguments: Any) -> Mapping[str, Any]:
 
 
 def _ask_allocator(method: str, *arguments: Any) -> Any | None:
-    """Return the allocator's answer; None if there is no allocator, or it does not know the job."""
+    """Return the allocator's answer; None if no allocator is running, or it does not know the job."""
     try:
         allocator = find_actor(ALLOCATOR)
         if allocator is None:
@@ -381,7 +370,7 @@ def ray_nodes() -> list[dict[str, Any]]:
 
 
 def on_every_node(look: Callable[[], Any], node_ids: Sequence[str]) -> Mapping[str, Any]:
-    """Call ``look`` on each of the nodes; return the results, or a text in place of a failed one, keyed by node id."""
+    """Call ``look`` on each node; return the results, keyed by node id, with a text in place of each failed result."""
     task: Any = ray.remote(look)
     calls = {
         node_id: task.options(

@@ -18,7 +18,7 @@ COLUMNS = ("CHECK", "STATE", "WHERE", "FINDING")
 @click.option("--every-node", is_flag=True, help="Look at each node of the cluster, too.")
 @json_option
 def doctor(storage: str | None, every_node: bool, as_json: bool) -> None:
-    """Check this installation, and the cluster if one runs: versions, GPUs, NCCL, ports, storage.
+    """Check this installation, and the cluster if one is running: versions, GPUs, NCCL, ports, storage.
 
     Exit code 1 if anything would prevent jobs from running.
     """

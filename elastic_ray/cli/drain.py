@@ -28,8 +28,8 @@ def drain(names: tuple[str, ...], label: tuple[str, str] | None, deadline_s: flo
     """Move all elastic jobs off these nodes between two steps; Ray starts nothing new on them.
 
     NODE is an id, an id prefix or an address, as `elastic-ray nodes` shows them. Returns once no elastic job has
-    workers on these nodes; exit code 1 if some still have at the deadline. A drain cannot be undone: to use the
-    node again, stop Ray on it and start it again.
+    workers on these nodes; exit code 1 if some still have workers there at the deadline. A drain cannot be undone: to
+    use the node again, stop Ray on it and start it again.
     """
     from elastic_ray.cli import cluster
     from placement.ray_cluster.notice_watcher import ask_to_drain

@@ -38,8 +38,8 @@ _POLL_S = 0.5
 def jobs(everything: bool, metric: str, as_json: bool) -> None:
     """List the cluster's elastic jobs, including trials of sweeps, and submitted scripts without a job.
 
-    Jobs that ended within the last hour come last: failed jobs, with the cause, before the others. Each sweep has one
-    line; `elastic-ray status SWEEP` lists its trials.
+    Jobs that ended within the last hour are listed last, starting with failed jobs and the cause of each failure. Each
+    sweep has one line; `elastic-ray status SWEEP` lists its trials.
     """
     rows = read_rows(ended=everything)
     if as_json:
@@ -63,7 +63,7 @@ def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:
 
 
 def show_events(job: str, events: Sequence[JobEvent]) -> None:
-    """Print events, each with its local time of day."""
+    """Print events, each with its local time."""
     for event in events:
         when = time.strftime("%H:%M:%S", time.localtime(event.time_s))
         say(f"{when} {event_line(job, event)}")
@@ -101,7 +101,7 @@ def logs(job: str, follow: bool, only_events: bool, rank: int | None) -> None:
 @job_argument
 @click.option("--rank", type=click.IntRange(min=0), help="Of this worker only.")
 def stack(job: str, rank: int | None) -> None:
-    """Print the stacks of a job's processes, read by py-spy on their nodes, to see where a worker hangs."""
+    """Print the stacks of a job's processes, read by py-spy on their nodes, to show where a worker hangs."""
     _show_process(job, rank, "stack")
 
 
@@ -125,7 +125,7 @@ def _show_process(job: str, rank: int | None, what: str) -> None:
 
 
 def _script_of(job: str) -> Submission | None:
-    """Return the submission with this id or name, else the one that started the job with this name; None if none."""
+    """Return the submission with this id or name, or the one that started the job with this name; may be None."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 
@@ -162,10 +162,11 @@ def _stream_events(found: JobClient, *, follow: bool) -> None:
 @job_argument
 @click.option("--now", is_flag=True, help="In the middle of a step, unsaved; else after the step in progress.")
 def stop(job: str, now: bool) -> None:
-    """Stop a job, a sweep, or all jobs and sweeps of a submission; a script without a job is itself ended.
+    """Stop a job, a sweep, or all jobs and sweeps of a submission; a script without a job is itself stopped.
 
-    After a job is stopped, its script continues after fit() with the result so far; its checkpoints stay. The same
-    holds for a sweep, which starts no further trials. The name of one trial stops only that trial; its sweep continues.
+    After a job is stopped, its script continues after fit() with the result so far; its checkpoints are kept. The same
+    applies to a sweep, which starts no further trials. Given the name of a trial, only that trial stops; its sweep
+    continues.
     """
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
@@ -200,7 +201,7 @@ def stop(job: str, now: bool) -> None:
 def pause(job: str) -> None:
     """Save a job after the current step and give its slots to other jobs, until `elastic-ray resume`.
 
-    The job keeps its controller and its place in the order of arrival; its script keeps waiting in fit().
+    The job keeps its controller and its place in the queue; its script keeps waiting in fit().
     """
     from elastic_ray.cli import cluster
 
@@ -259,7 +260,7 @@ def resume(job: str | None, storage: str | None) -> None:
 @job_argument
 @click.argument("workers", callback=read_size, metavar="N|auto")
 def resize(job: str, workers: int | None) -> None:
-    """Hold a job at N workers, or return control of its size to the allocator with `auto`."""
+    """Hold a job at N workers, or hand control of its size back to the allocator with `auto`."""
     from elastic_ray.cli import cluster
 
     cluster.connect()

@@ -25,18 +25,7 @@ SHORT_ID = 8
 """Characters of a node's id that are shown."""
 
 JOB_COLUMNS = (
-    "JOB",
-    "PHASE",
-    "WORKERS",
-    "OF",
-    "BATCH",
-    "SAMPLES/S",
-    "EPOCH",
-    "STEP",
-    "DONE",
-    "ETA",
-    "METRIC",
-    "AGE",
+    *("JOB", "PHASE", "WORKERS", "OF", "BATCH", "SAMPLES/S", "EPOCH", "STEP", "DONE", "ETA", "METRIC", "AGE"),
     "WHY",
 )
 NODE_COLUMNS = ("NODE", "ADDRESS", "STATE", "TYPE", "MARKET", "GPU", "CPU", "FAILED", "JOBS")
@@ -50,7 +39,7 @@ def comes_from(own: str, submission: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswers:
-    """Status and specification of one job, as answered by its controller; None for an answer that came too late."""
+    """Status and specification of one job, as reported by its controller; None for an answer that arrived too late."""
 
     actor: str  # the controller's name, ``job:`` included
     status: JobStatus | None = None  # None if it did not answer in time
@@ -92,17 +81,13 @@ class Submission:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow(JobStatus):
-    """Row of one job, or of a script without a job; its fields are those of ``--json``.
+    """Row for one job, or for a script without a job; its fields are the same as in ``--json``.
 
     Attributes:
         phase: A value of ``JobPhase``; ``silent`` if the controller does not answer. For a script, ``submitted``,
             ``script`` (running), or how it ended. For a row that summarises a sweep, ``sweep``.
-        min_workers, max_workers, tenant, priority, submitted_s: As in ``JobView``.
         held_at: Size set by ``elastic-ray resize``; None leaves the size to the allocator.
-        reason: Reason for the allocator's last decision about the job.
         nodes: Workers planned by the allocator, keyed by node id.
-        user: Owner of the job; empty for a script.
-        ended_s: Time at which the job ended [s since the epoch]; None if it has not ended.
         submission: Id of the Ray submission that started the job; empty if it was started otherwise.
     """
 
@@ -127,7 +112,7 @@ class JobRow(JobStatus):
 
 
 def ended_row(ended: EndedJobNote) -> JobRow:
-    """Return the table row of a job that has ended."""
+    """Return the table row for a job that has ended."""
     row = with_status(JobRow(job=ended.status.job, phase=ended.status.phase.value), ended.status)
     return dataclasses.replace(
         row,
@@ -153,10 +138,7 @@ def job_rows(
     submissions: Sequence[Submission] = (),
     ended: Sequence[EndedJobNote] = (),
 ) -> tuple[JobRow, ...]:
-    """Return a row for each job known to a controller or the allocator and each script without a job, oldest first.
-
-    Ended jobs are appended in the given order, except those whose name belongs to a job that is still listed.
-    """
+    """Return a row for each job known to a controller or the allocator and each script without a job, oldest first."""
     states = dict(snapshot.jobs) if snapshot is not None else {}
     rows = [_job_row(each, states.pop(each.job, None)) for each in answers]
     # A controller that does not answer has been heard of a moment ago, or is a trial's, whose name is not the job's.
@@ -226,7 +208,7 @@ def with_metric(columns: Sequence[str], metric: str) -> tuple[str, ...]:
 
 
 def no_metric(rows: Sequence[JobRow], metric: str) -> str:
-    """Return a message if some rows have metrics, but in none is ``metric`` a number; otherwise an empty text."""
+    """Return a message if some rows have metrics but none has a number for ``metric``; otherwise an empty text."""
     told = [row for row in rows if row.metrics]
     if not metric or not told or any(number_in(row.metrics, metric) is not None for row in told):
         return ""
@@ -272,7 +254,7 @@ def _age(row: JobRow, now_s: float) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """Row of one living node; its fields are those of ``--json``."""
+    """Row for one living node; its fields are the same as in ``--json``."""
 
     node_id: str  # Ray's hex id
     address: str  # its IP address
@@ -288,7 +270,7 @@ class NodeRow:
 
 
 def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None) -> tuple[NodeRow, ...]:
-    """Return the rows of Ray's living nodes, with the allocator's view of them, sorted by address."""
+    """Return rows for Ray's living nodes, with the allocator's view of each, sorted by address."""
     cluster = snapshot.cluster.by_id() if snapshot is not None else {}
     failed = {each.node: each for each in snapshot.node_failures} if snapshot is not None else {}
     placed = {job: by_node(each.target) for job, each in snapshot.jobs.items()} if snapshot is not None else {}
@@ -348,7 +330,7 @@ def _devices(amounts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:
-    """Return the texts of the table row of an allocator's decision, in the order of ``DECISION_COLUMNS``."""
+    """Return the texts of the table row for an allocator decision, in the order of ``DECISION_COLUMNS``."""
     change = f"{record.from_workers} -> {record.to_workers}" if record.job else ""
     when = f"{ago(now_s - record.time_s)} ago"
     why = str(record.reason) if record.job else " ".join(record.reason.explained.split())
@@ -386,7 +368,7 @@ def _left(row: JobRow) -> str:
 
 
 def until_end(row: JobRow) -> str:
-    """Return the time to the job's end as text such as ``3m05s (2m10s to 4m00s)``; empty if it is unknown."""
+    """Return the time until the job ends as text such as ``3m05s (2m10s to 4m00s)``; empty if it is unknown."""
     if row.eta_s is None or not math.isfinite(row.eta_s):
         return ""
     low_s, high_s = row.eta_low_s, row.eta_high_s

@@ -275,7 +275,7 @@ def check_session() -> Check:
 
 
 def default_storage() -> str:
-    """Return the storage path of runs whose RunConfig does not set one."""
+    """Return the storage path for runs whose RunConfig does not set one."""
     return os.environ.get("RAY_AIR_LOCAL_CACHE_DIR") or "~/ray_results"
 
 

@@ -14,7 +14,7 @@ import click
 
 from elastic_ray.driver.overrides import parse_workers
 from placement.reasons import Reason
-from placement.text import printable, printable_json, printable_lines
+from placement.text import plain_table, printable, printable_json, printable_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,20 +36,8 @@ def say(text: str, *, err: bool = False) -> None:
     click.echo(printable_lines(text), err=err)
 
 
-def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text, with columns padded to their longest cell and two spaces apart.
-
-    No line is cut, so that other programs can read the table.
-    """
-    lines = [tuple(columns), *(tuple(printable(cell) for cell in row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
-
-
 def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table fitted to the terminal's width, in which each cell with a state has the state's colour."""
+    """Return a table fitted to the terminal's width, with each cell that has a state shown in that state's colour."""
     from rich.table import Table
     from rich.text import Text
 
@@ -85,7 +73,7 @@ def to_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value, at any depth, as plain JSON; a value that JSON cannot represent is converted to text."""
+    """Convert a nested value to plain JSON; values that JSON cannot represent become text."""
     if isinstance(value, Reason):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

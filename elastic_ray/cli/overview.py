@@ -53,7 +53,7 @@ def nodes(forgive: str | None, as_json: bool) -> None:
 @click.command(short_help="Choose the cluster's policy.")
 @click.argument("policy")
 def allocator_set(policy: str) -> None:
-    """Let POLICY divide the cluster among all jobs from now on; fails while jobs run under another policy.
+    """Let POLICY divide the cluster between all jobs from now on; fails while jobs run under a different policy.
 
     POLICY is a registered name, such as goodput or fair_share, or a custom policy as module:name or file.py:name.
     """
@@ -68,19 +68,19 @@ def allocator_set(policy: str) -> None:
 def allocator_apply(file: str) -> None:
     """Apply the settings in FILE to the cluster: tenants, priorities, autoscaling, web page. Jobs may be running.
 
-    They take precedence over AllocatorConfig and stay in force until another file is applied. Settings that FILE does
+    They take precedence over AllocatorConfig and stay in effect until another file is applied. Settings that FILE does
     not contain keep their values from AllocatorConfig.
     """
     from elastic_ray.cli import cluster
 
     wanted = cluster.operator_settings(file)
-    changes = _difference(cluster.settings_in_force(), cluster.apply_settings(wanted))
+    changes = _difference(cluster.settings_in_force(), cluster.settings_in_force(wanted, apply=True))
     say("\n".join(changes) if changes else "nothing changes")
 
 
 @click.command(short_help="Show the settings in force, as a file.")
 def allocator_show() -> None:
-    """Print the settings in force; the output is a valid file for `elastic-ray allocator apply`."""
+    """Print the settings in effect; the output is a valid file for `elastic-ray allocator apply`."""
     from elastic_ray.cli import cluster
 
     say(_as_yaml(cluster.settings_in_force()).rstrip())
@@ -102,7 +102,7 @@ def _as_yaml(settings: Mapping[str, Any]) -> str:
 
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the differing lines of two settings, with ``-`` and ``+``, and some lines of context."""
+    """Return the lines that differ between two settings, with ``-`` and ``+``, and some lines of context."""
     lines = difflib.unified_diff(_as_yaml(before).splitlines(), _as_yaml(after).splitlines(), lineterm="")
     return list(lines)[2:]
 

@@ -25,7 +25,7 @@ _ENDED_TRIAL = ("TERMINATED", "ERROR")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """Jobs to submit again, and the reasons why others are not, keyed by job name."""
+    """Jobs to submit again, and the reasons for not submitting others, keyed by job name."""
 
     jobs: list[SubmittedJob] = dataclasses.field(default_factory=list)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -100,7 +100,7 @@ def _path(entry: Any) -> str:
 def _judge(
     job: SubmittedJob, run: RunStorage, known: Mapping[str, JobAnswers], answers: dict[str, bool], found: _Found
 ) -> None:
-    """Add one job to ``found`` if it must be submitted again, or if it must be but cannot."""
+    """Add one job to ``found`` if it must be submitted again, even if it cannot be."""
     why = job.why_not(run.read_events())
     if why is None:
         return
@@ -121,7 +121,7 @@ def _judge(
 
 
 def _judge_lost(job: SubmittedJob, why: str, run: RunStorage, answers: dict[str, bool], found: _Found) -> None:
-    """Add a job or sweep that does not run here to ``found`` if it was lost; a non-empty ``why`` prevents resuming."""
+    """Add a lost job or sweep to ``found`` unless it is running here; a non-empty ``why`` prevents resuming."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
     from placement.storage.private_files import check_own

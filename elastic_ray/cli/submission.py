@@ -19,6 +19,7 @@ from elastic_ray.access import HOW_TO_SEND
 from elastic_ray.cli.cluster import RefusedError, connect
 from elastic_ray.cli.listings import Submission
 from elastic_ray.cli.output import say
+from placement.text import one_line
 
 _NAME = "elastic_ray"
 """Metadata of the submissions that are ours: the name."""
@@ -30,10 +31,7 @@ _TAKEN = "already exists"
 
 
 def client() -> Any:
-    """Return a client of the cluster's dashboard, to which jobs are submitted.
-
-    The cluster is that at RAY_API_SERVER_ADDRESS, else RAY_ADDRESS, else the one on this machine.
-    """
+    """Return a client of the dashboard at RAY_API_SERVER_ADDRESS, else RAY_ADDRESS, else on this machine."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
         connect()  # says it better if there is no cluster at all
@@ -61,7 +59,7 @@ def free_id(name: str, refused: Sequence[str] = ()) -> str:
 
 
 def next_id(name: str, taken: Sequence[str]) -> str:
-    """Return ``name`` if it is unused, else ``name`` with a number above all in ``taken``; gaps are not filled.
+    """Return ``name`` if it is unused, else ``name`` with a number higher than any in ``taken``; gaps are not filled.
 
     >>> next_id("bert", ["bert", "bert.4", "bert.x", "albert.9"])
     'bert.5'
@@ -111,7 +109,7 @@ def _listed() -> Sequence[Any]:
 
 
 def find(name: str) -> Submission | None:
-    """Return the latest submission with this name or id; None if there is none, or no dashboard answers."""
+    """Return the latest submission with this name or id; None if none exists, or no dashboard answers."""
     same = [each for each in submissions() if name in (each.submission, each.name)]
     return max(same, key=lambda each: each.started_s or 0.0, default=None)
 
@@ -134,7 +132,7 @@ def output(submission: str) -> str:
 
 
 def follow(submission: str, show: Callable[[str], None]) -> None:
-    """Pass a script's output to ``show`` as it is printed, from the script's start to its end."""
+    """Pass a script's output to ``show`` as it is printed, from start to end."""
     there = client()
     while str(there.get_job_status(submission).value) == "PENDING":
         time.sleep(_POLL_S)
@@ -150,7 +148,7 @@ def follow(submission: str, show: Callable[[str], None]) -> None:
 
 
 def stream_script(submission: str) -> None:
-    """Print a script's output until it ends. Raises Exit: with code 1 if the script fails."""
+    """Print a script's output until it ends. Raises Exit with code 1 if the script fails."""
     follow(submission, lambda chunk: click.echo(chunk, nl=False))
     ended = wait(submission)
     if ended.status != "SUCCEEDED":
@@ -181,7 +179,4 @@ def _read(details: Any) -> Submission:
 
 def _line(error: BaseException) -> str:
     """Return Ray's reason in one line, without the server's traceback."""
-    if isinstance(error, requests.RequestException):
-        return type(error).__name__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+    return type(error).__name__ if isinstance(error, requests.RequestException) else one_line(error)

@@ -100,10 +100,7 @@ def _check_scheduling(path: Path, given: Mapping[str, Any]) -> None:
 
 
 def _field(mapping: Any, field: str) -> Any:
-    """Return the YAML node of a field of the outermost mapping.
-
-    The node has the text as written, whatever type YAML infers from it.
-    """
+    """Return the YAML node of a field of the outermost mapping, which has the text as written."""
     return next(value for key, value in mapping.value if key.value == field)
 
 
@@ -207,7 +204,7 @@ def _job(script: Path, arguments: tuple[str, ...], **options: Any) -> JobFile:
 
 
 def _send_with_free_id(job: JobFile, again: tuple[str, ...]) -> tuple[str, str]:
-    """Submit a job under the next unused id of its name; return the id and the shell command."""
+    """Submit a job under the next unused id for its name; return the id and the shell command."""
     from elastic_ray.cli import submission as ray_jobs
 
     refused: list[str] = []
@@ -235,7 +232,7 @@ def send(
         replay: Number of the step after which a replay ends; 0 if this is not a replay.
         resume: True if the script's sweeps should continue from their directories.
 
-    Raises TakenError: the submission id already exists. ClickException: Ray refuses the submission.
+    Raises TakenError if the submission id already exists, and ClickException if Ray refuses the submission.
     """
     from elastic_ray.cli import submission as ray_jobs
 
@@ -286,16 +283,13 @@ def send_again(
 
 
 def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: str = "python") -> str:
-    """Return the shell command with which Ray starts the script, preceded by environment variables for ``told``.
-
-    The variables affect the script's own process only, not processes that it starts through Ray.
-    """
+    """Return the shell command that starts the script, with ``told`` as environment variables of its own process."""
     words = [f"{variable}={shlex.quote(value)}" for variable, value in told.environment().items()]
     return " ".join([*words, shlex.join([python, script.as_posix(), *arguments])])
 
 
 def check_name(name: str) -> str:
-    """Return the name if it is valid for a job, else raise a usage error."""
+    """Return the name if it is valid for a job, otherwise raise a usage error."""
     from elastic_ray.driver.ray_train_config import job_name  # imports Ray
 
     try:

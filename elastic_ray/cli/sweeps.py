@@ -1,4 +1,4 @@
-"""Listings of a sweep, built from the rows of its trials (pure)."""
+"""Listings of a sweep, built from its trials' rows (pure)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,7 @@ class SweepStatus:
 
 
 def sweeps_of(rows: Iterable[JobRow]) -> dict[str, list[JobRow]]:
-    """Return the trials among the rows, keyed by the name of their sweep; other jobs are left out.
-
-    If several sweeps have the same name, only the trials of the latest one are returned.
-    """
+    """Return the trials keyed by the name of their sweep, of the latest of one name; other jobs are left out."""
     found: dict[str, dict[str, list[JobRow]]] = {}
     for row in rows:
         if row.trial is not None:
@@ -52,7 +49,7 @@ def sweeps_of(rows: Iterable[JobRow]) -> dict[str, list[JobRow]]:
 
 
 def sweep_status(sweep: str, trials: Sequence[JobRow]) -> SweepStatus:
-    """Return the status of a sweep, computed from the rows of its trials; there must be at least one."""
+    """Return the status of a sweep, computed from the rows of its trials (at least one)."""
     ranked = best_first(trials)
     best = ranked[0] if ranked[0].score is not None else None
     live = [row for row in trials if not _has_ended(row)]
@@ -78,14 +75,14 @@ def _has_ended(row: JobRow) -> bool:
 
 
 def _is_done(row: JobRow) -> bool:
-    """True if a trial was trained to its end, even if the sweep then stopped it."""
+    """True if a trial was trained to completion, even if the sweep then stopped it."""
     rungs = row.trial.rungs if row.trial is not None else ()
     whole = row.phase == JobPhase.STOPPED and bool(rungs) and row.reports >= rungs[-1]
     return row.phase == JobPhase.FINISHED or whole
 
 
 def best_first(trials: Sequence[JobRow]) -> list[JobRow]:
-    """Return the trials sorted by latest reported score, best first; trials without a score come last."""
+    """Return the trials sorted by latest reported score, best first; trials without a score are last."""
 
     def key(row: JobRow) -> tuple[bool, float, str]:
         least = row.trial is not None and row.trial.mode == "min"
@@ -95,7 +92,7 @@ def best_first(trials: Sequence[JobRow]) -> list[JobRow]:
 
 
 def called(trials: Sequence[JobRow]) -> dict[str, str]:
-    """Return a display name for each trial, keyed by job, that lists the parameters in which the trials differ."""
+    """Return a display name for each trial, keyed by job, that lists the parameters that differ between trials."""
     said = {row.job: row.trial.parameters for row in trials if row.trial is not None}
     names = dict.fromkeys(name for each in said.values() for name in each)
     differ = [name for name in names if len({repr(each.get(name)) for each in said.values()}) > 1]

@@ -23,10 +23,10 @@ from elastic_ray.record.usage import usage as usage_of
 )
 @json_option
 def usage(path: str | None, by: Sequence[str], as_json: bool) -> None:
-    """Show GPU-hours and cost of all runs under STORAGE_PATH, both running and ended.
+    """Show GPU-hours and costs for all runs under STORAGE_PATH, both running and ended.
 
-    STORAGE_PATH is that of RunConfig(storage_path); the default is Ray's, ~/ray_results. No cluster is needed. Costs
-    are known only for jobs whose cluster had prices (AllocatorConfig(autoscaling=Autoscaling(...))).
+    STORAGE_PATH is the same as in RunConfig(storage_path); the default is Ray's, ~/ray_results. No cluster is needed.
+    Costs are known only for jobs whose cluster had prices (AllocatorConfig(autoscaling=Autoscaling(...))).
     """
     by = by or (DIMENSIONS if as_json else ("user", "tenant"))
     rows, unread = _read(path)

@@ -1,4 +1,4 @@
-"""``elastic-ray verify``: checks what a run's files prove about its training."""
+"""``elastic-ray verify``: checks a run's files for proof that its training was correct."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
     different number of workers of the current cluster, and the two models are compared. This requires a job started by
     `elastic-ray submit`; for other jobs, call `elastic_ray.replay` in Python with the train function.
     """
-    from elastic_ray.checkpoints.resumable import find_stored
+    from elastic_ray.checkpoints.automatic import find_stored
     from elastic_ray.checkpoints.run_directory import EVENTS_FILE, RunStorage, resolve
     from elastic_ray.record.verification import verify_events
 
@@ -47,7 +47,7 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
             raise ValueError(f"it has no {EVENTS_FILE}; RUN is the directory of one run, storage_path/name")
         stored = find_stored(storage, start_from=None, is_trial=False, with_states=True, verify=True)
         epochs = max((each.resume_point.epoch for each in stored.result), default=0)
-        findings = list(verify_events(storage.event_lines(), epochs=epochs))
+        findings = list(verify_events(storage.events.read(), epochs=epochs))
         looked = [(False, why) for why in stored.passed_over]
         looked += [(True, f"{checkpoint.path} is whole") for checkpoint in stored.checkpoints]
         looked += _automatic(storage, (*stored.states, *stored.result))
@@ -66,7 +66,7 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
 
 
 def _automatic(storage: RunStorage, states: Sequence[StateFile]) -> Iterator[tuple[bool, str]]:
-    """Yield for each automatic checkpoint whether its files are whole, and a sentence that says so."""
+    """Yield whether each automatic checkpoint's files are complete and unchanged, with a sentence that says so."""
     if not states:
         return
     from elastic_ray.checkpoints.automatic import CorruptStateError, state_files
@@ -88,10 +88,7 @@ _END_S = 60.0
 
 
 def replay_submitted(path: str, step: int) -> Finding:
-    """Retrain the steps around ``step`` with the run's own script, and return the result of the comparison.
-
-    Raises ClickException: no checkpoint exists at or after ``step``, the code is unknown, or the replay ends too early.
-    """
+    """Retrain the steps around ``step`` with the run's own script, and return the result of the comparison."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
     from elastic_ray.cli.submit import send_again
@@ -139,6 +136,6 @@ def replay_submitted(path: str, step: int) -> Finding:
 
 
 def _other_size(events: Iterable[JobEvent]) -> int:
-    """Return a number of workers different from the run's last one: one fewer if possible, else two."""
+    """Return a number of workers that differs from the run's last: one fewer if possible, otherwise two."""
     last = [each.to_workers for each in events if each.to_workers]
     return last[-1] - 1 if last and last[-1] > 1 else 2

@@ -45,10 +45,10 @@ def simulate(arguments: tuple[str, ...]) -> None:
 @click.option("--policy", help="By default the cluster's own.")
 @json_option
 def live(text: str | None, policy: str | None, as_json: bool) -> None:
-    """Show when the jobs running now will end, and how they would fare on other nodes or under another policy.
+    """Show when the jobs running now will end, and how they would perform on other nodes or under another policy.
 
-    The outlook uses the jobs' fitted models and declared lengths. A GPU type on which a job has not run yet is assumed
-    to perform like the type that it knows. Other requested resources (CPUs, memory) are assumed to be plentiful.
+    The outlook uses the jobs' fitted models and declared lengths. A GPU type that a job has not run on yet is assumed
+    to perform like the type it has run on. Other requested resources (CPUs, memory) are assumed to be plentiful.
     """
     from elastic_ray.cli import cluster
     from placement.errors import InputError
@@ -85,7 +85,7 @@ def row(here: Outlook) -> tuple[str, ...]:
 
 
 def rows(now: Sequence[Outlook], then: Sequence[Outlook]) -> list[tuple[str, ...]]:
-    """Return one table row per job that compares its outlooks ``now`` and on other nodes ``then``, as in ``4 -> 8``."""
+    """Return one table row per job that compares its outlook ``now`` and ``then`` (other nodes), as in ``4 -> 8``."""
     return [
         (
             there.job,

@@ -1,4 +1,4 @@
-"""Works of gloo's sends and receives, which a thread waits for (no torch)."""
+"""Work objects for gloo's sends and receives, with a thread that waits for them (no torch)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class BackgroundWork(concurrent.futures.Future[None]):
-    """Work of transfers in a thread of its own, because gloo can neither poll nor cancel sends and receives.
+    """Work object for transfers in a separate thread, because gloo can neither poll nor cancel sends and receives.
 
     The thread ends at the group's timeout at the latest, as gloo's own threads do.
 
@@ -40,7 +40,7 @@ class BackgroundWork(concurrent.futures.Future[None]):
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait until all transfers have ended.
 
-        Raises RuntimeError: a transfer has failed, or ``timeout`` has passed.
+        Raises RuntimeError if a transfer has failed, or ``timeout`` has passed.
         """
         try:
             failure = self.exception(None if timeout is None else timeout.total_seconds())
@@ -54,11 +54,11 @@ class BackgroundWork(concurrent.futures.Future[None]):
         return self.done()
 
     def get_future(self) -> BackgroundWork:
-        """Return the work itself, to which callbacks can be added."""
+        """Return the work object itself, which accepts callbacks."""
         return self
 
 
 def join_transfers(timeout_s: float) -> None:
-    """Wait up to ``timeout_s`` [s] for each thread whose transfers have ended, and which returns from gloo."""
+    """Wait up to ``timeout_s`` [s] for each thread whose transfers have ended and which is returning from gloo."""
     for each in list(_THREADS):
         each.join(timeout_s)

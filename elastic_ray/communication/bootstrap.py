@@ -1,7 +1,7 @@
 """Bootstrap data that members of a generation exchange through their controller before they connect (pure).
 
-The controller replaces a rendezvous server, so no extra port is opened. Members reach it through Ray actor calls,
-so Ray controls who can call it at all. In addition, each call proves that it comes from a worker of this job.
+The controller replaces a rendezvous server, so no extra port is opened. Members reach it through Ray actor calls, so
+Ray controls who can call it at all. In addition, each call proves that its sender is a worker of this job.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BootstrapRefusedError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapCall:
-    """Request of one member while a generation forms: values that it publishes, and keys for which it waits."""
+    """One member's request while a generation forms: values that it publishes, and keys that it waits for."""
 
     generation: int
     worker: str
@@ -81,8 +81,8 @@ class Bootstrap:
     The server runs in a single event loop. If the server's data is lost, the generation that is forming fails.
 
     Args:
-        is_member: Returns True if a worker belongs to the given generation, which is current or announced. Generation
-            0 stands for the group of the worker's own unit.
+        is_member: Returns True if a worker belongs to the given generation, which is current or announced. Generation 0
+            is the group formed by the worker's own unit.
     """
 
     def __init__(self, secret: str, is_member: Callable[[int, str], bool]) -> None:
@@ -93,7 +93,7 @@ class Bootstrap:
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
         """Store a member's values, wait for the keys it requests (for a limited time), and return all members' values.
 
-        Raises BootstrapRefusedError: the caller is not a member, or the generation was abandoned in the meantime.
+        Raises BootstrapRefusedError if the caller is not a member, or the generation was abandoned in the meantime.
         """
         if not verify(call.mac, self._secret, "bootstrap", call.generation, call.worker):
             raise BootstrapRefusedError("a call that proves nothing")
@@ -113,7 +113,7 @@ class Bootstrap:
         return dict(table.values)
 
     def _table_of_unit(self, worker: str) -> _Table:
-        """Return the table of a unit that spans nodes, for its processes alone; forget units that are gone."""
+        """Return the table of a unit that spans nodes, for its own processes only; remove units that are gone."""
         for gone in [each for each in self._units if not self._is_member(0, each)]:
             self._units.pop(gone).drop()
         return self._units.setdefault(worker, _Table())

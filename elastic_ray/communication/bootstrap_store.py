@@ -18,11 +18,11 @@ _LOOK_S = 1.0  # between two looks whether the group is still wanted
 class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch does not export it to type checkers
     """Rendezvous store of one member for forming one group; received values are cached.
 
-    Torch calls the store from C++, in whichever thread forms the group. Keep a reference to the store for as long as
-    the group lives.
+    Torch calls the store from C++, in whichever thread forms the group. Keep a reference to the store while the group
+    exists.
 
     Args:
-        timeout_s: Longest total wait from construction on [s]. After that, no values are requested, unless
+        timeout_s: Maximum total wait, counted from construction [s]. After that, no values are requested, unless
             :meth:`stay_open` was called.
         called_off: Returns True once the group is no longer wanted, which ends all waits.
     """
@@ -47,7 +47,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._untold: dict[str, bytes] = {}
 
     def publish_at_once(self) -> None:
-        """Publish each value set from now on immediately, instead of together with the next wait."""
+        """Publish each value set from now on immediately, instead of with the next wait."""
         self._waits = False
 
     def stay_open(self) -> None:
@@ -71,7 +71,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until values for all keys exist; a ``timeout`` can only shorten the store's own.
 
-        Raises RuntimeError: a key did not arrive in time, or the controller refuses to answer.
+        Raises RuntimeError if a key does not arrive in time, or the controller refuses to answer.
         """
         until_s = time.monotonic() + self._timeout_s if self._stays_open else self._until_s
         if timeout is not None:
@@ -88,9 +88,9 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             self._caller.notify(tells)
 
     def _with_others(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the keys, plus those that this member will request soon.
+        """Return the keys, plus others that this member will request soon.
 
-        gloo requests one peer's key at a time. Where this member has published its own, the keys of all peers are
+        gloo requests one peer's key at a time. If this member has published its own key, the keys of all peers are
         included.
         """
         stems = {key.rpartition("/")[0] for key in keys}
@@ -128,13 +128,13 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return False
 
     def add(self, key: str, amount: int) -> int:
-        """Raise NotImplementedError: counters are not supported, because no group here needs them."""
+        """Raise NotImplementedError; counters are not supported, because no group here needs them."""
         raise NotImplementedError(
             f"a rendezvous through the controller cannot count, but a count was requested: {key!r}"
         )
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Raise NotImplementedError: compare-and-set is not supported, because no group here needs it."""
+        """Raise NotImplementedError; compare-and-set is not supported, because no group here needs it."""
         raise NotImplementedError(
             f"a rendezvous through the controller cannot compare, but a comparison was requested: {key!r}"
         )

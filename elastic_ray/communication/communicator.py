@@ -51,10 +51,10 @@ class CommunicationFailedError(Exception):
 class Communicator:
     """Collectives of one generation, over gloo for CPU tensors and over NCCL for CUDA tensors.
 
-    NCCL does not allow two ranks on one GPU. If ranks share a GPU (as threads of a test, or on GPU partitions), CUDA
+    NCCL does not allow two ranks on one GPU. If ranks share a GPU (as threads in a test, or on GPU partitions), CUDA
     tensors also use gloo, through CPU memory.
 
-    Gradients use separate connections, the gradient group. If one rank mistakenly reduces gradients while another one
+    Gradients use separate connections, the gradient group. If one rank mistakenly reduces gradients while another
     votes, both wait, and no message ends up in the wrong buffer.
 
     Args:
@@ -62,16 +62,16 @@ class Communicator:
             only NCCL uses it, when two ranks first send to each other.
         prefix: Unique name of this generation in the store.
         world_size: Number of ranks; no group is formed if it is 1.
-        timeout_s: Longest time for which a collective waits for a slow peer [s].
-        form_timeout_s: Longest wait for all ranks to connect [s].
-        host: Address at which peers can reach this machine.
+        timeout_s: Maximum time a collective waits for a slow peer [s].
+        form_timeout_s: Maximum wait for all ranks to connect [s].
+        host: Address where peers can reach this machine.
         gpu: Index of this rank's GPU. If all ranks have different GPUs, an NCCL group is formed as well. None on all
             ranks if they have no GPUs.
-        secret: Shared secret with which connected ranks authenticate each other, because anyone who can reach gloo's
+        secret: Shared secret that connected ranks use to authenticate each other, because anyone who can reach gloo's
             port can connect to it. Empty to skip authentication.
         called_off: Returns True once the group is no longer wanted; polled while the group forms.
 
-    Raises CommunicationFailedError: a peer did not arrive within ``form_timeout_s``, or does not belong to the group.
+    Raises CommunicationFailedError if a peer did not arrive within ``form_timeout_s``, or does not belong to the group.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Communicator:
             ) from error
 
     def _authenticate_peers(self, prefix: str, secret: str, nonces: Sequence[bytes], until_s: float) -> None:
-        """Authenticate each pair of ranks to each other with the job's secret.
+        """Make each pair of ranks authenticate each other with the job's secret.
 
         Raises:
             CommunicationFailedError: a peer does not know the secret.
@@ -173,7 +173,7 @@ class Communicator:
             abort_nccl(self._nccl)
 
     def close(self) -> None:
-        """Release the connections of an unused group, and join gloo's threads, which takes 20 to 80 ms.
+        """Release an unused group's connections and join gloo's threads, which takes 20 to 80 ms.
 
         The group and its collectives refer to each other, so reference counting does not release them. Without this
         call, threads and sockets would remain until Python's cycle collector runs, in whichever thread triggers it.
@@ -190,9 +190,9 @@ class Communicator:
     def leave(self, timeout_s: float) -> None:
         """End all operations and gloo's threads within ``timeout_s`` [s], before the interpreter exits.
 
-        Otherwise, threads that wait for a peer or run a gloo callback would be ended inside C++ code that cannot be
-        unwound, which leads to "terminate called without an active exception" or a segmentation fault, and a wrong
-        exit status.
+        Otherwise, threads that are waiting for a peer or running a gloo callback would be ended inside C++ code that
+        cannot be unwound, which leads to "terminate called without an active exception" or a segmentation fault, and a
+        wrong exit status.
         """
         self._closed = True
         joining = threading.Thread(target=self._drop_gloo, name="leave-group", daemon=True)
@@ -217,7 +217,7 @@ class Communicator:
         Args:
             tensor: Tensor of the same size on each rank.
             op: Torch's ``ReduceOp``; None for the sum.
-            timeout_s: Longest wait for a peer [s]; None for the group's timeout.
+            timeout_s: Maximum wait for a peer [s]; None for the group's timeout.
         """
         self.traffic["all_reduce"] += tensor.nbytes
         if op is None and timeout_s is None:
@@ -239,8 +239,8 @@ class Communicator:
     def keep_for(self, work: Any) -> None:
         """Keep the group's connections open until the operation ``work`` has ended, even if the group is dropped.
 
-        Dropping a gloo group waits for its operations, but the result of this operation may no longer matter. It ends
-        when a peer drops its side.
+        Dropping a gloo group waits for its operations, but the result of this operation may no longer matter. The
+        operation ends when a peer drops its side.
         """
         keep_group(work, self._gloo)
 
@@ -255,7 +255,7 @@ class Communicator:
         self.wait(self._guard(lambda: self._backend(tensor).broadcast([tensor], options)))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Start gathering equally large tensors of all ranks into ``output``; returns the work for :meth:`wait`."""
+        """Start gathering equal-sized tensors from all ranks into ``output``; returns the work for :meth:`wait`."""
         self.traffic["all_gather"] += tensor.nbytes
         return self._guard(lambda: self._backend(tensor)._allgather_base(output, tensor))
 
@@ -274,9 +274,9 @@ class Communicator:
         return self._guard(lambda: self._backend(tensor).alltoall_base(output, tensor, *splits, options))
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context within which operations succeed on all workers of a unit or fail on all of them.
+        """Return a context that makes operations succeed on all workers of a unit or fail on all of them.
 
-        The unit agrees only once for the whole context. Code within the context must not use collectives of the unit.
+        The unit agrees only once for the entire context. Code within the context must not use collectives of the unit.
         """
         return contextlib.nullcontext()
 
@@ -313,7 +313,7 @@ class Communicator:
             batched += [work] if work is not None else []
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
-        """Return the ``values`` of all ranks, in rank order; each rank must pass equally many.
+        """Return the ``values`` from all ranks, in rank order; each rank must pass the same number of values.
 
         Args:
             with_gradients: True to use the gradient group's connections.
@@ -340,11 +340,11 @@ class Communicator:
         """Wait for a started operation; return True if it has ended within ``patience_s``.
 
         Args:
-            patience_s: Longest wait before returning False [s], at least 0.1 s.
-            since_s: Time at which the group's timeout starts, for a wait that consists of several calls [s,
-                monotonic]; None for now.
+            patience_s: Maximum wait before returning False [s], at least 0.1 s.
+            since_s: Time when the group's timeout started, for a wait that consists of several calls [s, monotonic];
+                None means now.
 
-        Raises CommunicationFailedError: the peer is gone, the timeout has passed, or the generation was cancelled.
+        Raises CommunicationFailedError if the peer is gone, the timeout has passed, or the generation was cancelled.
         """
         if self.waited_briefly(work):
             return True
@@ -368,11 +368,12 @@ class Communicator:
         """Wait for sends and receives in a separate thread, because gloo can neither poll nor cancel them.
 
         Args:
-            works: works that :meth:`send` and :meth:`receive` returned; None for those started within :meth:`batch`.
+            works: works that :meth:`send` and :meth:`receive` returned; None for operations started within
+                :meth:`batch`.
             batched: works in the list that :meth:`batch` yielded.
             speak: called repeatedly during the wait; None to call nothing.
 
-        Raises CommunicationFailedError: the peer is gone, the timeout has passed, or the generation was cancelled.
+        Raises CommunicationFailedError if the peer is gone, the timeout has passed, or the generation was cancelled.
 
         The thread ends at the group's timeout at the latest.
         """
@@ -404,7 +405,7 @@ class Communicator:
     def waited_briefly(self, work: Any) -> bool:
         """True if the operation ended within a short wait by gloo, which is cheap but cannot be cancelled.
 
-        If False, call :meth:`wait`.
+        If this returns False, call :meth:`wait`.
         """
         if self._nccl is not None:
             return False
@@ -454,7 +455,7 @@ class Communicator:
             raise self._failure(str(error).split("\n", 1)[0]) from error
 
     def _failure(self, cause: str) -> CommunicationFailedError:
-        """Return the error of an operation that could not be started."""
+        """Return the error for an operation that could not be started."""
         return CommunicationFailedError(cause)
 
     def _backend(self, tensor: torch.Tensor) -> Any:
@@ -465,9 +466,9 @@ class Communicator:
 
 
 def _meet(store: Any, rank: int, world_size: int, gpu: str) -> tuple[list[bytes], bool]:
-    """Wait for all ranks before any of them listens; returns a nonce from each, and whether all GPUs differ.
+    """Wait for all ranks before any of them listens; return a nonce from each, and whether all GPUs differ.
 
-    A rank thus listens only while its peers connect, and not while it waits for a late one.
+    A rank therefore listens only while its peers connect, not while it waits for a late peer.
     """
     store.set(f"here/{rank}", f"{secrets.token_hex(16)} {gpu}")
     keys = [f"here/{peer}" for peer in range(world_size)]
@@ -477,7 +478,7 @@ def _meet(store: Any, rank: int, world_size: int, gpu: str) -> tuple[list[bytes]
 
 
 def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: float, threads: int = 2) -> Any:
-    """Return a gloo backend of all ranks, connected by ``until_s``, that runs ``threads`` operations at once."""
+    """Return a gloo backend for all ranks, connected by ``until_s``, that runs ``threads`` operations at once."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # gloo takes it for the rendezvous too
     options._timeout = timedelta(seconds=max(0.1, until_s - time.monotonic()))
@@ -521,7 +522,7 @@ class GradientGroup:
         return self._guard(self._backends[tensor.device.type].allreduce, [tensor])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Start gathering equally large tensors of all ranks into ``output``, concatenated in rank order."""
+        """Start gathering equal-sized tensors from all ranks into ``output``, concatenated in rank order."""
         self._traffic["all_gather"] += tensor.nbytes
         return self._guard(self._backends[tensor.device.type]._allgather_base, output, tensor)
 
@@ -546,12 +547,12 @@ class GradientGroup:
         return self._guard(self._backends[tensor.device.type].alltoall_base, output, tensor, into, out, options)
 
     def in_background(self, transfer: Callable[[Any, int], None], tags: int, sent_bytes: int) -> BackgroundWork:
-        """Start sends and receives of CPU tensors, which a thread makes and waits for; return the work.
+        """Start sending and receiving CPU tensors in a thread that waits for the transfers; return the work.
 
         Args:
-            transfer: Function of torch's process group and the first of its tags. It raises RuntimeError if a peer is
+            transfer: Function called with torch's process group and the first tag. It raises RuntimeError if a peer is
                 gone.
-            tags: Number of its tags, equal on all ranks, as is the order of these calls.
+            tags: Number of tags it uses; this number and the order of these calls must be the same on all ranks.
             sent_bytes: Bytes that it sends.
         """
         first, self._next_tag = self._next_tag, (self._next_tag + tags) % _MOST_TAGS
@@ -583,7 +584,7 @@ class RetiredCommunicators:
     """Disposal of unused groups: healthy ones are dropped at once, broken ones when their last operation times out.
 
     Dropping a gloo group joins its threads, which takes tens of milliseconds. A separate thread does this, so that no
-    training step waits. The thread lives as long as there are groups to drop.
+    training step waits. The thread runs until no group is left to drop.
     """
 
     def __init__(self) -> None:

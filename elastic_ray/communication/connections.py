@@ -51,7 +51,7 @@ class Connections:
         return found
 
     def sending_s(self) -> float:
-        """Return the total time for which connections were busy sending [s].
+        """Return the total time that connections were busy sending [s].
 
         A connection is busy while it has unacknowledged bytes and the receiver has room for them. The kernel counts
         in ticks of 1 to 10 ms, so data that is acknowledged at once counts as no time.
@@ -144,7 +144,7 @@ _RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter's whole 
 def refuse_connections(told: Iterable[bytes]) -> int:
     """Make the kernel drop new connections to the listening sockets whose addresses this process has published.
 
-    gloo keeps listening while a group exists, even after all members have connected. Connections from strangers would
+    gloo keeps listening while a group exists, even after all members have connected. Unknown callers' connections would
     use up its file descriptors, and gloo would read their data. Existing connections are not affected.
 
     Returns the number of sockets found.
@@ -161,7 +161,7 @@ def refuse_connections(told: Iterable[bytes]) -> int:
 
 
 def _close(descriptor: int, told: list[bytes]) -> bool:
-    """Block new connections to a listening socket at a published address; False if the descriptor is not one."""
+    """Block new connections to a listening socket at a published address; False if this is no such socket."""
     with socket.socket(fileno=os.dup(descriptor)) as listener:
         if listener.family not in (socket.AF_INET, socket.AF_INET6):
             return False

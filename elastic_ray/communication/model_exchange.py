@@ -1,4 +1,4 @@
-"""SHELL over TCP: exchange of models, in which ranks pull each other's newest models without waiting for them."""
+"""SHELL over TCP: exchange of models: ranks pull each other's newest models without waiting for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHUNK = 1 << 20
 
 
 class _Published(RankServer):
-    """Server of this rank's newest model: written in one of two buffers, while the other one may be read."""
+    """Server of this rank's newest model: written to one of two buffers while the other one may be read."""
 
     def __init__(self, host: str, token: bytes, callers: int) -> None:
         self._buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
@@ -33,7 +33,7 @@ class _Published(RankServer):
         super().__init__(host, token, callers, "published-model")
 
     def publish(self, layout: int, parts: Sequence[torch.Tensor]) -> None:
-        """Copy the model; keep the one before if the other buffer is still being sent."""
+        """Copy the model; keep the previous one if the other buffer is still being sent."""
         with self._lock:
             spare = 1 - self._newest
             if self._readers[spare]:
@@ -97,12 +97,12 @@ class _Pulls:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def start(self, layout: int, into: Sequence[torch.Tensor]) -> Future[bool] | None:
-        """Pull the newest model of a random rank; None if no rank is left to ask."""
+        """Pull a random rank's newest model; return None if no rank is left to ask."""
         peers = list(self.peers)
         return self._thread.submit(self._pull, self._choice.choice(peers), layout, into) if peers else None
 
     def _pull(self, peer: int, layout: int, into: Sequence[torch.Tensor]) -> bool:
-        """Pull the model of a rank; False if it has none that is newer. A rank that fails is not asked again."""
+        """Pull a rank's model; return False if it has no newer model. A rank that fails is not asked again."""
         try:
             connection = self._connection(peer)
             connection.sendall(_QUESTION.pack(layout, self._versions.get(peer, 0)))
@@ -122,7 +122,7 @@ class _Pulls:
         return int(version) > 0
 
     def _connection(self, peer: int) -> socket.socket:
-        """Return the connection to a rank. Raises OSError: there is none to be had, or the group was left."""
+        """Return the connection to a rank. Raises OSError if it cannot be made, or the group was left."""
         if (connection := self._sockets.get(peer)) is None:
             connection = socket.create_connection(self.peers[peer], timeout=self._timeout_s)
             with self._lock:
@@ -136,7 +136,7 @@ class _Pulls:
         return connection
 
     def _read(self, connection: socket.socket, into: memoryview) -> None:
-        """Fill the memory. Raises OSError: the rank is gone or silent, or the group was left or called off."""
+        """Fill the memory. Raises OSError if the rank is gone or silent, or the group was left or called off."""
         done, until_s = 0, time.monotonic() + self._timeout_s
         while done < len(into):
             try:
@@ -151,7 +151,7 @@ class _Pulls:
 
 
 class ModelExchange:
-    """Published model of this rank, with a background thread that pulls models of random other ranks."""
+    """Published model of this rank, with a background thread that pulls models from random other ranks."""
 
     def __init__(self) -> None:
         self._server: _Published | None = None
@@ -160,7 +160,7 @@ class ModelExchange:
         self._into: Sequence[torch.Tensor] = ()  # tensors of the pull in progress
 
     def enter(self, communicator: Communicator, *, called_off: Callable[[], bool]) -> None:
-        """Join a group's exchange of models; called on every rank. Raises CommunicationFailedError: the group broke."""
+        """Join a group's model exchange; called on every rank. Raises CommunicationFailedError if the group broke."""
         self.close()
         rank, ranks = communicator.rank, communicator.world_size
         if ranks == 1:

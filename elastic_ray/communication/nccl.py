@@ -24,15 +24,15 @@ _ABORT_S = _START_S + 10.0
 
 
 def identity_of(gpu: int) -> str:
-    """Return the identity by which NCCL distinguishes GPUs; NCCL rejects two ranks with the same identity.
+    """Return the identity that NCCL uses to distinguish GPUs; NCCL rejects two ranks with the same identity.
 
-    NCCL compares only GPUs of one host. If each process sets its own ``NCCL_HOSTID``, several ranks can share a GPU.
+    NCCL compares only GPUs on one host. If each process sets its own ``NCCL_HOSTID``, several ranks can share a GPU.
     """
     return f"{os.environ.get('NCCL_HOSTID', '')}/{torch.cuda.get_device_properties(gpu).uuid}"
 
 
 def start_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Return an NCCL backend that connects in the background, and none of whose calls blocks indefinitely."""
+    """Return an NCCL backend that connects in the background, with calls that never block indefinitely."""
     # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to continue.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
@@ -54,9 +54,9 @@ def connect_nccl(
     start the new group's first collective only after all ranks have left the current group in the same step.
 
     Args:
-        store: Store with which the backend was created; it is kept alive while it is in use.
+        store: Store that the backend was created with; it is kept alive while it is in use.
 
-    Raises RuntimeError: a peer is gone, the deadline has passed, or the group is no longer wanted.
+    Raises RuntimeError if a peer is gone, the deadline has passed, or the group is no longer wanted.
     """
     connecting = _Connecting(backend, store, device, until_s)
     while connecting.is_alive() and time.monotonic() < until_s and not called_off():
@@ -68,8 +68,8 @@ def connect_nccl(
 class _Connecting(threading.Thread):
     """Thread that connects a backend, and aborts it if that fails or the group is no longer wanted.
 
-    If another thread aborted the backend during a call, it would free memory that the call still uses, since torch
-    does not exclude the two from each other. So this thread aborts the backend itself, after the call has returned.
+    If another thread aborted the backend during a call, it would free memory that the call still uses, since torch does
+    not keep the two from running at once. This thread therefore aborts the backend itself, after the call has returned.
     """
 
     def __init__(self, backend: Any, store: Any, device: torch.device, until_s: float) -> None:
@@ -81,7 +81,7 @@ class _Connecting(threading.Thread):
         self.start()
 
     def failure_or_stop(self) -> str:
-        """Return the reason of the failure, empty if connected; if still connecting, stop and return that as reason."""
+        """Return why connecting failed, empty if connected; if still connecting, stop and return that as the reason."""
         with self._deciding:
             self._stopped = not self._over
         if self._stopped:
@@ -89,13 +89,13 @@ class _Connecting(threading.Thread):
         return self._failure or ("NCCL was not ready in time, or the group was called off" if self._stopped else "")
 
     def _watch(self) -> None:
-        """Abort from this thread if the call never returns; torch's own timeout is long past by then."""
+        """Abort from this thread if the call never returns; torch's own timeout has long passed by then."""
         self.join(_ABORT_S)
         if self.is_alive():
             abort_nccl(self._backend)
 
     def run(self) -> None:
-        """Connect, and abort the backend if that fails or the group is no longer wanted by then."""
+        """Connect, and abort the backend if connecting fails or the group is no longer wanted by then."""
         try:
             self._connect()
         except Exception as error:  # whatever it is, nobody else aborts the backend
@@ -107,7 +107,7 @@ class _Connecting(threading.Thread):
             abort_nccl(self._backend)
 
     def _connect(self) -> None:
-        """Connect; return early once stopped. Raises RuntimeError: a peer is gone, or the deadline has passed."""
+        """Connect; return early once stopped. Raises RuntimeError if a peer is gone, or the deadline has passed."""
         backend, rank = self._backend, self._backend.rank()
         backend.eager_connect_single_device(self._device)
         # A rank's copy to itself meets no peer, and starts when NCCL is ready: many ranks take long.

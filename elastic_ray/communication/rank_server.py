@@ -30,7 +30,7 @@ class RankServer(ABC):
 
     @abstractmethod
     def answer(self, caller: socket.socket) -> None:
-        """Answer a connected rank's requests until its connection ends. Raises OSError: the connection has ended."""
+        """Answer a connected rank's requests until its connection ends. Raises OSError if the connection ends."""
 
     def end(self) -> None:
         """Disconnect all ranks, and release the port."""
@@ -41,7 +41,7 @@ class RankServer(ABC):
             shut(each)
 
     def _accept(self) -> None:
-        """Accept connections until all ranks have one."""
+        """Accept connections until all ranks are connected."""
         while True:
             self._strangers.acquire()
             try:

@@ -1,4 +1,4 @@
-"""SHELL over TCP: assignment of a round's steps to ranks, by which fast ranks make steps of slow ones.
+"""SHELL over TCP: assignment of a round's steps to ranks, so that fast ranks make steps for slow ones.
 
 A server on rank 0 counts the steps that have been started for each rank. A rank increments the count before it
 makes a step, so that each step is made only once.
@@ -30,7 +30,7 @@ _EARLY = 1.5  # answers' times before a step's end at which the next one is coun
 
 
 class _Counts(RankServer):
-    """Server with the number of steps that have begun for each rank in the current round."""
+    """Server that counts the steps started for each rank in the current round."""
 
     def __init__(self, host: str, token: bytes, ranks: int) -> None:
         self._ranks, self._round, self._counts = ranks, -1, list[int]()
@@ -45,9 +45,9 @@ class _Counts(RankServer):
                 caller.sendall(struct.pack(f"!{len(counts)}I", *counts))
 
     def _count(self, number: int, first: int, ranks: int, *, adds: bool) -> Sequence[int]:
-        """Return the number of steps begun of each rank from ``first`` on; ``adds`` then adds one to the first.
+        """Return the steps started for each rank from ``first`` on; with ``adds``, then add one for ``first``.
 
-        A round that is over has no steps left.
+        A round that has ended has no steps left.
         """
         with self._lock:
             if number < self._round:
@@ -61,7 +61,7 @@ class _Counts(RankServer):
 
 
 class _Member:
-    """A rank's connection to the counts of one group, and the thread that asks ahead."""
+    """A rank's connection to one group's counts, and the thread that requests counts ahead of time."""
 
     def __init__(self, communicator: Communicator, address: tuple[str, int], called_off: Callable[[], bool]) -> None:
         self.rank, self.ranks, self.timeout_s = communicator.rank, communicator.world_size, communicator.timeout_s
@@ -84,8 +84,8 @@ class _Member:
     def ask(self, number: int, first: int, ranks: int, *, adds: bool) -> tuple[int, ...]:
         """Send a request to rank 0 and return the answer.
 
-        Raises CommunicationFailedError: rank 0 is gone or does not answer in time, or the group was left or called off.
-        A late answer is never mistaken for the answer to a later request.
+        Raises CommunicationFailedError if rank 0 is gone or does not answer in time, or the group was left or called
+        off. A late answer is never mistaken for the answer to a later request.
         """
         with self._lock:
             if self._ended:
@@ -102,7 +102,7 @@ class _Member:
                 raise
 
     def _ask(self, question: bytes, ranks: int) -> tuple[int, ...]:
-        """Return the counts of so many ranks. Raises OSError or CommunicationFailedError as :meth:`ask`."""
+        """Return the counts of ``ranks`` ranks. Raises OSError, or CommunicationFailedError like :meth:`ask`."""
         answer, wanted, until_s = bytearray(), 4 * ranks, time.monotonic() + self.timeout_s
         self._socket.sendall(question)
         while len(answer) < wanted:
@@ -123,7 +123,7 @@ class _Member:
 
 
 class _SharedRound:
-    """Round in progress, to which tasks that ask ahead belong."""
+    """Round in progress, with the tasks that request its counts ahead of time."""
 
     def __init__(self, member: _Member, number: int, steps: int) -> None:
         self._member, self._number, self.steps = member, number, steps
@@ -132,7 +132,7 @@ class _SharedRound:
         self.leaves = False  # what is left of the round to ranks that have it done sooner
 
     def ask(self, first: int, ranks: int, *, adds: bool) -> tuple[int, ...]:
-        """Request counts of the round from rank 0. Raises CommunicationFailedError: it is gone, or the round over."""
+        """Request the round's counts from rank 0; CommunicationFailedError if rank 0 is gone or the round has ended."""
         if self.over:
             raise CommunicationFailedError("the round is over")
         return self._member.ask(self._number, first, ranks, adds=adds)
@@ -148,7 +148,7 @@ class _SharedRound:
 
 
 class RoundShares:
-    """Assignment of a round's steps to this rank: its own steps, and steps of other ranks that are late.
+    """Assignment of a round's steps to this rank: its own steps, and steps of late ranks.
 
     A round is the local steps that all ranks make between two averages of their models.
     """
@@ -163,11 +163,11 @@ class RoundShares:
         self._since_s = self._answer_s = self._step_s = 0.0
 
     def enter(self, communicator: Communicator, *, wanted: bool, called_off: Callable[[], bool]) -> None:
-        """Enter a group, whose ranks share their steps if ``wanted``; all ranks call this with the same ``wanted``.
+        """Enter a group whose ranks share their steps if ``wanted``; all ranks call this with the same ``wanted``.
 
         ``called_off`` returns True once the group is no longer wanted, which ends all waits.
 
-        Raises CommunicationFailedError: the group broke, or rank 0 cannot be reached.
+        Raises CommunicationFailedError if the group broke, or rank 0 cannot be reached.
         """
         self.close()
         if not wanted:
@@ -205,7 +205,7 @@ class RoundShares:
 
     @property
     def active(self) -> bool:
-        """True in a round (local steps between two averages of models) whose steps are shared among ranks."""
+        """True in a round (local steps between two averages of models) whose steps are shared between ranks."""
         return self._round is not None
 
     def start_round(self, number: int, steps: int) -> None:
@@ -228,7 +228,7 @@ class RoundShares:
     def is_own(self, step: int) -> bool:
         """True if this rank should make its own step number ``step``; False if another rank makes it instead.
 
-        Raises CommunicationFailedError: rank 0 is gone.
+        Raises CommunicationFailedError if rank 0 is gone.
         """
         if step > self._own:
             self._step_s = time.monotonic() - self._since_s
@@ -239,9 +239,9 @@ class RoundShares:
         return step == self._own
 
     def of_another(self) -> tuple[int, int] | None:
-        """Return a step of a late rank for this rank to make next, as (late rank, step number); None if none remains.
+        """Return a late rank's step for this rank to make next, as (late rank, step number); None if none remains.
 
-        Raises CommunicationFailedError: rank 0 is gone.
+        Raises CommunicationFailedError if rank 0 is gone.
         """
         present, ranks = self._present, self._known.ranks
         looked, self._looked = self._looked, None
@@ -272,7 +272,7 @@ class RoundShares:
     def _count_ahead(self) -> None:
         """Count the next own step in the background, shortly before it is due, unless answers are fast enough.
 
-        After its last own step, this checks whether all steps have begun, as they have if no rank is late.
+        After its last own step, this checks whether all steps have been started, as is the case if no rank is late.
         """
         present = self._present
         if self._own < present.steps and self._answer_s > _CHEAP * self._step_s:
@@ -289,7 +289,7 @@ class RoundShares:
         return self._known.thread.submit(self._count, self._present, self._known.rank, self._own + 1, wait_s)
 
     def _count(self, present: _SharedRound, rank: int, before: int, wait_s: float) -> int:
-        """Return the number of this rank's next own step; the round's number of steps if there is none left."""
+        """Return the number of this rank's next own step; the round's number of steps if none is left."""
         present.due.wait(wait_s)
         asked_s = time.monotonic()
         (begun,) = present.ask(rank, 1, adds=False)

@@ -21,9 +21,9 @@ class StagedTransfer:
         self._work, self._host, self._into = work, host, into
 
     def wait(self) -> None:
-        """Wait until the data is sent, or received and copied to its target.
+        """Wait until the data has been sent, or received and copied to its target.
 
-        Raises RuntimeError: the peer is gone, or the timeout has passed.
+        Raises RuntimeError if the peer is gone, or the timeout has passed.
         """
         self._work.wait()
         if self._into is not None:

@@ -1,8 +1,8 @@
 """SHELL over torch.distributed: the fixed group of one unit's workers, for user code and for agreement.
 
-A unit is one worker of several processes. Some facts can reach one worker of a unit alone or earlier than the
-others: a broken group, a prepared generation, a request of the controller. Such a fact takes effect only once all
-workers of the unit know it, at the same place in the program. The unit thus acts as one rank of the job.
+A unit is several worker processes that act as one rank. Some facts can reach one worker of a unit before the others, or
+only that one: a broken group, a prepared generation, a request from the controller. Such a fact takes effect only once
+all workers of the unit know it, at the same point in the program.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class UnitGroup:
     """Fixed group of the workers of one unit, which together train one replica of the model.
 
     Args:
-        cuda: Whether torch's default group also supports CUDA tensors.
+        cuda: True if torch's default group should also support CUDA tensors.
         store: Rendezvous store for workers on several nodes. None uses a file that only the workers' user can read.
         host: Address of this worker's node, for workers on several nodes.
 
-    Raises UnitLostError: the other workers did not arrive.
+    Raises UnitLostError if the other workers did not arrive.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class UnitGroup:
         initialise(backend, store=store, rank=self.place.position, world_size=self.place.size, timeout=self._timeout)
 
     def close(self) -> None:
-        """Close the group at the end of the run."""
+        """Close the group when the run ends."""
         self._gloo = self._mesh = None
         if self.place.position == 0 and self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -103,7 +103,7 @@ class UnitGroup:
         return self._mesh
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of all workers of the unit, in order of position; raises UnitLostError if one is gone."""
+        """Return the values from all of the unit's workers, by position; raises UnitLostError if a worker is gone."""
         rows = torch.zeros(self.place.size, len(values), dtype=torch.float64)
         rows[self.place.position] = torch.tensor(list(values), dtype=torch.float64)
         try:
@@ -116,7 +116,7 @@ class UnitGroup:
     def over_shards(self, sums: list[tuple[tuple[int, int], str, float]]) -> list[tuple[tuple[int, int], str, float]]:
         """Return ``sums``, tuples (accumulator, name, value), with each value summed over the unit's workers.
 
-        Workers that process the same samples count once. Every worker of the unit must call this.
+        Workers that process the same samples are counted once. Every worker of the unit must call this.
 
         Raises:
             UnitLostError: a worker of the unit is gone.
@@ -142,7 +142,7 @@ class UnitGroup:
         return all(bool(row[0]) for row in self.gather([float(well)]))
 
     def of_leader(self, content: bytes) -> bytes:
-        """Return the leading worker's ``content`` on every worker of the unit; raises UnitLostError if one is gone."""
+        """Return the leader's ``content`` on every worker of the unit; raises UnitLostError if a worker is gone."""
         size = round(self.gather([float(len(content))])[0][0])
         data = (
             torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -168,10 +168,10 @@ def _interface(host: str) -> str:
 
 
 class UnitCommunicator(Communicator):
-    """Collectives among equal positions of all units; they succeed on all workers of this unit or on none.
+    """Collectives between equal positions in all units; they succeed on all workers of this unit or on none.
 
-    During a backward pass, the workers of a unit may be at different places, for example in pipeline stages. Each
-    worker then continues by itself, and the unit agrees on the result before the optimizer steps.
+    During a backward pass, the workers of a unit may be at different points in the program, for example in pipeline
+    stages. Each worker then continues by itself, and the unit agrees on the result before the optimizer steps.
     """
 
     def __init__(self, unit: UnitGroup, *args: Any, **options: Any) -> None:
@@ -213,7 +213,7 @@ class UnitCommunicator(Communicator):
         return (self._alone or torch._C._current_graph_task_id() != -1) and super().waited_briefly(work)
 
     def _failure(self, cause: str) -> CommunicationFailedError:
-        """Return the error of an operation that could not be started, and report it to the unit's other workers."""
+        """Return the error for an operation that could not be started, and report it to the unit's other workers."""
         if not self._alone and torch._C._current_graph_task_id() == -1:
             self._unit.agree(False)  # the others have come to wait for theirs
         return super()._failure(cause)

@@ -1,8 +1,7 @@
-"""Announcements between ranks before collectives, each a small all-reduce of fixed size.
+"""Announcements that ranks exchange before collectives, each a small all-reduce of fixed size.
 
-Gradient reductions are announced the first time. After that, a rank announces one only if it has waited for a
-long time. They use the gradient group, where a rank that does something else can only delay them but not corrupt
-them.
+Gradient reductions are announced the first time. After that, a rank announces one only if it has waited for a long
+time. They use the gradient group, where a rank that is doing anything else can only delay them, not corrupt them.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ _NAME_BYTES, _NAMES_S = 64, 5.0
 
 
 class Announcer:
-    """Announcements of one rank in one group, by which ranks check that their next collectives match.
+    """Announcements of one rank in one group, which let ranks check that their next collectives match.
 
-    Each rank contributes four numbers at its own position: its intent, the number of loader steps that it has
-    committed, a fingerprint of its parameters (0 if not requested; the message's number if it waits for a message), and
-    the number of its phase. A phase consists of an announcement (sent or only recorded) and the collectives that it
-    announces; it must end before the next one starts. An announcement that a rank makes while it waits may be outdated
-    when the other ranks make theirs. In that case the phase numbers differ, and all ranks announce again. Methods that
-    wait for other ranks raise CommunicationFailedError if the group breaks.
+    Each rank contributes four numbers at its own position: its intent, the number of loader steps it has committed, a
+    fingerprint of its parameters (0 if not requested; the message's number if it waits for a message), and the number
+    of its phase. A phase consists of an announcement (sent or only recorded) and the collectives that it announces; it
+    must end before the next one starts. An announcement that a rank makes while it waits may be outdated when the other
+    ranks make theirs. In that case the phase numbers differ, and all ranks announce again. Methods that wait for other
+    ranks raise CommunicationFailedError if the group breaks.
 
     Args:
         communicator: Communicator of a group with at least two ranks.
@@ -76,7 +75,7 @@ class Announcer:
 
         ``payload`` is summed over the ranks.
 
-        Raises RanksDisagreeError: this rank has not completed its previous announcement.
+        Raises RanksDisagreeError if this rank has not completed its previous announcement.
         """
         self._start(what, loader_steps, fingerprint, payload)
         self._unanswered = True
@@ -86,7 +85,7 @@ class Announcer:
     def start_quietly(self, what: Announced, loader_steps: int) -> None:
         """Record this rank's next action without announcing it; wait for its reductions with :meth:`wait` only.
 
-        Raises RanksDisagreeError: this rank has not completed its previous announcement.
+        Raises RanksDisagreeError if this rank has not completed its previous announcement.
         """
         self._start(what, loader_steps, 0, ())
 
@@ -98,7 +97,7 @@ class Announcer:
     def interject(self, what: Announced) -> None:
         """Announce a collective while other announced collectives have not started, and wait for the other ranks.
 
-        Raises RanksDisagreeError: other ranks do something else in this phase; raised on every rank.
+        Raises RanksDisagreeError on every rank if the ranks' actions in this phase differ.
         """
         sums = self.agree() if self._unanswered else self._sums
         before, strategy = (self._entry, self._payload), self._strategy
@@ -110,9 +109,9 @@ class Announcer:
         (self._entry, self._payload), self._strategy, self._sums = before, strategy, sums
 
     def agree(self) -> list[float]:
-        """Wait for the announcements of all ranks, and return the sums of their payloads.
+        """Wait for announcements from all ranks, and return the sums of their payloads.
 
-        Raises RanksDisagreeError: the ranks do different things; raised on every rank.
+        Raises RanksDisagreeError on every rank if the ranks' actions differ.
         """
         if self._sums is not None:  # answered before a collective in the middle of the phase
             sums, self._sums = self._sums, None
@@ -130,7 +129,7 @@ class Announcer:
     def wait(self, work: Any) -> None:
         """Wait for a reduction after :meth:`start_quietly`; if the wait is long, announce it to the other ranks.
 
-        Raises RanksDisagreeError: the ranks do different things; raised on every rank.
+        Raises RanksDisagreeError on every rank if the ranks' actions differ.
         """
         since_s = time.monotonic()
         patience_s = _PATIENCE_S
@@ -145,17 +144,18 @@ class Announcer:
             raise
 
     def start_transfer(self, peer: int, tag: int, *, received: bool) -> tuple[Announced, int]:
-        """Count a message to ``peer``, or from it if ``received``; return its announcement and its number.
+        """Count a message to ``peer`` (from it if ``received``); return the message's announcement and number.
 
-        The announcement is for a long wait. Numbers count separately for each peer, tag and direction.
+        The announcement is used if the wait is long. Messages are numbered separately for each peer, tag and direction.
         """
         self._transfers[received, peer, tag] += 1
         return transfer(peer, tag, received=received), self._transfers[received, peer, tag]
 
     def speak_in_transfer(self, what: Announced, number: int, loader_steps: int, since_s: float) -> None:
-        """Announce that this rank has waited long for a message, and receive the other ranks' announcements.
+        """Announce that this rank has been waiting long for a message, and receive the other ranks' announcements.
 
-        Raises RanksDisagreeError: the other rank has returned, or waits for a message that this rank has not started.
+        Raises RanksDisagreeError if the other rank has returned, or is waiting for a message that this rank has not
+        started.
         """
         if time.monotonic() < since_s + _PATIENCE_S or self._open is not None:
             return
@@ -174,11 +174,12 @@ class Announcer:
         self._entry, self._payload = before
 
     def _waits_in_vain(self, own: Announced) -> bool:
-        """True if the rank whose message this one waits for has returned, or waits for one that this rank lacks.
+        """True if the awaited rank has returned, or is itself waiting for a message that this rank has not started.
 
-        Neither is certain yet: what this rank waits for may be on its way, which only the other rank knows.
+        Neither proves a deadlock: the message that this rank is waiting for may be on its way, as only the other rank
+        knows.
 
-        Raises RanksDisagreeError: the other rank waits in vain, too, or had returned before.
+        Raises RanksDisagreeError if the other rank is also waiting in vain, or had returned before.
         """
         codes, (_, awaited, _, _) = self._codes, own.transfer
         told, before = _transfer_of(codes[awaited]), _transfer_of(codes[self.communicator.rank])
@@ -193,7 +194,7 @@ class Announcer:
         return in_vain
 
     def _lacking(self) -> list[int]:
-        """Return the ranks that wait for a message of this rank which it has not started."""
+        """Return the ranks that are waiting for a message that this rank has not started."""
         waits = {rank: told.transfer for rank, code in enumerate(self._codes) if (told := _transfer_of(code))}
         return [
             rank
@@ -218,21 +219,21 @@ class Announcer:
 
     @property
     def joined_by_idle(self) -> Announced | None:
-        """Action announced by ranks with samples that ranks without samples can join; None if there is none."""
+        """Action, announced by ranks with samples, that ranks without samples can join; None if not announced."""
         return joined_by_idle(self._codes)
 
     @property
     def fingerprints(self) -> list[int]:
-        """Latest parameter fingerprint announced by each rank, or the message's number if it waits for a message."""
+        """Latest parameter fingerprint announced by each rank, or the message number if it is waiting for a message."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
     def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:
         """Announce that this rank no longer needs other ranks; return True if all ranks do so within ``wait_s`` [s].
 
-        The announcement remains valid as long as the group exists: a rank that announces something else later still
+        The announcement remains valid while the group exists: a rank that makes a different announcement later still
         receives it.
 
-        Raises RanksDisagreeError: another rank was seen to continue training during the wait.
+        Raises RanksDisagreeError if another rank was seen to continue training during the wait.
         """
         self._start(what, loader_steps, fingerprint, ())
         self._open = None
@@ -257,7 +258,7 @@ class Announcer:
             return False  # a rank that is gone needs no answer
 
     def _stand(self) -> tuple[Any, torch.Tensor]:
-        """Post an announcement in a tensor of its own, where it remains; returns the work and the tensor."""
+        """Post an announcement in a separate tensor, where it remains; return the work and the tensor."""
         self._tensor = torch.zeros_like(self._tensor)
         self._values = self._tensor.numpy()
         self._post(timeout_s=_FINISHED_S)
@@ -268,9 +269,9 @@ class Announcer:
         """Check that all ranks have reduced gradients of the same step; return True if they have read the same data.
 
         Args:
-            note: 1 if this rank's gradients include those of the last update, else 0.
+            note: 1 if this rank's gradients include the last update's, otherwise 0.
 
-        Raises RanksDisagreeError: the gradients belong to different steps; raised on every rank.
+        Raises RanksDisagreeError on every rank if the gradients belong to different steps.
         """
         total, squares = tags
         if self._world * squares == total * total:
@@ -333,8 +334,8 @@ class Announcer:
     def _all_in_phase(self) -> bool:
         """True if all ranks have announced the same phase.
 
-        Raises RanksDisagreeError: in the same phase, the ranks have announced actions that do not fit together, or one
-        waits for a message of this rank, which does something else that takes all ranks.
+        Raises RanksDisagreeError if, in the same phase, the ranks have announced incompatible actions, or a rank is
+        waiting for a message from this rank, whose current action requires all ranks.
         """
         values, world = self._values, self._world
         codes, loader_steps, phases = values[:world], values[world : 2 * world], values[3 * world : 4 * world]
@@ -357,7 +358,7 @@ class Announcer:
         raise self._refused
 
     def _strategies(self) -> Sequence[str]:
-        """Return the announced strategies or collectives, by rank; empty if some rank does not send its own in time.
+        """Return the announced strategies or collectives, by rank; empty if any rank does not send its own in time.
 
         All ranks call this, because all know that they disagree; their announcements are complete.
         """

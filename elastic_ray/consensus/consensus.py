@@ -1,4 +1,4 @@
-"""Consensus of one rank with the other ranks: announcements, votes, control values, and conclusions from them."""
+"""Consensus between one rank and the others: announcements, votes, control values, and conclusions from them."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
 
 
 class AgreedChanges:
-    """Decisions on which the ranks of the current group have agreed, but which are not carried out yet.
+    """Decisions that the current group's ranks have agreed on but not carried out yet.
 
     Attributes:
         generation: Generation to enter after this step; 0 for none.
-        stop: Whether the job ends for good after this step.
-        preempted: Whether the job stops after this step and will continue later.
+        stop: True if the job ends permanently after this step.
+        preempted: True if the job stops after this step and will continue later.
         batch: Batch shape to change to; None for no change.
-        comparison: Whether all ranks must compare their models in their next announcement.
-        wants_consensus: On rank 0, whether all ranks should make their models identical after the next step, to save
+        comparison: True if all ranks must compare their models in their next announcement.
+        wants_consensus: On rank 0, True if all ranks should make their models identical after the next step, to save
             them.
-        wants_comparison: On rank 0, whether all ranks should compare their models, because it has reported a
+        wants_comparison: On rank 0, True if all ranks should compare their models, because rank 0 has reported a
             checkpoint.
-        ran_out: Whether this rank, or any rank once the sums are known, ran out of memory in the current step.
-        saves: Whether checkpoints are reported in the current group.
+        ran_out: True if this rank (any rank, once the sums are known) ran out of memory in the current step.
+        saves: True if checkpoints are reported in the current group.
         reports: Number of rank 0's ``report`` calls. It is shared because a rank with fewer calls may become rank 0.
         critical_batch: Critical batch measured by the job's branches; None if unknown, and in a group's first step.
     """
@@ -74,7 +74,7 @@ class AgreedChanges:
         self._heard = self._others = 0
 
     def start(self) -> None:
-        """Enter a new group and discard agreements of the previous one."""
+        """Enter a new group and discard the previous group's agreements."""
         self.generation, self.batch, self.ran_out, self.critical_batch = 0, None, False, None
         self.wants_consensus = self._consensus = False
         self.wants_comparison = self.comparison = self.saves = False
@@ -102,7 +102,7 @@ class AgreedChanges:
         return batch
 
     def is_unrecorded(self) -> bool:
-        """Count a report by a rank other than 0; True on the third such report if rank 0 has never reported."""
+        """Count a report by a rank other than 0; return True on the third one if rank 0 has never reported."""
         self._others += 1
         return self._others == _UNRECORDED and not self._heard
 
@@ -125,7 +125,7 @@ class AgreedChanges:
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Update the agreed decisions from the control values' sums over all ranks, in the same way on every rank."""
+        """Update the agreed decisions from control values summed over all ranks, in the same way on every rank."""
         if sums[0] > 0 and (ahead := agreed_generations_ahead(sums[0], sums[1], world_size)):
             self.generation = self._wishes.generation + ahead
         self.stop = self.stop or sums[2] > 0
@@ -179,7 +179,7 @@ class AgreedChanges:
 def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
     """Return this rank's sums, extended by a 0 for each name that only rank 0 has used.
 
-    A rank without a batch cannot know these names. Raises CommunicationFailedError: the collective failed.
+    A rank without a batch cannot know these names. Raises CommunicationFailedError if the collective fails.
     """
     if communicator.world_size == 1:
         return added
@@ -205,7 +205,7 @@ _READS_DIFFER = (
 
 
 class ControlPart(Protocol):
-    """Protocol of control values that are sent with gradient reductions, and of the conclusions from their sums.
+    """Protocol for control values that are sent with gradient reductions, and for the conclusions from their sums.
 
     The values are only sent with reductions that commit a training step. If only one of two ranks has received a
     conclusion, the two have therefore not committed the same steps.
@@ -216,20 +216,20 @@ class ControlPart(Protocol):
         """Constant values of a part that is not in use on this rank and draws no conclusions; None if it is in use."""
 
     def start(self) -> None:
-        """Enter a new group and discard conclusions of the previous one."""
+        """Enter a new group and discard the previous group's conclusions."""
 
     def size(self, world_size: int) -> int:
-        """Return the number of values; equal on all ranks of a group."""
+        """Return the number of values, which is the same on all ranks of a group."""
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
         """Return this rank's :meth:`size` values; sums that must be exact have to be representable in float32."""
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Draw conclusions from the sums of :meth:`values` over all ranks, which are equal on every rank."""
+        """Draw conclusions from :meth:`values` summed over all ranks; the sums are the same on every rank."""
 
 
 class RankConsensus:
-    """Consensus of one rank with the other ranks of its group.
+    """Consensus between one rank and the other ranks of its group.
 
     Args:
         is_last_epoch: Returns True if all ranks know that no other epoch follows.
@@ -268,7 +268,7 @@ class RankConsensus:
             self.announcer = Announcer(self._group.communicator, room=PAYLOAD_SIZE + sum(n for _, n in self._riding))
 
     def enter_group(self) -> None:
-        """Enter a new group and discard agreements and comparisons of the previous one."""
+        """Enter a new group and discard the previous group's agreements and comparisons."""
         self._replicas.start()
         self._changes.start()
         for part in self._parts:
@@ -301,7 +301,7 @@ class RankConsensus:
         """Announce an action without collectives; this rank's next announcement waits for the other ranks' first.
 
         Args:
-            plan: Facts to compare with those of the other ranks, which the next announcement does.
+            plan: Facts that the next announcement compares with the other ranks' facts.
         """
         self.announce(what, plan=plan)
         self._ahead = True
@@ -312,14 +312,14 @@ class RankConsensus:
         self.announcer.done()
 
     def announce_reductions(self, what: Announced, *, known: bool) -> bool:
-        """Announce that this rank reduces gradients next, unless the announcement is unnecessary.
+        """Announce that this rank will reduce gradients next, unless the announcement is unnecessary.
 
         Args:
-            known: Whether all ranks have made these reductions before, and cannot make any others.
+            known: True if all ranks have made these reductions before, and cannot make any others.
 
         Returns True if :meth:`agreed` must be called before the results are used.
 
-        Raises RanksDisagreeError: this rank has not completed its previous announcement.
+        Raises RanksDisagreeError if this rank has not completed its previous announcement.
         """
         if known and not self._ahead and not self._compares(what):
             self.announcer.start_quietly(what, self._position.state.progress.loader_steps)
@@ -362,7 +362,7 @@ class RankConsensus:
         return sums
 
     def announce_finished(self, what: Announced, wait_s: float, fingerprint: int = 0) -> list[int]:
-        """Announce that this rank no longer needs other ranks; return the fingerprints of all ranks.
+        """Announce that this rank no longer needs other ranks; return the fingerprints from all ranks.
 
         The result is empty if some ranks have not announced the same within ``wait_s`` [s].
         """
@@ -388,7 +388,7 @@ class RankConsensus:
         return values
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Draw conclusions from the control values' sums over all ranks, in the same way on every rank."""
+        """Draw conclusions from control values summed over all ranks, in the same way on every rank."""
         self._changes.conclude(sums[:CONTROL_SIZE], world_size)
         if self._changes.ran_out:
             self._position.fail(RAN_OUT)
@@ -403,10 +403,10 @@ class RankConsensus:
             first += size
 
     def step_tag(self, note: int = 0) -> tuple[float, float]:
-        """Return the tag that this rank adds to a reduction, by which :meth:`check_same_step` compares steps.
+        """Return the tag that this rank adds to a reduction, for :meth:`check_same_step` to compare steps.
 
         Args:
-            note: 1 if the gradients include those of the last update, else 0.
+            note: 1 if the gradients include the last update's, otherwise 0.
         """
         step = self._position.outermost
         sample_tag = step.sample_tag if step is not None and not self._reads_differ else 0
@@ -423,7 +423,7 @@ class RankConsensus:
             self._warn(_READS_DIFFER)
 
     def _join_collectives(self, end: Announced, join: Callable[[Announced], None]) -> None:
-        """Participate in collectives of the ranks with samples until all reach the step's end; see :meth:`vote`."""
+        """Participate in collectives with ranks that have samples until all reach the step's end; see :meth:`vote`."""
         while True:
             self.announce(Announced(Intent.IDLE, end.index, end.detail))
             self.agreed()
@@ -447,17 +447,17 @@ class RankConsensus:
         """Vote (sum the ranks' control values) in a separate collective, and sum all values added to accumulators.
 
         Args:
-            some_are_idle: Whether some ranks have no samples in this step; they do not know the names that other
-                ranks use.
+            some_are_idle: True if some ranks have no samples in this step; they do not know the names that other ranks
+                use.
             join: On a rank without samples, participates in an action that the other ranks have announced; None on
                 other ranks.
-            plan: Facts to compare with those of the other ranks; None for none.
+            plan: Facts to compare with the other ranks' facts; None to compare nothing.
 
         Returns the accumulator, name and sum of each value, in the same order on every rank.
 
         Raises:
             CommunicationFailedError: the group broke.
-            RanksDisagreeError: the ranks are not at the same place in the program.
+            RanksDisagreeError: the ranks are not at the same point in the program.
             RuntimeError: the ranks have added values under different names.
         """
         communicator = self._group.communicator

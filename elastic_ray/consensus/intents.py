@@ -1,7 +1,7 @@
-"""Intents: what each rank does next, announced as a number before collectives (pure).
+"""Intents: each rank's next action, announced as a number before collectives (pure).
 
-Ranks that do different things must not meet in one collective: if sizes differ, a process crashes, and if they
-are equal, unrelated values are summed.
+Ranks with different next actions must not meet in one collective: if sizes differ, a process crashes; if they are
+equal, unrelated values are summed.
 """
 
 from __future__ import annotations
@@ -121,16 +121,16 @@ class Announced:
 
     @property
     def transfer(self) -> tuple[bool, int, int, bool]:
-        """Arguments of the call of :func:`transfer` that built this: (``received``, ``peer``, ``tag``, ``in_vain``)."""
+        """Arguments that built this in :func:`transfer`: (``received``, ``peer``, ``tag``, ``in_vain``)."""
         rest, in_vain = divmod(self.detail, 2)
         return bool(self.index), rest >> _TAG_BITS, rest % (1 << _TAG_BITS), bool(in_vain)
 
 
 def transfer(peer: int, tag: int, *, received: bool, in_vain: bool = False) -> Announced:
-    """Return the announcement of a rank that waits for a message to or (if ``received``) from rank ``peer``.
+    """Return the announcement of a rank that is waiting for a message to (if ``received``, from) rank ``peer``.
 
     Args:
-        in_vain: True if the other rank has returned, or waits for a message of this rank that it has not started.
+        in_vain: True if the other rank has returned, or is waiting for a message that this rank has not started.
     """
     detail = ((peer << _TAG_BITS) | tag) << 1 | in_vain
     return Announced(Intent.TRANSFER, int(received), detail)
@@ -171,7 +171,7 @@ def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
 
 
 def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
-    """Return the error text for an action that needs all ranks in a step in which only ``have`` ranks have samples."""
+    """Return the error text for an action that needs all ranks in a step where only ``have`` ranks have samples."""
     return (
         f"step {step} (steps of all loaders counted) has samples for {have} of {world_size} workers, and these do what "
         f"takes all of them: {told}. In such a step models may be called, and Accumulators added to. To train, to loop "
@@ -181,7 +181,7 @@ def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
 
 
 def notes_differ(notes: Sequence[int], step: int) -> str:
-    """Return the error message for a step before which only some ranks cleared the gradients of the last update."""
+    """Return the error message if only some ranks cleared the last update's gradients before a step."""
     doing: dict[str, list[int]] = {}
     for rank, note in enumerate(notes):
         without = ", on top of those of the last update, which zero_grad() has not cleared" if note else ""
@@ -195,10 +195,11 @@ def notes_differ(notes: Sequence[int], step: int) -> str:
 
 
 def joined_by_idle(codes: Sequence[int]) -> Announced | None:
-    """Return the action announced by ranks with samples that ranks without samples can join; None if there is none.
+    """Return the action announced by ranks with samples that ranks without samples can join; None if not announced.
 
     Args:
-        codes: Announced code of each rank; a rank without samples announces the end of step or pass at which it waits.
+        codes: Announced code of each rank; a rank without samples announces the end of the step or pass where it is
+            waiting.
     """
     told = {Announced.from_code(code) for code in codes if code}
     ends = {each for each in told if each.intent is Intent.IDLE}
@@ -233,20 +234,19 @@ def _named(ranks: Iterable[int]) -> str:
 def agreed_generations_ahead(sum_of_distances: float, sum_of_squares: float, world_size: int) -> int:
     """Return how many generations ahead all ranks are prepared; 0 if ranks differ.
 
-    Each rank contributes d and d squared to the two sums. d is the number of its prepared generation minus that of
-    the current one (0 if none is prepared). All d are equal if and only if ``world_size`` x sum(d^2) = sum(d)^2
-    (Cauchy-Schwarz).
+    Each rank contributes d and d squared to the two sums. d is the number of its prepared generation minus the current
+    one's (0 if none is prepared). All d are equal if and only if ``world_size`` x sum(d^2) = sum(d)^2 (Cauchy-Schwarz).
     """
     total, squares = round(sum_of_distances), round(sum_of_squares)
     return total // world_size if total > 0 and world_size * squares == total * total else 0
 
 
 def names_ballot(names: Sequence[tuple[tuple[int, int], str]]) -> list[float]:
-    """Return a digest of the accumulators' names, its square, their number, and its square; exact in float64."""
+    """Return a digest of the accumulators' names and its square, and their count and its square; exact in float64."""
     digest, count = zlib.crc32(repr(list(names)).encode()) & 0xFFFFF, len(names)
     return [float(digest), float(digest * digest), float(count), float(count * count)]
 
 
 def names_agree(sums: Sequence[float], world_size: int) -> bool:
-    """True if all ranks have the same names, judging by the sums of their :func:`names_ballot`."""
+    """True if all ranks have the same names, based on the sums of their :func:`names_ballot`."""
     return all(world_size * round(b) == round(a) ** 2 for a, b in zip(sums[::2], sums[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""Agreement on a checkpoint: either all ranks write parts after a step, or rank 0 writes all of it (pure)."""
+"""Agreement on a checkpoint: after a step, either each rank writes a part, or rank 0 writes all of it (pure)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Readiness(enum.Enum):
 
 
 class Saving(enum.Enum):
-    """Mode in which the ranks save a checkpoint: together (each its part), rank 0 alone, or later."""
+    """Way to save a checkpoint: all ranks together (each its own part), rank 0 alone, or later."""
 
     TOGETHER = enum.auto()
     ALONE = enum.auto()
@@ -44,14 +44,14 @@ class SaveOrder:
 
 
 class SaveAgreement:
-    """Agreement of the ranks on how to save: they sum their ballots and draw the same conclusion from the sums.
+    """Agreement between ranks on how to save: they sum their ballots and draw the same conclusion from the sums.
 
-    Ballots that need no inspection of the state are sent with the control sums of every step (as a ``ControlPart``).
-    No further agreement is needed if rank 0's request for a checkpoint arrives in the same sums. If models must first
-    be made identical, or no step follows, the ranks sum the results of :meth:`ballot` in a separate collective.
+    Ballots that need no inspection of the state are sent with each step's control sums (as a ``ControlPart``). No
+    further agreement is needed if rank 0's request for a checkpoint arrives in the same sums. If models must first be
+    made identical, or no step follows, the ranks sum the results of :meth:`ballot` in a separate collective.
 
     Attributes:
-        refusals: Number of ranks in the current group that can never write their part; 0 before they were asked.
+        refusals: Number of ranks in the current group that can never write their part; 0 before they have been asked.
     """
 
     def __init__(self) -> None:
@@ -67,22 +67,22 @@ class SaveAgreement:
         self._writer, self.resting = writer, None
 
     def start(self) -> None:
-        """Enter a new group and discard agreements of the previous one."""
+        """Enter a new group and discard the previous group's agreements."""
         self._order, self._heard, self.refusals = None, None, 0
         if self._writer is not None:
             self._writer.start()
 
     @property
     def together(self) -> bool:
-        """True if this rank knows of no reason why ranks cannot each write a part; if False, rank 0 saves alone."""
+        """True if, as far as this rank knows, each rank can write a part; if False, rank 0 saves alone."""
         return self._writer is not None and not self.given_up and not self.refusals
 
     def ballot(self, rank: int, world_size: int, *, divided: bool, now: bool) -> list[float]:
         """Return this rank's ballot (its readiness to save, as numbers exact in float64), for :meth:`decide`.
 
         Args:
-            divided: Whether the state is divided among ranks; equal on all ranks.
-            now: Whether the checkpoint must be written now, so that a rank that is not ready yet cannot take part.
+            divided: True if the state is divided among ranks; the same on all ranks.
+            now: True if the checkpoint must be written now, so that a rank that is not ready yet cannot take part.
         """
         self._order = None
         if not divided or world_size == 1:
@@ -93,7 +93,7 @@ class SaveAgreement:
         return [1.0, *_said(rank, readiness)]
 
     def decide(self, sums: Sequence[float], rank: int, world_size: int, *, now: bool) -> Saving:
-        """Return the mode of saving that results from the summed ballots; equal on all ranks."""
+        """Return the way to save that results from the summed ballots; the same on all ranks."""
         divided, high, low, not_yet, never = (round(each) for each in sums)
         if divided != world_size:
             return Saving.ALONE
@@ -133,7 +133,7 @@ class SaveAgreement:
         return (float(world_size), *heard) if heard is not None else ()
 
     def pop_order(self) -> SaveOrder | None:
-        """Return the order to write this rank's part, and clear it; None if there is no order."""
+        """Return the order to write this rank's part, and clear it; None if there is none."""
         order, self._order = self._order, None
         return order
 

@@ -19,11 +19,11 @@ class UnitWishes:
     """Controller requests that all workers of a unit know; votes use them instead of the worker's membership.
 
     Args:
-        membership: Membership of this worker, which may know more than the memberships of the unit's other workers.
+        membership: This worker's membership, which may know more than the other workers' memberships in the unit.
         unit: Workers that must have the same knowledge.
 
     Attributes:
-        voided: Whether the current group was cancelled.
+        voided: True if the current group was cancelled.
         measured: Number of parameter groups with measured statistics on each worker, in order of position.
     """
 
@@ -39,7 +39,7 @@ class UnitWishes:
         return self._membership.generation
 
     def start(self) -> None:
-        """Enter a new group and discard requests of the previous one."""
+        """Enter a new group and discard the previous group's requests."""
         self.prepared_ahead = 0
         self.voided, self._save = False, 0
         self.wanted_batch: BatchChoice | None = None
@@ -49,11 +49,11 @@ class UnitWishes:
         """Exchange requests with the unit's workers, which all call this at the same point; True if all are ``well``.
 
         Args:
-            well: Whether everything on this worker has succeeded since the last call.
-            due: Whether this worker has a checkpoint to save; only the leading worker's value counts.
+            well: True if everything on this worker has succeeded since the last call.
+            due: True if this worker has a checkpoint to save; only the leading worker's value counts.
             measured: Number of parameter groups whose statistics this worker has measured.
 
-        Raises UnitLostError: another worker is gone.
+        Raises UnitLostError if another worker is gone.
         """
         mine, batch = self._membership, self._membership.wanted_batch
         prepared = mine.generation + mine.prepared_ahead if mine.prepared_ahead else 0

@@ -36,7 +36,7 @@ _SHOWN: dict[str, Any] = {
 class LoaderArguments:
     """Arguments of a loader, with the same meaning as in torch's DataLoader, except that ``batch_size`` is global.
 
-    Raises TypeError, ValueError: the arguments are invalid or contradict each other.
+    Raises TypeError or ValueError if the arguments are invalid or contradict each other.
     """
 
     dataset: Any
@@ -106,9 +106,9 @@ class LoaderArguments:
             raise ValueError(f"with an iterable dataset only collate_fn can be set, but got {', '.join(unknown)}")
 
     def shown(self, name: str) -> Any:
-        """Return the value that a torch DataLoader with these arguments would have for its attribute `name`.
+        """Return the value of attribute `name` in a torch DataLoader with these arguments.
 
-        Raises AttributeError: a DataLoader has no such attribute.
+        Raises AttributeError if a DataLoader has no such attribute.
         """
         if name == "sampler" and self.sampler is None:
             if isinstance(self.dataset, IterableDataset):
@@ -126,7 +126,7 @@ class LoaderArguments:
         return {**own.pop("options"), **own}
 
     def facts(self, *, drop_last: bool) -> dict[str, Any]:
-        """Return the loader's settings that must be equal on all ranks, as plain values keyed by name."""
+        """Return the loader settings that must be the same on all ranks, as plain values keyed by name."""
         samplers = {"sampler": self.sampler, "batch_sampler": self.batch_sampler}
         return {
             "drop_last": drop_last,
@@ -150,7 +150,7 @@ class LoaderArguments:
 def batch_of_worker(given: LoaderArguments, *, plain: bool) -> int:
     """Return the batch size per worker for a loader with ``scale_with_workers``, after checking its arguments.
 
-    Raises ValueError: another argument (a schedule, ``batch_tokens``, ``whole_batches``) decides the batch size.
+    Raises ValueError if another argument (a schedule, ``batch_tokens``, ``whole_batches``) decides the batch size.
     """
     if not plain or given.whole_batches:
         other = "whole_batches" if given.whole_batches else "a ramp of batch_size, or batch_tokens"
@@ -164,8 +164,8 @@ def copied_arguments(given: LoaderArguments, batch_size: int | None = None) -> L
     Args:
         batch_size: global batch size that replaces the DataLoader's own; None keeps the DataLoader's.
 
-    Raises ValueError: the DataLoader's batches cannot be divided among ranks, or an argument was given that must be set
-    on the DataLoader instead.
+    Raises ValueError if the DataLoader's batches cannot be divided between ranks, or if an argument was given that must
+    be set on the DataLoader instead.
     """
     loader: DataLoader[Any] = given.dataset
     own = {"dataset", "whole_batches", "on_epoch"}
@@ -203,7 +203,7 @@ def copied_arguments(given: LoaderArguments, batch_size: int | None = None) -> L
 
 
 def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the remaining options with which a DataLoader was created."""
+    """Return the remaining options that a DataLoader was created with."""
     options = {name: getattr(loader, name) for name in _TAKEN_OVER}
     if options["collate_fn"] is default_collate:
         del options["collate_fn"]
@@ -242,7 +242,7 @@ def describe_sample(dataset: Any) -> str:
 
 
 def first_length(dataset: Any, tokens_per_sample: Any) -> float | None:
-    """Return the mean length of a few samples; None unless the loop counts tokens and all these samples have one."""
+    """Return the mean length of a few samples; None if the loop counts no tokens or any sample has no length."""
     if tokens_per_sample != WEIGH or isinstance(dataset, (IterableDataset, DataLoader)):
         return None
     if not isinstance(dataset, Sized):

@@ -29,21 +29,21 @@ _FILES_OPEN = 64  # footers kept per process, some kB to MB each
 class ArrowDataset:
     """Rows of Parquet files as a map-style dataset, numbered file by file and read one row group at a time.
 
-    Construction reads only the footers of the files. Rows come from a cache of row groups, which evicts the least
-    recently used. Each reading process (the training process, or each DataLoader worker) holds at most twice
+    Construction reads only the files' footers. Rows are read through a cache of row groups, which evicts the least
+    recently used group. Each reading process (the training process, or each DataLoader worker) holds at most twice
     `buffer_row_groups` row groups of the chosen columns. Neither the cache nor open handles survive pickling or a fork
     into DataLoader workers.
 
-    A row is a dict from column to value: NumPy scalars for numbers and booleans; NumPy arrays for lists of numbers or
-    booleans (of fixed or varying length) and for fixed-shape tensors; Python values for everything else (strings,
-    bytes, timestamps, structs); None for null. Torch's default collate accepts the first three.
+    A row is a dict of values keyed by column: NumPy scalars for numbers and booleans; NumPy arrays for lists of numbers
+    or booleans (of fixed or varying length) and for fixed-shape tensors; Python values for all other types (strings,
+    bytes, timestamps, structs); None for null. Torch's default collate function accepts the NumPy types.
 
     When the loader shuffles, row groups are used in random order, `buffer_row_groups` at a time, and the rows of these
     row groups are shuffled together. The larger the buffer, the closer the order is to a full shuffle.
 
     Attributes:
-        locality: tells the loader to sort a step's indices before dividing them among the ranks, so that each rank
-            reads only some of the row groups. The global batch contains the same samples, but a rank's share comes from
+        locality: tells the loader to sort a step's indices before dividing them between the ranks, so that each rank
+            reads only some of the row groups. The global batch contains the same samples, but each rank's share is from
             the same few row groups. If rows differ systematically between groups (a file sorted by label), shuffle them
             once when writing the files.
 
@@ -68,11 +68,11 @@ class ArrowDataset:
         buffer_row_groups: int = 4,
         transform: Callable[[Row], Any] | None = None,
     ) -> None:
-        """Read the footers of all files.
+        """Read all files' footers.
 
         Args:
             source: a Parquet file, a directory, a list of either, or URIs such as s3://bucket/data; paths on
-                `filesystem` if given. A directory stands for all *.parquet and *.pq files below it; a single one may
+                `filesystem` if given. A directory means all *.parquet and *.pq files below it; a single directory may
                 have key=value folders, which become columns.
             columns: columns to read; all by default.
             filesystem: a `pyarrow.fs.FileSystem` or an fsspec file system; derived from `source` by default.
@@ -81,8 +81,8 @@ class ArrowDataset:
 
         Raises:
             FileNotFoundError: a path does not exist, or a directory holds no Parquet file.
-            ValueError: there are no rows, a column or URI scheme is unknown, a file is not Parquet, or a size is out of
-                range.
+            ValueError: the files have no rows, a column or URI scheme is unknown, a file is not Parquet, or a size is
+                out of range.
         """
         if buffer_row_groups < 1:
             raise ValueError(f"buffer_row_groups must be at least 1, but got {buffer_row_groups}")
@@ -133,7 +133,7 @@ class ArrowDataset:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns of a row."""
+        """Names of a row's columns."""
         return self._columns
 
     @property
@@ -296,7 +296,7 @@ def _find(source: Source | Sequence[Source], filesystem: Any) -> tuple[Any, list
 
 
 def _parquet_below(filesystem: Any, path: str, *, shown: str) -> list[str]:
-    """Return the Parquet files below a directory, sorted; raises FileNotFoundError if there are none."""
+    """Return the Parquet files below a directory, sorted; raises FileNotFoundError if none exist."""
     below = [
         info.path
         for info in filesystem.get_file_info(pa.fs.FileSelector(path, recursive=True))

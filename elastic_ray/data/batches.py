@@ -38,7 +38,7 @@ _CHUNK = 1 << 20
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class StepSplit:
-    """Division of upcoming steps among the ranks; equal on all ranks except for ``rank`` and ``shard``."""
+    """Division of upcoming steps between ranks; the same on all ranks except for ``rank`` and ``shard``."""
 
     batch_size: int
     micro_steps: int
@@ -58,7 +58,7 @@ class StepSplit:
     _slices: dict[tuple[int, int], list[slice]] = dataclasses.field(init=False, default_factory=dict)
 
     def start(self, position: int, steps: int) -> None:
-        """Record that ``steps`` steps are committed once the pass has used ``position`` samples; count from there."""
+        """Record that ``steps`` steps are committed when the pass has used ``position`` samples; count from there."""
         if self._first[0] >= 0:  # of another pass, or after a nested one
             self.owed = 0
         self._first = position, steps
@@ -75,7 +75,7 @@ class StepSplit:
         return 2 if self.halving.due(self.step_at(position), count) else 1
 
     def count(self, position: int, total: int) -> int:
-        """Return the size of the step at ``position`` of a pass of ``total`` samples, over all ranks; 0 at the end.
+        """Return the size of the step at ``position`` in a pass of ``total`` samples, over all ranks; 0 at the end.
 
         If the step has fewer samples than ranks, some ranks get none.
         """
@@ -120,7 +120,7 @@ class StepSplit:
         return self._slices[key]
 
     def slices_of(self, rank: int, count: int, micro_steps: int) -> list[slice]:
-        """Return the slices of a step's ``count`` samples that `rank` uses, one for each micro-step."""
+        """Return the slices of a step's ``count`` samples that `rank` uses, one per micro-step."""
         found = rank_slices(
             count // self.shards,
             rank=rank,
@@ -169,10 +169,10 @@ class BatchSource(Protocol):
         """End the current pass over the data."""
 
     def close(self) -> None:
-        """Close the source at the end of the run."""
+        """Close the source when the run ends."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the step at ``position``, divided among the ranks by ``cut``; called again if the step was voided."""
+        """Return the step at ``position``, divided between ranks by ``cut``; called again if the step was voided."""
 
     def commit(self) -> None:
         """Mark the samples of the current step as used."""
@@ -186,12 +186,12 @@ class BatchSource(Protocol):
 
 @runtime_checkable
 class BringsBatches(Protocol):
-    """Protocol of an iterable dataset that divides its samples among the ranks itself."""
+    """Protocol of an iterable dataset that divides its samples between the ranks itself."""
 
     known_rows: int | None  # samples of an epoch; None where they are not known
 
     def batch_source(self, collate: Callable[[Any], Any] | None) -> BatchSource:
-        """Return the source of the dataset's batches, which applies the user's ``collate_fn`` if there is one."""
+        """Return the source of the dataset's batches, which applies the user's ``collate_fn``, if any."""
 
 
 class _PlannedBatches:
@@ -207,7 +207,7 @@ class _PlannedBatches:
         self._tells_epochs = True
 
     def plan(self, epoch: int, batches: Callable[[], Iterator[tuple[int, list[int]]]]) -> None:
-        """Set the batches to draw from now on; ``batches`` yields each one with the position of its first sample."""
+        """Set the batches to draw from now on; ``batches`` yields each batch with the position of its first sample."""
         self._epoch, self._plan = epoch, batches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -261,7 +261,7 @@ class MapBatches:
         self._batches = iter(self._loader)
 
     def close(self) -> None:
-        """Close the source at the end of the run, which ends its worker processes."""
+        """Close the source when the run ends, which ends its worker processes."""
         self._batches = self._loader = None
 
     def end(self) -> None:
@@ -275,7 +275,7 @@ class MapBatches:
         return functools.partial(_shares, self.indices(epoch), position, cut, self._hashes, sort=self._locality)
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the step at ``position`` of the epoch's order, divided among the ranks by ``cut``."""
+        """Return the step at ``position`` of the epoch's order, divided between ranks by ``cut``."""
         total = self._total
         count = cut.count(position, total)
         if not count:
@@ -295,7 +295,7 @@ class MapBatches:
         self.start(epoch, position + cut.count(position, self._total), cut, new_pass=False)
 
     def step_of(self, rank: int, number: int, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the part of `rank` in a later step: the one ``number`` steps after the step at ``position``."""
+        """Return `rank`'s part of a later step, ``number`` steps after the step at ``position``."""
         place = next(itertools.islice(_steps(position, self._total, cut), number, None))
         count, micro_steps = len(place), len(cut.sizes(len(place), place.start)[0])
         indices = self.indices(epoch)[place.start : place.stop]
@@ -320,7 +320,7 @@ class MapBatches:
         return self._loader.collate_fn(whole(batch) if whole else [dataset[index] for index in batch])
 
     def hash_of_rest(self, epoch: int, position: int) -> int:
-        """Return the sum of the hashes of the sample indices from ``position`` to the end of the epoch's order."""
+        """Return the summed hashes of all sample indices from ``position`` on in the epoch's order."""
         order = self.indices(epoch)
         pieces = (order[begin : begin + _CHUNK] for begin in range(position, len(order), _CHUNK))
         return sum(int(sample_hashes(piece).sum()) for piece in pieces) & BITS
@@ -349,7 +349,7 @@ class MapBatches:
 
 
 def _sum_of(hashes: Mapping[int, int], firsts: Sequence[int]) -> int:
-    """Return the sum, modulo 2^32, of the hashes of the micro-batches that start at the given positions."""
+    """Return the summed hashes, modulo 2^32, of the micro-batches that start at the given positions."""
     return sum(map(hashes.__getitem__, firsts)) & BITS
 
 
@@ -395,7 +395,7 @@ def _steps(position: int, total: int, cut: StepSplit) -> Iterator[range]:
 def _data_loader(given: LoaderArguments, indices: _PlannedBatches, seed: int) -> DataLoader[Any]:
     """Build a DataLoader whose workers persist within a pass, so that a resize does not fork them again.
 
-    The random numbers of a sample depend on the seed, the epoch and the sample's position only; see ``seed_sample``.
+    A sample's random numbers depend only on the seed, the epoch and the sample's position; see ``seed_sample``.
     """
     dataset, options, workers = given.dataset, dict(given.options), given.num_workers
     if workers or given.on_epoch is not None:
@@ -408,7 +408,7 @@ def _data_loader(given: LoaderArguments, indices: _PlannedBatches, seed: int) ->
 
 
 class StreamBatches:
-    """Batches of an iterable dataset: every rank reads the whole stream and keeps its share (see ``StreamSharder``)."""
+    """Batches of an iterable dataset; every rank reads the full stream and keeps its share (see ``StreamSharder``)."""
 
     def __init__(self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any] | None) -> None:
         self._dataset, self._seed = dataset, seed
@@ -427,10 +427,10 @@ class StreamBatches:
         self._epoch = epoch
 
     def end(self) -> None:
-        """Do nothing: a stream needs no cleanup at the end of a pass."""
+        """Do nothing, because a stream needs no cleanup when a pass ends."""
 
     def close(self) -> None:
-        """Do nothing: the stream is read in this process."""
+        """Do nothing, because the stream is read in this process."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """Return the stream's next step, divided by ``cut``; its ``total`` counts only the samples read so far."""
@@ -467,7 +467,7 @@ class StreamBatches:
 
 
 class BatchSamplerOrder:
-    """Order of samples given by a batch sampler, with the positions at which its batches end.
+    """Sample order given by a batch sampler, with the positions where its batches end.
 
     The sampler is read once per epoch. All random generators that it can use are seeded from the seed and the epoch
     (see ``SamplerOrder``), so that it gives the same batches on every rank.
@@ -483,9 +483,9 @@ class BatchSamplerOrder:
         self.ends: list[int] = []
 
     def epoch_order(self, seed: int, epoch: int) -> Indices:
-        """Return the sample indices of all of an epoch's batches in order, and set ``ends``, where the batches end.
+        """Return the sample indices of an epoch's batches, in order, and set ``ends``, the end positions of batches.
 
-        Raises ValueError: there are no or too many batches, a batch is empty, or an index lies outside the dataset.
+        Raises ValueError if there are no batches or too many, a batch is empty, or an index is outside the dataset.
         """
         for told in (self._batch_sampler, getattr(self._batch_sampler, "sampler", None)):
             if callable(set_epoch := getattr(told, "set_epoch", None)):
@@ -515,7 +515,7 @@ class WholeBatches(MapBatches):
         self._ends: tuple[Order, Sequence[int]] | None = None
 
     def ends(self, epoch: int) -> Sequence[int]:
-        """Return the positions at which the epoch's batches end."""
+        """Return the positions where the epoch's batches end."""
         order = self.indices(epoch)
         if self._ends is None or self._ends[0] is not order:
             if isinstance(self._order, BatchSamplerOrder):
@@ -539,12 +539,12 @@ class WholeBatches(MapBatches):
         return StepBatches(total=ends[-1], sizes=[[count] for count in counts], fetches=fetches)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return the values that ``MapBatches`` compares between ranks, and a digest of where batches end."""
+        """Return the values that ``MapBatches`` compares between ranks, and a digest of the batches' end positions."""
         ends = np.asarray(self.ends(epoch), dtype=np.int64)
         return {**super().facts(epoch), "the batches' ends": f"{digest(ends):016x}"}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """Return True: a group of any size can continue from the end of a batch."""
+        """Return True, because a group of any size can continue after a complete batch."""
         return True
 
 

@@ -1,8 +1,8 @@
 """Facts about a few items of a dataset, which ranks compare to check that they use the same data (torch).
 
 Items are inspected only if that costs nothing: tensors, arrays, lists, tables, and dataset attributes that name each
-sample (a list of files). No sample is loaded, and no user code runs except ``__len__``. No file is therefore opened
-that worker processes would share, and no random number is drawn.
+sample (a list of files). No sample is loaded, and no user code runs except ``__len__``. Inspection therefore opens no
+file that worker processes would share, and draws no random number.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _is_frame(value: Any) -> bool:
 
 
 def _entries(value: Any, name: str) -> Facts:
-    """Return some entries of a list, array, tensor or data frame, keyed by name; empty for anything else."""
+    """Return some entries of a list, array, tensor or data frame, keyed by name; empty for other types."""
     count = _length(value)
     if count < 0:
         return {}
@@ -215,7 +215,7 @@ def _cut(entry: Any, root: str) -> Any:
 
 
 def still_facts(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Facts:
-    """Return the facts of a pass, with None for items that have changed since the ``first`` pass and are not text."""
+    """Return a pass's facts, with None for items that have changed since the ``first`` pass and are not text."""
     return {name: value if _is_still(name, value, first.get(name)) else None for name, value in facts.items()}
 
 

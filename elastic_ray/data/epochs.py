@@ -1,4 +1,4 @@
-"""Propagation of epoch numbers and random seeds to the dataset copies in DataLoader worker processes."""
+"""Propagation of epoch numbers and random seeds to dataset copies in DataLoader worker processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EpochHook = Callable[[Any, int], object]
 
 
 class EpochBatch(list[int]):
-    """Indices of a batch, sent to worker processes together with the batch's epoch and position."""
+    """Indices of a batch, sent to worker processes with the batch's epoch and position."""
 
     __slots__ = ("epoch", "first")
 
@@ -56,7 +56,7 @@ class EpochBatch(list[int]):
 def seed_sample(seed: int, epoch: int, position: int) -> None:
     """Seed the global generators of torch (CPU), NumPy and Python for the sample at ``position`` of an epoch.
 
-    The random numbers depend on these arguments only, not on the number of workers or the process that loads the
+    The random numbers depend only on these arguments, not on the number of workers or the process that loads the
     sample.
     """
     import numpy as np

@@ -46,7 +46,7 @@ _Setting: TypeAlias = tuple[BatchChoice, StepSplit, bool]
 
 
 class PlanFacts:
-    """Settings of a loader that must be equal on all ranks so that they divide its samples in the same way."""
+    """Loader settings that must be the same on all ranks so that they divide the loader's samples in the same way."""
 
     def __init__(self, given: LoaderArguments, source: BatchSource, *, seed: int, drop_last: bool) -> None:
         self._options = given.facts(drop_last=drop_last) | ({"seed": seed} if given.draws else {})
@@ -62,7 +62,7 @@ class PlanFacts:
 
 
 class AdaptiveDataLoader(ResumableLoader):
-    """DataLoader whose global batches are divided among the job's workers.
+    """DataLoader that divides each global batch between the job's workers.
 
     ``batch_size`` is the size of the *global* batch: with 64 samples and 4 workers, each worker gets 16. Unless
     :meth:`autoscale_batch_size` allows more, every step uses exactly that many samples (fewer in the last step of an
@@ -70,11 +70,11 @@ class AdaptiveDataLoader(ResumableLoader):
     ``seed`` and the epoch alone, even if workers join, leave or fail. A step voided by a failure is drawn again.
 
     Iterate inside ``for epoch in elastic_ray.remaining_epochs_until(n):``. Evaluation loaders (``shuffle=False``) also
-    divide their samples among the workers, so results must be summed in an ``Accumulator``.
+    divide their samples between the workers, so results must be summed in an ``Accumulator``.
 
-    A sampler or iterable of indices determines the global order, seeded by ``seed`` and the epoch. Of a
-    ``DistributedSampler`` only shuffle, seed and drop_last are used. With an iterable dataset, every rank reads the
-    whole stream and keeps its share (``num_workers`` must be 0).
+    A sampler or iterable of indices determines the global order, seeded by ``seed`` and the epoch. Only the shuffle,
+    seed and drop_last options of a ``DistributedSampler`` are used. With an iterable dataset, every rank reads the
+    entire stream and keeps its share (``num_workers`` must be 0).
 
     Worker processes of the DataLoader survive every change of the job's size. With ``persistent_workers=True`` they
     keep their copies of the dataset, and ``set_epoch(epoch)`` is called on each copy before the epoch's first sample.
@@ -82,28 +82,29 @@ class AdaptiveDataLoader(ResumableLoader):
     Args:
         dataset: map-style or iterable dataset, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are
             reused.
-        batch_size: global batch size, at least 1; a batch larger than the dataset holds all of its samples. Or a
-            schedule by progress (0 to 1), such as ``[(0, 64), (0.1, 256)]``. The first size is the initial batch, for
-            which the user sets the learning rates. Sizes are adapted to the workers: on 3 workers, 256 becomes 255.
-        batch_tokens: global batch in tokens, instead of ``batch_size``, rounded down to whole samples; or a schedule by
-            tokens trained on, such as ``[(0, 65_536), ("0.25B", 262_144)]``.
+        batch_size: global batch size, at least 1; if it is larger than the dataset, each batch holds all samples.
+            Alternatively, a schedule by progress (0 to 1), such as ``[(0, 64), (0.1, 256)]``. The first size is the
+            initial batch, which the user's learning rates are meant for. Sizes are adapted to the workers: on 3
+            workers, 256 becomes 255.
+        batch_tokens: global batch in tokens, instead of ``batch_size``, rounded down to complete samples; or a schedule
+            by tokens trained on, such as ``[(0, 65_536), ("0.25B", 262_144)]``.
         tokens_per_sample: tokens in each sample; ``"weigh"`` if the loop counts them with :meth:`weigh`.
         scale_with_workers: if True, ``batch_size`` is per worker, so the global batch grows with the job; the scaling
-            rule adapts the learning rate, which is set for one worker.
+            rule adapts the learning rate, which is meant for one worker.
         max_batch_tokens: largest batch in tokens, as in :meth:`autoscale_batch_size`; None keeps the batch fixed.
         shuffle: use a new order in each epoch; True by default, except with a ``sampler`` or ``whole_batches``.
-        sampler: sampler or iterable of indices in the order of use; None orders samples by ``shuffle``.
+        sampler: sampler or iterable of indices, in the order they are used; None orders samples by ``shuffle``.
         batch_sampler: yields batches as lists of indices; requires ``whole_batches``.
         drop_last: drop a last step smaller than the batch.
-        seed: seed of the sample order.
+        seed: seed for the sample order.
         num_workers: number of DataLoader worker processes.
         persistent_workers: keep worker processes between passes.
-        whole_batches: give each batch undivided to one rank, in the dataset's order unless ``shuffle=True``. For
-            evaluation metrics that need whole batches, such as a ranking over 100 candidates.
+        whole_batches: give each batch undivided to one rank, in the dataset's order unless ``shuffle=True``. Meant for
+            evaluation metrics that need complete batches, such as a ranking over 100 candidates.
         on_epoch: called as ``on_epoch(dataset, epoch)`` before the first sample of each epoch, after ``set_epoch``.
         options: further arguments of ``torch.utils.data.DataLoader``.
 
-    Raises TypeError or ValueError: an argument is invalid; the message names it and says how to fix it.
+    Raises TypeError or ValueError if an argument is invalid; the message names it and says how to fix it.
 
     Examples:
         >>> from elastic_ray import remaining_epochs_until
@@ -205,9 +206,9 @@ class AdaptiveDataLoader(ResumableLoader):
 
         Args:
             max_batch_size: largest global batch [samples].
-            local_bsz_bounds: fewest and most samples that one worker processes at once; None for no bound.
-            gradient_accumulation: True if a step may have several micro-batches; ``optimizer.step()`` then takes effect
-                on the last of them only.
+            local_bsz_bounds: fewest and most samples that one worker processes at once; None if unbounded.
+            gradient_accumulation: True if a step may have several micro-batches; ``optimizer.step()`` then has an
+                effect only on the last of them.
 
         Raises:
             RuntimeError: another loader of this train loop already adapts its batch size, training has started, or the
@@ -244,9 +245,9 @@ class AdaptiveDataLoader(ResumableLoader):
         """Weight the current micro-batch by ``count``, instead of its number of samples, in the step's mean gradient.
 
         Call this before ``backward()``, on every rank, with the number of items that the micro-batch's loss averages
-        over: the tokens that are not padding, or the boxes of an image. The gradient is then that of the mean over all
-        items of the step, however they are distributed over ranks and micro-batches. A micro-batch with count 0 does
-        not contribute, whatever its loss. This costs one small collective per step.
+        over: for example the tokens that are not padding, or the boxes in the images. The result is the gradient of the
+        mean over all items in the step, however they are distributed over ranks and micro-batches. A micro-batch with
+        count 0 does not contribute, whatever its loss. This costs one small collective per step.
 
         Args:
             count: number of items, 0 or more.
@@ -266,7 +267,7 @@ class AdaptiveDataLoader(ResumableLoader):
         step.weigh(float(count))
 
     def _announce(self) -> None:
-        """Register this loader with its session, and make it the leading loader if that is its role."""
+        """Register this loader with its session, and make it the leading loader if it has that role."""
         loaders = (session := self._session).registry.loaders
         loaders.add(weakref.WeakMethod(self._source.close))
         self._is_late = session.synced and not session.elastic
@@ -330,7 +331,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def accumulation_steps(self) -> int:
-        """Number of micro-steps per step that only accumulate gradients, before the one that synchronises them."""
+        """Number of micro-steps per step that only accumulate gradients, before the last one synchronises them."""
         return self.shape.accum_steps
 
     @property
@@ -368,7 +369,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def dataset(self) -> Any:
-        """Dataset from which the samples come."""
+        """Dataset that provides the samples."""
         return self._given.dataset
 
     @property
@@ -378,7 +379,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def drop_last(self) -> bool:
-        """True if the samples at the end of a pass are dropped when they are fewer than a batch."""
+        """True if a pass's last samples are dropped when they are fewer than a batch."""
         return self._drop_last
 
     def __getattr__(self, name: str) -> Any:
@@ -393,7 +394,7 @@ class AdaptiveDataLoader(ResumableLoader):
         """Iterate over this rank's batches of one pass, like ``iter(loader)``.
 
         Args:
-            joined_later: True to let no rank join between the last step and the epoch's end; joins are postponed.
+            joined_later: True to postpone joins, so that no rank joins between the last step and the epoch's end.
         """
         self._join_present_run()
         self._joined_later = joined_later
@@ -452,7 +453,7 @@ class AdaptiveDataLoader(ResumableLoader):
                 self._session.run.clock.micro()
 
     def _epoch(self) -> int:
-        """Return the epoch that determines the order: one per pass in a loop without ``remaining_epochs_until``."""
+        """Return the epoch that determines the order; without ``remaining_epochs_until``, each pass is an epoch."""
         if self._session.in_epochs:
             return self._session.progress.epoch
         self._passes += 1
@@ -501,7 +502,7 @@ class AdaptiveDataLoader(ResumableLoader):
             session.passes.edge(loader_pass)
 
     def _begun(self, step: StepBatches, loader_pass: PassProgress, setting: _Setting, *, taken: bool) -> LoaderStep:
-        """Return the ledger's record of a step that starts, which with ``taken`` belongs to another rank."""
+        """Return the ledger's record for a step that is starting; with ``taken``, the step belongs to another rank."""
         shape, cut, leads = setting
         return LoaderStep(
             loader_pass=loader_pass,
@@ -548,13 +549,13 @@ class AdaptiveDataLoader(ResumableLoader):
         return self._setting[1:]
 
     def _owed(self) -> int:
-        """Return the size of a step that must be drawn again though its update is already in the model; 0 if none."""
+        """Return the size of a step that must be drawn again, although its update is in the model; 0 if none."""
         run = self._session.run
         return run.progress.stepped_samples if run.progress.optimizers_stepped and not run.ledger.depth else 0
 
     @property
     def _shard_of_unit(self) -> tuple[int, int]:
-        """Index of the part of its unit's samples that this worker reads, and the number of parts."""
+        """Index of the part that this worker reads of its unit's samples, and the number of parts."""
         unit = self._session.run.unit
         if unit is None or unit.place.shards == 1:
             return 0, 1
@@ -577,7 +578,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def _shares(self) -> Shares | None:
-        """Shares of a step for ranks of unequal speed; None divides equally."""
+        """Shares of a step for ranks with unequal speeds; None divides equally."""
         run = self._session.run
         weights = run.gpu_types.weights(run.stragglers.weights)
         if weights is None:

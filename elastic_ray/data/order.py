@@ -1,7 +1,7 @@
-"""Sample order of an epoch, identical on every rank and computed from the seed and the epoch only.
+"""Sample order of an epoch, identical on every rank and computed only from the seed and the epoch.
 
 Map-style datasets: an `EpochOrder` gives the indices of an epoch (`order_for` chooses it), and `sharding` divides them
-by position. Iterable datasets: `StreamSharder` reads the whole stream on every rank and keeps the rank's share by
+by position. Iterable datasets: `StreamSharder` reads the entire stream on every rank and keeps the rank's share by
 position.
 """
 
@@ -36,7 +36,7 @@ class EpochOrder(Protocol):
     """Protocol of an object that gives each epoch's order of samples, such as the dataset `ArrowDataset`."""
 
     def epoch_order(self, seed: int, epoch: int) -> Order:
-        """Return the sample indices [n] of an epoch in the order of use; equal in every process for equal arguments."""
+        """Return an epoch's sample indices [n] in the order of use; the same in every process for equal arguments."""
         ...
 
 
@@ -62,18 +62,18 @@ class IndexOrder:
 class SamplerOrder:
     """Order given by a sampler or any re-iterable of indices: weighted, with replacement, a subset...
 
-    At each epoch, `set_epoch(epoch)` is called if the sampler has it, and the sampler is read to its end. Meanwhile
-    every random generator that it can use (torch's on the CPU, NumPy's, Python's, and generators among its own
-    attributes, such as `generator`) is seeded from the job's seed and the epoch, and restored afterwards. The sampler
+    At each epoch, `set_epoch(epoch)` is called if the sampler has this method, and the sampler is read completely.
+    During the read, every random generator that it can use (torch's on the CPU, NumPy's, Python's, and its own, such as
+    an attribute `generator`) is seeded from the job's seed and the epoch; afterwards it is restored. The sampler
     therefore gives the same indices on every rank, and to a worker that joins in a later epoch. A seed that the user
-    set on such a generator has no effect. The epoch has as many samples as the sampler yields, and "exactly once"
-    applies to positions in its sequence.
+    sets on any of these generators has no effect. The epoch's samples are exactly the indices the sampler yields, and
+    "exactly once" applies to positions in its sequence.
     """
 
     def __init__(self, sampler: Iterable[Any], *, samples: int) -> None:
         """Wrap `sampler` for a dataset of `samples` samples.
 
-        Raises TypeError: the sampler is not re-iterable, or would give each rank a different order.
+        Raises TypeError if the sampler is not re-iterable, or would give each rank a different order.
         """
         if not isinstance(sampler, Iterable):
             raise TypeError(f"sampler must be iterable, but got {type(sampler).__name__}")
@@ -92,7 +92,7 @@ class SamplerOrder:
     def epoch_order(self, seed: int, epoch: int) -> Indices:
         """Return the sample indices of an epoch in the order of use; see `EpochOrder`.
 
-        Raises ValueError or TypeError: the sampler yields nothing, too much, or values that are not indices of the
+        Raises ValueError or TypeError if the sampler yields nothing, too much, or values that are not indices of the
         dataset.
         """
         _set_epoch(self._sampler, epoch)
@@ -122,7 +122,7 @@ class SamplerOrder:
 
 
 def check_indices(order: Indices, samples: int, sampler: object) -> None:
-    """Raise ValueError unless the indices that a sampler gave are those of samples of the dataset."""
+    """Raise ValueError unless all indices from a sampler are valid for the dataset."""
     if order.min() < 0 or order.max() >= samples:
         raise ValueError(
             f"indices must be in 0..{samples - 1}, the samples of the dataset, but {type(sampler).__name__} gave "
@@ -133,12 +133,12 @@ def check_indices(order: Indices, samples: int, sampler: object) -> None:
 def order_for(dataset: Any, *, shuffle: bool = True, sampler: Iterable[Any] | None = None) -> EpochOrder:
     """Return the rule that orders the samples of a map-style `dataset` in each epoch.
 
-    If a sampler is given, it alone decides and `shuffle` is ignored. Of torch's DistributedSampler only `shuffle` and
-    `seed` are used, not its sharding and padding (see also `drops_last`). Without a sampler, `shuffle` selects the
-    dataset's own order if it has one, or else a permutation; unshuffled indices ascend.
+    If a sampler is given, it alone decides and `shuffle` is ignored. Only `shuffle` and `seed` of torch's
+    DistributedSampler are used, not its sharding and padding (see also `drops_last`). Without a sampler, `shuffle`
+    selects the dataset's own order if it has one, or else a permutation; unshuffled indices ascend.
 
     Raises:
-        ValueError: the dataset is empty, or a DistributedSampler belongs to a dataset of another length.
+        ValueError: the dataset is empty, or a DistributedSampler belongs to a dataset of a different length.
         TypeError: the dataset has no length, or each rank would read the sampler differently.
     """
     if not hasattr(dataset, "__len__"):
@@ -166,9 +166,9 @@ def drops_last(sampler: Iterable[Any] | None, *, drop_last: bool) -> bool:
 
 
 def digest(order: Order) -> int:
-    """Return a number below 2**63 computed from an order; ranks compare it to detect samplers that differ.
+    """Return a number below 2**63 computed from an order; ranks compare these numbers to detect differing samplers.
 
-    All indices of an array are included. Of an order that is computed on demand, only some are.
+    All indices of an array are included, but only some of an order that is computed on demand.
     """
     if not isinstance(order, np.ndarray):
         order = order[np.arange(0, len(order), -(-len(order) // _COMPARED))]
@@ -188,22 +188,22 @@ class StreamStep(Generic[Item]):
 class StreamSharder(Generic[Item]):
     """Division of a stream (an IterableDataset) by position, so that resizes neither lose nor repeat an item.
 
-    Every rank reads the whole stream and keeps the items of its own share, so the stream must be the same on every
+    Every rank reads the entire stream and keeps the items in its own share, so the stream must be the same on every
     rank: it must not shard itself by rank or by DataLoader worker. It is read in the training process, in one thread
     (num_workers = 0). Random numbers from torch's, NumPy's and Python's global generators are private to the stream,
-    seeded from the seed and the epoch. `set_epoch(epoch)` is called if the stream has it.
+    seeded from the seed and the epoch. `set_epoch(epoch)` is called if the stream has this method.
 
     The length is known only once the stream has ended. Each rank therefore reads two `world_size` items beyond the
     current step, and all ranks agree on the tail by counting. A drawn step stays in memory until `commit`; calling
-    `next_step` again before that draws the same items, even for another world size. At most one global batch plus two
-    `world_size` raw items are held on each rank. A worker that joins, or a job that restarts, reads and discards
+    `next_step` again before that draws the same items, even for a different world size. At most one global batch plus
+    two `world_size` raw items are held on each rank. A worker that joins, or a job that restarts, reads and discards
     `position` items: exact, but as slow as the stream.
     """
 
     def __init__(
         self, source: Iterable[Item] | Callable[[], Iterable[Item]], *, seed: int, epoch: int = 0, position: int = 0
     ) -> None:
-        """Open `source`, an iterable or a function that returns one, at `position` of `epoch`."""
+        """Open `source`, an iterable or a function that returns an iterable, at `position` of `epoch`."""
         if isinstance(source, Iterator):
             raise TypeError(
                 "a stream must be an iterable that each epoch can read again, or a function that opens it, "
@@ -216,7 +216,7 @@ class StreamSharder(Generic[Item]):
 
     @property
     def total(self) -> int | None:
-        """Number of items in this epoch's stream; None until its end is reached."""
+        """Number of items in this epoch's stream; None until the stream has ended."""
         return self.position + len(self._ahead) if self._ended else None
 
     def start_epoch(self, epoch: int, *, position: int = 0) -> None:
@@ -258,12 +258,12 @@ class StreamSharder(Generic[Item]):
         least: int = 1,
         owed: int = 0,
     ) -> StreamStep[Item] | None:
-        """Draw the step at `position`, and return this rank's items of it; None at the end of the epoch.
+        """Draw the step at `position`, and return this rank's items from it; None after the epoch's last step.
 
         If `owed` is not 0, the step has that size; otherwise `sharding.step_size` determines it. `micro_steps` may be a
         function of the size.
 
-        Raises ValueError: an argument is invalid, or the stream is empty.
+        Raises ValueError if an argument is invalid, or the stream is empty.
         """
         self._read_ahead(max(batch_size, owed) + 2 * world_size)
         known = self.position + len(self._ahead)
@@ -321,7 +321,7 @@ class StreamSharder(Generic[Item]):
 
 
 def item_tag(item: Any) -> int:
-    """Return a number of 1 or more, computed from an item's first values, by which ranks cheaply compare items."""
+    """Return a number of 1 or more, computed from an item's first values, that lets ranks compare items cheaply."""
     return zlib.crc32(repr(_beginning(item)).encode()) + 1
 
 

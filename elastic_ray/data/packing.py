@@ -1,4 +1,4 @@
-"""Documents packed into rows of equal length; the packing depends on lengths, seed and epoch only (torch)."""
+"""Documents packed into rows of equal length; the packing depends only on lengths, seed and epoch (torch)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Piece = tuple[int, int, int]
 def plan_rows(lengths: Sequence[int], row: int, *, seed: int, epoch: int) -> list[list[Piece]]:
     """Return, for each packed row, the pieces of documents (document, start, end) that it holds.
 
-    Every token of every document is used once. Documents are processed in random order. Each is cut into pieces of
-    ``row`` tokens and a remainder, and each piece goes into the first of the most recent rows that has room for it.
+    Every token is used once. Documents are processed in random order. Each is cut into pieces of ``row`` tokens and a
+    remainder, and each piece is put into the first of the most recent rows that has room for it.
 
     >>> plan_rows([3, 5, 2], 4, seed=0, epoch=0)
     [[(1, 0, 4)], [(1, 4, 5), (2, 0, 2)], [(0, 0, 3)]]
@@ -68,7 +68,7 @@ class PackedDataset(Dataset[tuple[Tensor, Tensor]]):
     Args:
         documents: tokens of each document, as tensors, arrays or lists of integers.
         length: tokens per row.
-        seed: seed of the packing.
+        seed: seed for the packing.
         padding: token that fills the rest of a row.
 
     Raises:

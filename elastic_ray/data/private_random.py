@@ -16,8 +16,8 @@ from elastic_ray.data import sharding
 class PrivateRandom:
     """Private random state: within the context, code that uses the global generators draws from this state instead.
 
-    Covers torch's CPU generator, NumPy's and Python's global ones, and generators among `owner`'s attributes. The
-    context may be entered again and continues from its last state. On exit, the generators' own state is restored.
+    Covers torch's CPU generator, NumPy's and Python's global ones, and generators in `owner`'s attributes. The context
+    may be entered again and continues from its last state. On exit, the generators' own state is restored.
     """
 
     def __init__(self, *, seed: int, epoch: int, owner: object = None) -> None:

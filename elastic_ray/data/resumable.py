@@ -27,7 +27,7 @@ class ResumableLoader:
 
     @property
     def drop_last(self) -> bool:
-        """True if the samples at the end of a pass are dropped when they are fewer than a batch."""
+        """True if a pass's last samples are dropped when they are fewer than a batch."""
         raise NotImplementedError
 
     @property
@@ -51,22 +51,22 @@ class ResumableLoader:
         return of_this + more * (step.shape.accum_steps + 1) + self._halved_ahead(step.loader_pass.position, more)
 
     def _halved_ahead(self, position: int, steps: int) -> int:
-        """Return how many of the ``steps`` after the one at ``position`` are cut in two to measure gradient noise."""
+        """Return how many of the ``steps`` after that at ``position`` are split in two to measure gradient noise."""
         return 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the resume point as plain values, for a custom checkpoint.
 
         The resume point holds the epoch and the number of samples that each of its passes has used. A step whose update
-        is in the model counts as done. All ranks and all loaders of a run return the same state, so one of them is
-        enough.
+        is in the model counts as done. All ranks and all loaders of a run return the same state, so saving one of them
+        is enough.
 
         Checkpoints passed to ``report`` and automatic checkpoints already include the resume point.
         """
         return self._session.resume_point().to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from where ``state_dict`` was called. Call this before the first epoch, on every worker.
+        """Resume from the position saved by ``state_dict``. Call this before the first epoch, on every worker.
 
         A job that continues from its own checkpoint ignores the state: its position must match its model.
 
@@ -80,7 +80,7 @@ class ResumableLoader:
 def resume_at(run: Session, state: Mapping[str, Any]) -> None:
     """Make a run start from ``state``, which ``state_dict`` of one of its loaders returned; all loaders share it.
 
-    Raises ValueError, RuntimeError: as in :meth:`ResumableLoader.load_state_dict`.
+    Raises ValueError or RuntimeError like :meth:`ResumableLoader.load_state_dict`.
     """
     point = ResumePoint.from_json(state)
     if point is None:

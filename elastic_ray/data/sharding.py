@@ -1,13 +1,13 @@
-"""Division of an epoch's samples among ranks: pure arithmetic, the same on every rank.
+"""Division of an epoch's samples between ranks: pure arithmetic, the same on every rank.
 
 An epoch is an *order* of ``total`` indices, fixed by the seed and the epoch alone. Progress within it is one number,
-``position``: how many samples of that order committed steps have used. World size, batch size and accumulation
-determine only how the *next* global batch ``order[position : position + step_size(...)]`` is divided, never which
-samples are left. Hence every sample is used exactly once per epoch however the job grows, shrinks or fails. A failed
-step is drawn again by calling the same functions with the same position.
+``position``: the number of samples in that order that committed steps have used. World size, batch size and
+accumulation determine only how the *next* global batch ``order[position : position + step_size(...)]`` is divided,
+never which samples are left. Hence every sample is used exactly once per epoch however the job grows, shrinks or fails.
+A failed step is drawn again by calling the same functions with the same position.
 
-If evaluation keeps batches whole, the batches are consecutive in that order, and batch ``b`` ends at sample
-``ends[b]``. A step uses the next ``world_size`` batches, one for each rank, so position is always the end of a batch,
+If evaluation does not divide batches, the batches are consecutive in that order, and batch ``b`` ends at sample
+``ends[b]``. A step uses the next ``world_size`` batches, one per rank, so the position is always the end of a batch,
 and a group of any size can continue from it. Only the last step may have fewer batches than ranks; the last ranks then
 get none.
 """
@@ -32,9 +32,9 @@ _LEAST = 2  # samples of a micro-batch: BatchNorm cannot do with one
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Weights of ranks for unequal shares of a step, with the fewest and most samples of a micro-batch.
+    """Weights of ranks for unequal shares of a step, with the fewest and most samples per micro-batch.
 
-    Raises ValueError: a weight is not above 0 and finite, or a bound is below 1.
+    Raises ValueError if a weight is not above 0 and finite, or a bound is below 1.
     """
 
     # of the ranks, each above 0; a rank of weight 0.5 takes half as many samples as one of weight 1
@@ -52,7 +52,7 @@ class Shares:
 
 
 def by_weight(count: int, shares: Shares, micro_steps: int) -> list[int]:
-    """Return each rank's number of samples in a step, minimising the largest value of samples / weight.
+    """Return each rank's number of samples in a step, minimising the largest ratio of samples to weight.
 
     If the weights are proportional to the ranks' speeds, this division gives the shortest step (Jefferson's method of
     apportionment within bounds). Equal weights give the equal split, larger shares first.
@@ -174,7 +174,7 @@ def check_place(*, epoch: int, position: int) -> None:
 
 
 def epoch_key(*, seed: int, epoch: int) -> str:
-    """Return the key from which an epoch's random numbers derive; equal for equal ``seed`` and ``epoch``."""
+    """Return the key for an epoch's random numbers; equal for equal ``seed`` and ``epoch``."""
     _check_count("seed", seed, at_least=0)
     _check_count("epoch", epoch, at_least=0)
     return f"{seed} {epoch}"
@@ -185,16 +185,16 @@ def step_size(
 ) -> int:
     """Return the size of the next global batch, giving every rank a sample in every step if possible.
 
-    Usually `batch_size`; 0 at the end of the epoch. If a full batch would leave a leftover l with 1 <= l < 2
-    world_size, this step uses ``batch_size - (2 world_size - l)`` samples, so that each of several ranks has two
-    samples in the last step (BatchNorm fails with one). If that would leave this step fewer than 2 world_size samples,
-    one sample per rank must suffice. In that case, with l < world_size (too few for all ranks), this step uses
+    This is usually `batch_size`, and 0 once the epoch has ended. If a full batch would leave a leftover l with 1 <= l <
+    2 world_size, this step uses ``batch_size - (2 world_size - l)`` samples, so that each of several ranks has two
+    samples in the last step (BatchNorm fails with one). If that would leave fewer than 2 world_size samples in this
+    step, one sample per rank must suffice. In that case, with l < world_size (too few for all ranks), this step uses
     ``batch_size - (world_size - l)``, or, if that is below `world_size`, includes the leftover: ``batch_size + l``, at
-    most one more sample per rank. With `drop_last`, a tail shorter than `batch_size` is dropped (0), and the size of a
-    step is never adapted. If fewer samples are left than there are ranks, as in an evaluation over few samples, the
-    step uses all of them: the first ranks have one each, the others none (see :func:`split`). A job that checks
-    `can_switch` before a planned change meets such a step only in a pass over fewer samples than ranks, because a
-    failure can only shrink the group.
+    most one more sample per rank. With `drop_last`, a tail shorter than `batch_size` is dropped (0), and step sizes are
+    never adapted. If fewer samples are left than there are ranks, as in an evaluation over few samples, the step uses
+    all of them: the first ranks have one sample each, the others none (see :func:`split`). If a job checks `can_switch`
+    before each planned change, this only happens in a pass over fewer samples than ranks, because a failure can only
+    shrink the group.
 
     Args:
         least: fewest samples in a rank's share, 1 or 2. With 2, a lone worker leaves that many for the last step, and a
@@ -204,7 +204,7 @@ def step_size(
     Returns 0, or a size in world_size..batch_size + least * world_size - 1, or the remaining samples if there are fewer
     than `world_size`.
 
-    Raises ValueError: an argument is out of range.
+    Raises ValueError if an argument is out of range.
 
     >>> [step_size(position=p, total=21, batch_size=8, world_size=4) for p in (0, 8, 16, 21)]
     [8, 8, 5, 0]
@@ -251,8 +251,8 @@ def _size_before_leftover(remaining: int, batch_size: int, world_size: int, leas
 def can_switch(*, position: int, total: int, world_size: int) -> bool:
     """True if a generation of `world_size` workers may start at `position`; if not, a planned change waits.
 
-    Within an epoch, the remaining samples must give each worker at least two (BatchNorm fails with one). At the start
-    and the end of an epoch, an epoch of `total` samples must give each worker at least one.
+    Within an epoch, the remaining samples must give each worker at least two (BatchNorm fails with one). At an epoch's
+    start and end, an epoch of `total` samples must give each worker at least one.
     """
     remaining = _remaining(position=position, total=total, world_size=world_size)
     return total >= world_size if remaining in (0, total) else remaining >= 2 * world_size
@@ -264,7 +264,7 @@ def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int
     Returns min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank. `least` is
     the fewest samples of a rank in a micro-step.
 
-    Raises ValueError: an argument is out of range.
+    Raises ValueError if an argument is out of range.
     """
     _check_count("world_size", world_size, at_least=1)
     _check_count("micro_steps", micro_steps, at_least=1)
@@ -275,15 +275,15 @@ def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int
 def split(
     count: int, *, world_size: int, micro_steps: int = 1, shares: Shares | None = None, least: int = 1
 ) -> Indices:
-    """Return the number of samples of each rank and micro-step in a step of `count` samples.
+    """Return the number of samples for each rank and micro-step in a step with `count` samples.
 
     Returns an array of shape [world_size, micro_steps_for(count, ...)] that sums to `count`; every entry is at least 1.
-    The entries of one rank differ by at most 1. Without `shares`, so do all entries and all ranks' sums, and earlier
-    ranks get the larger shares; with `shares`, see `shares.by_weight`. If `count` is less than `world_size`, the first
-    ranks get 1 each and the others 0, whatever the shares. No entry is below `least` if `count` provides that many for
-    each rank.
+    The entries of one rank differ by at most 1. Without `shares`, any two entries and any two ranks' sums also differ
+    by at most 1, and earlier ranks get the larger shares; with `shares`, see `shares.by_weight`. If `count` is less
+    than `world_size`, the first ranks get 1 each and the others 0, whatever the shares. No entry is below `least` if
+    `count` provides that many for each rank.
 
-    Raises ValueError: an argument is out of range, or `shares` has another number of ranks.
+    Raises ValueError if an argument is out of range, or `shares` is for a different number of ranks.
 
     >>> split(11, world_size=2, micro_steps=2).tolist()
     [[3, 3], [3, 2]]
@@ -305,11 +305,11 @@ def split(
 def rank_slices(
     count: int, *, rank: int, world_size: int, micro_steps: int = 1, shares: Shares | None = None, least: int = 1
 ) -> list[slice]:
-    """Return the slices of 0..count that `rank` uses in each micro-step of a step of `count` samples.
+    """Return the slices of 0..count that `rank` uses in each micro-step of a step with `count` samples.
 
     A rank's slices are contiguous, so an order that follows a file gives each rank one stretch of the file.
 
-    Raises ValueError: an argument is out of range, such as a rank outside 0..world_size-1.
+    Raises ValueError if an argument is out of range, such as a rank outside 0..world_size-1.
     """
     sizes = split(count, world_size=world_size, micro_steps=micro_steps, shares=shares, least=least)
     _check_count("rank", rank, at_least=0)
@@ -344,7 +344,7 @@ def _check_count(name: str, value: Any, *, at_least: int) -> None:
 
 
 def batch_ends(samples: int, batch_size: int, *, drop_last: bool) -> list[int]:
-    """Return the positions at which undivided batches end; with ``drop_last``, a shorter last batch is left out.
+    """Return the positions where undivided batches end; with ``drop_last``, a shorter last batch is left out.
 
     >>> batch_ends(7, 3, drop_last=False), batch_ends(7, 3, drop_last=True)
     ([3, 6, 7], [3, 6])
@@ -356,10 +356,10 @@ def batch_ends(samples: int, batch_size: int, *, drop_last: bool) -> list[int]:
 def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[tuple[int, int]]:
     """Return the sample range (first, last + 1) of each rank's undivided batch in the step at ``position``.
 
-    ``ends`` holds the end positions of all batches. The result is shorter than ``world_size`` if some ranks get no
-    batch, and empty at the end of the pass.
+    ``ends`` holds each batch's end position. The result is shorter than ``world_size`` if some ranks get no batch, and
+    empty once the pass has ended.
 
-    Raises ValueError: ``position`` is not the start of a batch.
+    Raises ValueError if ``position`` is not the start of a batch.
 
     >>> whole_step([3, 6, 7], position=3, world_size=4)
     [(3, 6), (6, 7)]

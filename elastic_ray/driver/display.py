@@ -39,7 +39,7 @@ def event_line(job: str, event: JobEvent) -> str:
 
 
 def report_line(job: str, report: Report, epochs: int | None) -> str:
-    """Return one line for the report at the end of an epoch: ``job a1: epoch 3/30 done, loss 0.231, accuracy 0.94``."""
+    """Return one line for an epoch's final report: ``job a1: epoch 3/30 done, loss 0.231, accuracy 0.94``."""
     of = "" if epochs is None else f"/{epochs}"
     told = [f"{name} {value}" for name, value in list(_numbers(report.metrics).items())[:_MOST_METRICS]]
     return _line(job, [f"epoch {report.epochs_done}{of} done", *told])
@@ -109,10 +109,7 @@ def _number(value: float) -> str:
 
 
 class JobDisplay:
-    """Display of statuses and events: on a terminal a live line with events above it, elsewhere plain lines.
-
-    A context manager. The display must never stop a job, so a broken stream only ends the display.
-    """
+    """Context manager that shows a live line and events on a terminal, else plain lines; its errors stop no job."""
 
     def __init__(
         self,
@@ -141,7 +138,7 @@ class JobDisplay:
             self._write(event_line(job, event))
 
     def report(self, job: str, report: Report, epochs: int | None) -> None:
-        """Show the report if it is the first after an epoch; in long runs, only for about 100 evenly spaced epochs."""
+        """Show the report if it is an epoch's first; in long runs, only for about 100 evenly spaced epochs."""
         every = max(1, math.ceil((epochs or 0) / _MOST_EPOCHS))
         done = report.epochs_done
         if done >= self._epochs_shown + every or (done > self._epochs_shown and done == epochs):

@@ -1,4 +1,4 @@
-"""SHELL: the driver's handle of a submitted job."""
+"""SHELL: the driver's handle for a submitted job."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _opened(value: Sealed | None) -> Any:
 
 
 def all_reports(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float) -> list[Report]:
-    """Return all reports of an ended job, oldest first: older ones from storage, the last ones from its outcome."""
+    """Return all reports of an ended job, oldest first: the last ones from its outcome, earlier ones from storage."""
     last = outcome.reports[0].index - 1 if outcome.reports else 0
     if last < outcome.first_report:
         return list(outcome.reports)
@@ -109,16 +109,17 @@ _LONGEST_ASK_S = 5.0  # of one call, below its time-out
 
 
 def find_controller(job: str) -> Any | None:
-    """Return the actor handle of a job's controller; None if there is no such job."""
+    """Return the actor handle of a job's controller; None if no such job exists."""
     return find_actor(f"job:{job}")
 
 
 class JobHandle:
-    """Handle of a submitted job, for querying it, fixing its size, waiting for it and stopping it.
+    """Handle for a submitted job, for querying it, fixing its size, waiting for it and stopping it.
 
-    While the process that holds the handle lives, a thread renews the job's lease. Without renewal, the job ends after
-    ``ElasticConfig.lease_s``, unless another process attaches in time. All methods are thread-safe. Methods that call
-    the controller raise TimeoutError if it does not respond. After the job has ended, methods return stored results.
+    As long as the process that holds the handle is alive, a thread renews the job's lease. Without renewal, the job
+    ends after ``ElasticConfig.lease_s``, unless another process attaches in time. All methods are thread-safe. Methods
+    that call the controller raise TimeoutError if it does not respond. After the job has ended, methods return stored
+    results.
     """
 
     def __init__(self, controller: Any, spec: JobSpec) -> None:
@@ -131,7 +132,7 @@ class JobHandle:
 
     @classmethod
     def attach(cls, job: str) -> JobHandle:
-        """Return a handle of a running job that another process submitted, for example after a driver restart.
+        """Return a handle for a running job that another process submitted, for example after a driver restart.
 
         Args:
             job: The job's name (``RunConfig.name`` or ``JobHandle.job``).
@@ -168,14 +169,14 @@ class JobHandle:
         return self._lease.ending is not None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the job's end, at most ``timeout`` seconds (None: for ever); True if the job has ended."""
+        """Wait for the job to end, at most ``timeout`` seconds (None: forever); return True if it has ended."""
         return self._lease.wait(timeout) is not None
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the job's end and return its result; a stopped job also returns one, without an error.
+        """Wait for the job to end and return its result; a stopped job also returns a result, without an error.
 
         Args:
-            timeout: Longest wait [s]; None waits for ever.
+            timeout: Maximum wait [s]; None waits forever.
 
         Raises:
             TimeoutError: If the job has not ended within ``timeout``; it continues.
@@ -210,7 +211,7 @@ class JobHandle:
         return self._lease.last
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Return the rank, node and process of each worker of the current group; empty if there is no group."""
+        """Return the rank, node and process of each worker of the current group; empty while no group exists."""
         return tuple(self._ask("workers") or ())
 
     @property
@@ -220,7 +221,7 @@ class JobHandle:
 
     @property
     def storage_path(self) -> str:
-        """Directory of the job's events and checkpoints."""
+        """Directory that holds the job's events and checkpoints."""
         return self._spec.storage_path
 
     def events(self, since: int = 0) -> tuple[JobEvent, ...]:
@@ -275,7 +276,7 @@ class JobHandle:
         """Return the last choice made by ``strategy="auto"``, as a table of parameters and measured times.
 
         Returns:
-            A table as text; None if no choice was made yet, or if the user named a strategy other than ``"auto"``.
+            A table as text; None if no choice has been made yet, or if the user named a strategy other than ``"auto"``.
         """
         chosen = [event for event in self.events() if event.kind is EventKind.STRATEGY]
         return str(chosen[-1].detail.get("table", chosen[-1].reason)) if chosen else None
@@ -340,22 +341,22 @@ class JobHandle:
     ) -> BranchResult:
         """Measure the largest batch that does not waste samples, and limit the job's batch to it.
 
-        Each branch is a job of the lowest weight. It starts from this job's newest automatic checkpoint and trains on
+        Each branch is a job with the lowest weight. It starts from this job's newest automatic checkpoint and trains on
         the same samples with a different batch, while this job continues. The call blocks until the result is known;
         see docs/batch.md.
 
         Args:
             factors: Batches to try, as multiples of the current one; any above the loader's largest batch are skipped.
-            steps: Number of steps of the branch that keeps the current batch. The other branches train on as many
-                samples.
-            metric: Name of a reported metric of which smaller values are better.
-            tolerance: Accepted relative increase of the metric over that of the branch with the current batch.
-            timeout: Longest wait [s]; None waits for ever. The branches continue after a timeout.
+            steps: Number of steps for the branch that keeps the current batch. The other branches train on the same
+                number of samples.
+            metric: Name of a reported metric for which smaller is better.
+            tolerance: Accepted relative increase of the metric compared with the branch that keeps the current batch.
+            timeout: Maximum wait [s]; None waits forever. The branches continue after a timeout.
 
         Raises:
             BranchError: The job cannot be branched, a branch failed, or its reports are inconclusive.
             ValueError: An argument is out of range, or the job has ended.
-            TimeoutError: There is no result within ``timeout``.
+            TimeoutError: No result is available within ``timeout``.
         """
         self._refuse_ended("branched")
         self._ask("branch", BranchPlan(factors=tuple(factors), steps=steps, metric=metric, tolerance=tolerance))
@@ -374,7 +375,7 @@ class JobHandle:
             raise ValueError(f"job {self.job!r} cannot be {what}: it has ended ({self._lease.last.phase.value})")
 
     def weigh(self, weight: float) -> None:
-        """Change the running job's weight (``SchedulingConfig.weight``), the importance of its speed among other jobs.
+        """Change the running job's weight (``SchedulingConfig.weight``): how much its speed matters next to other jobs.
 
         Raises:
             ValueError: If the weight is not above 0 and finite.
@@ -391,10 +392,10 @@ class JobHandle:
         Args:
             after: ``index`` of the previous report; None returns the first one of this run. A trial blocks in
                 ``report`` until enough of its reports have been fetched by this method.
-            timeout: Longest wait [s].
+            timeout: Maximum wait [s].
 
         Returns:
-            The report; None if none came within ``timeout``, or if the job has ended without another (see
+            The report; None if none arrived within ``timeout``, or if the job has ended without another report (see
             :meth:`done`).
         """
         deadline = time.monotonic() + timeout
@@ -423,7 +424,7 @@ class JobHandle:
         self._lease.leave()
 
     def stop(self, *, now: bool = False, reason: str = "JobHandle.stop() was called") -> None:
-        """Request the end of the job without waiting; a later ``result()`` returns its results without an error.
+        """Request that the job end, without waiting; a later ``result()`` returns its results without an error.
 
         Args:
             now: If True, end in the middle of a step without saving, and kill the workers at once. Otherwise the job

@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus
+from placement.text import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class LeaseKeeper:
     """Thread that renews a job's lease; when the job ends, it fetches the results and closes the job.
 
     The lease is the driver's claim on the job, which ends without renewal. The user's loop does not renew it, because
-    the loop may block. The thread lives exactly as long as the driver process, so that the lease proves it is alive.
+    the loop may block. The thread ends exactly when the driver process does, so the lease proves that the process is
+    alive.
     """
 
     def __init__(self, job: str, controller: Any, *, lease_s: float, away_s: float) -> None:
@@ -51,7 +53,7 @@ class LeaseKeeper:
         self._leaving = threading.Event()
         self._lock = threading.Lock()
         self._watchers = 0
-        self._ending: EndedJob | None = None
+        self.ending: EndedJob | None = None  # final state of the job
         self._collected: EndedJob | None = None
         self.answered = False  # whether the controller has started
         self._away_since_s: float | None = None
@@ -61,16 +63,11 @@ class LeaseKeeper:
         # Runs before Ray's own exit handler, so that the thread never talks to a Ray that is going down.
         atexit.register(self.leave)
 
-    @property
-    def ending(self) -> EndedJob | None:
-        """Final state of the job, or None until it has ended."""
-        return self._ending
-
     def wait(self, timeout_s: float | None) -> EndedJob | None:
-        """Wait for the job's end, up to ``timeout_s`` [s] (None: for ever); return None if it has not ended by then."""
+        """Wait for the job to end, up to ``timeout_s`` [s] (None: forever); return None if it has not ended by then."""
         with self._watched():
             self._ended.wait(timeout_s)
-        return self._ending
+        return self.ending
 
     def answer(self, status: JobStatus) -> None:
         """Store a status received from the controller as the job's latest."""
@@ -89,17 +86,17 @@ class LeaseKeeper:
         atexit.unregister(self.leave)
 
     def lost(self, error: BaseException) -> None:
-        """Record that the controller is gone; the job counts as failed unless its results were fetched before."""
+        """Record that the controller is gone; the job counts as failed unless its results have already been fetched."""
         if self._collected is not None:  # it has closed because everything was fetched
             self._end(self._collected)
             return
         message = "its controller is gone"
         status = dataclasses.replace(self.last, phase=JobPhase.FAILED, workers=0, message=message)
-        self._end(EndedJob(status=status, before=self.last, lost=_reason(error)))
+        self._end(EndedJob(status=status, before=self.last, lost=one_line(error)))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Poll more often while a caller waits for the job's end."""
+        """Poll more often while a caller is waiting for the job to end."""
         with self._lock:
             self._watchers += 1
         self._wake.set()
@@ -111,7 +108,7 @@ class LeaseKeeper:
 
     def _run(self) -> None:
         """Renew until the job has ended or this process leaves it."""
-        while not self._leaving.is_set() and self._ending is None:
+        while not self._leaving.is_set() and self.ending is None:
             # Ray would start a cluster of its own at the next call if the driver has shut it down.
             if not ray.is_initialized():
                 self.lost(RuntimeError("this process called ray.shutdown()"))
@@ -145,7 +142,7 @@ class LeaseKeeper:
                 logger.warning("job %s: renewing its lease failed: %r", self._job, error)
 
     def _away(self, error: BaseException) -> None:
-        """Record that the controller does not answer; Ray usually restarts it, and the job continues meanwhile."""
+        """Record that the controller does not answer; Ray usually restarts it, while the job continues."""
         now_s = time.monotonic()
         if self._away_since_s is None:
             self._away_since_s = now_s
@@ -167,17 +164,11 @@ class LeaseKeeper:
     def _end(self, ending: EndedJob) -> None:
         """Store the job's final state; only the first call has an effect."""
         with self._lock:
-            if self._ending is not None:
+            if self.ending is not None:
                 return
-            self._ending = ending
+            self.ending = ending
         self.last = ending.status
         self._ended.set()
         self._wake.set()
         with suppress(Exception):
             atexit.unregister(self.leave)
-
-
-def _reason(error: BaseException) -> str:
-    """Return Ray's explanation of an error on one line: its first line says what happened, its last line why."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"

@@ -1,9 +1,9 @@
 """Overrides of a script's jobs by ``elastic-ray submit``, passed as environment variables (pure).
 
-- ``ELASTIC_RAY_WORKERS`` (``1:8``, ``4``): replaces ``ScalingConfig(num_workers)`` of every trainer in the script;
+- ``ELASTIC_RAY_WORKERS`` (``1:8``, ``4``): replaces ``ScalingConfig(num_workers)`` in all of the script's trainers;
 - ``ELASTIC_RAY_USE_GPU`` (``1``, ``0``): replaces ``ScalingConfig(use_gpu)``;
 - ``ELASTIC_RAY_NAME``: name of the first job without ``RunConfig(name)``; later ones get fresh names;
-- ``ELASTIC_RAY_SCHEDULING`` (``{"tenant": "vision"}``): fields of every trainer's ``SchedulingConfig``;
+- ``ELASTIC_RAY_SCHEDULING`` (``{"tenant": "vision"}``): fields for every trainer's ``SchedulingConfig``;
 - ``ELASTIC_RAY_COMMAND`` (JSON): arguments of ``elastic-ray submit``, stored with each run for its next cluster;
 - ``ELASTIC_RAY_REPLAY`` (a number): jobs are named ``NAME-replay-NUMBER`` and end after this number of steps, for
   ``elastic-ray verify --replay``;
@@ -93,7 +93,7 @@ class Overrides:
     resume: bool = False  # whether sweeps continue from their directories
 
     def environment(self) -> dict[str, str]:
-        """Return these overrides as environment variables, keyed by name; overrides that are not set are left out."""
+        """Return these overrides as environment variables, keyed by name; unset overrides are left out."""
         values = {
             WORKERS: "" if self.workers is None else ":".join(map(str, self.workers)),
             USE_GPU: "" if self.use_gpu is None else str(int(self.use_gpu)),
@@ -139,7 +139,7 @@ class Overrides:
 
 
 def as_field(value: Any) -> Any:
-    """Return a JSON or YAML value as the value of a configuration's field: a list becomes a tuple."""
+    """Convert a JSON or YAML value to a configuration field's value: a list becomes a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -16,7 +16,7 @@ from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, 
 
 from elastic_ray.job_spec import RunSettings
 from placement.arguments import check_argument_names
-from placement.cluster.labels import check_selector
+from placement.cluster.cluster import check_selector
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
 _RAYS_DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
@@ -45,7 +45,7 @@ class RunOptions(RunSettings):
 
 
 def read_scaling(config: ScalingConfig | None) -> Scaling:
-    """Return the checked values of a ``ScalingConfig``; None stands for one worker with one CPU."""
+    """Return the checked values of a ``ScalingConfig``; None means one worker with one CPU."""
     config = _instance(config, ScalingConfig, "scaling_config")
     _refuse_unsupported_scaling(config)
     low, high = _worker_limits(config.num_workers)
@@ -155,7 +155,7 @@ def _label_selector(selector: Any) -> dict[str, str]:
 
 
 def read_run(config: RunConfig | None) -> RunOptions:
-    """Return the checked values of a ``RunConfig``; None stands for Ray Train's defaults."""
+    """Return the checked values of a ``RunConfig``; None means Ray Train's defaults."""
     config = _instance(config, RunConfig, "run_config")
     failures = _instance(config.failure_config, FailureConfig, "RunConfig(failure_config)")
     checkpoints = _instance(config.checkpoint_config, CheckpointConfig, "RunConfig(checkpoint_config)")
@@ -297,10 +297,7 @@ _ELSEWHERE = {
 
 
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise TypeError if an elastic job does not support an argument in ``given``; the message names an alternative.
-
-    Arguments of ``TorchTrainer`` that are None are ignored. ``known`` are the names to suggest for a misspelt one.
-    """
+    """Raise TypeError if an elastic job does not support an argument in ``given``; the message names an alternative."""
     for name, value in given.items():
         if name in _ELSEWHERE:
             if value is not None:

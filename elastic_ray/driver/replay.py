@@ -63,7 +63,7 @@ class Window:
         return RunStorage(posixpath.join(posixpath.dirname(self.run.path), self.name), self.run.filesystem)
 
     def prepare(self) -> None:
-        """Create the replay job's directory anew, containing only the checkpoint to start from, if there is one."""
+        """Recreate the replay job's directory, containing only the checkpoint to start from, if any."""
         storage = self.replayed
         self.remove()
         storage.create()
@@ -135,18 +135,18 @@ def replay(
 ) -> ReplayResult:
     """Train part of a run again with a different number of workers, and compare the resulting models.
 
-    The replay starts at the run's last automatic checkpoint before ``step``, or at the beginning of training, and ends
-    at the next checkpoint. The run's own files are not changed. For example, ``replay(train, "/runs/digits", step=120,
-    workers=3).equal`` is True if three workers produce the same model.
+    The replay starts at the run's last automatic checkpoint before ``step``, or at the start of training, and ends at
+    the next checkpoint. The run's own files are not changed. For example,
+    ``replay(train, "/runs/digits", step=120, workers=3).equal`` is True if three workers produce the same model.
 
     Args:
         train_loop_per_worker: The run's train function.
         run: The run's directory or URI.
         step: Any step in the part to train again.
-        workers: Number of workers of the replay.
+        workers: Number of workers for the replay.
         adaptation: The run's adaptation policies.
-        timeout_s: Longest time to wait for the end of the replay [s].
-        **options: Further arguments of ``ElasticTrainer``, as used for the run.
+        timeout_s: Maximum time to wait for the replay to end [s].
+        **options: Further ``ElasticTrainer`` arguments, as used for the run.
 
     Raises:
         ValueError: The run has no checkpoint at or after ``step``.

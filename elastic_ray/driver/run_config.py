@@ -27,7 +27,7 @@ class RunConfig(NamesArguments, RayRunConfig):
     """
 
     def __post_init__(self) -> None:
-        """Check all fields as Ray does, except other callbacks, which ``ElasticTrainer`` checks."""
+        """Check all fields as Ray does, except for other callbacks, which ``ElasticTrainer`` checks."""
         given: list[Any] = list(self.callbacks or [])
         self.callbacks = [each for each in given if isinstance(each, UserCallback)]
         RayRunConfig.__post_init__(self)  # type: ignore[no-untyped-call]

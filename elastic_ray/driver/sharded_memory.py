@@ -1,4 +1,4 @@
-"""Estimate of the memory per worker for a model that is sharded over the workers (torch)."""
+"""Estimate of the memory each worker needs for a model that is sharded over the workers (torch)."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def sharded_memory(
 
         buffers + other_bytes + 3 (P + optimizer_states T) min(2, W) / W  [bytes]
 
-    with P the bytes of all parameters and T those of the trainable ones. Two ranks hold each shard. The factor 3 is the
-    peak while rows move between workers. Gradients are empty at that moment, and fit into the same memory otherwise.
-    Activations and gathered parameters are not counted; include them in ``other_bytes``.
+    with P the bytes in all parameters and T the bytes in trainable parameters. Two ranks hold each shard. The factor 3
+    is the peak while rows move between workers. Gradients are empty at that moment, and fit into the same memory
+    otherwise. Activations and gathered parameters are not counted; include them in ``other_bytes``.
 
     Args:
         model: The model before ``fully_shard``; on the meta device it uses no memory.
         available_bytes: Memory of one worker, such as ``80 << 30`` for a GPU.
         other_bytes: Further memory that each worker needs regardless of the number of workers.
-        optimizer_states: Number of tensors, each as large as the parameter, that the optimizer keeps per parameter: 2
-            for Adam and AdamW, 1 for SGD with momentum.
+        optimizer_states: Number of parameter-sized tensors that the optimizer keeps per parameter: 2 for Adam and
+            AdamW, 1 for SGD with momentum.
         shard_size: Value passed to ``fully_shard``; None if it is omitted there.
 
     Raises:
         TypeError: The model is not a ``torch.nn.Module``.
-        ValueError: A number is not whole, or the model does not fit with any number of workers.
+        ValueError: A number is not an integer, or the model does not fit with any number of workers.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but got {type(model).__name__}")

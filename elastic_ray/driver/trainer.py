@@ -53,7 +53,7 @@ from placement.storage.storage_calls import call_storage
 def kept_submission(
     job: str, storage: str, submission: str, command: tuple[str, ...], user: str, *, named: bool = True
 ) -> SubmittedJob:
-    """Return the record of a submission to keep in the directory of a run or sweep; the arguments are its fields."""
+    """Return a submission's record to keep in a run's or sweep's directory; the arguments are its fields."""
     context = ray.get_runtime_context()
     return SubmittedJob(
         job=job,
@@ -77,11 +77,7 @@ def impossible(
     sizes: AllowedSizes = ANY_SIZE,
     unit: int = 1,
 ) -> str | None:
-    """Return why a job could never run on these nodes, not even at its smallest size on otherwise empty nodes.
-
-    Returns:
-        A sentence that names the resource (or label) and what to change; None if the job could run.
-    """
+    """Return a sentence on why a job could not run on these nodes if empty, with the way out; None if it could."""
     fitting = [node for node in nodes if node.matches(label_selector)]
     if not fitting:
         return _no_such_label(label_selector, nodes)
@@ -190,7 +186,7 @@ class ElasticTrainer:
         adaptation: Policy | Sequence[Policy] | None = None,
         **unsupported: Any,
     ) -> None:
-        """Check all arguments, without starting anything; Ray need not be initialised yet.
+        """Check all arguments without starting anything; Ray need not be initialised yet.
 
         Args:
             train_loop_per_worker: Function that every worker runs, with no argument or with the config.
@@ -204,7 +200,7 @@ class ElasticTrainer:
             model_fingerprint: Name for the model, such as ``"resnet18-224"``. Jobs with the same name and the same
                 resources per worker share measured step times, even after they have ended. By default, it is derived
                 from the model (see ``elastic_ray.record.fingerprint``).
-            adaptation: One or several adaptation policies, which are control loops over the run (see
+            adaptation: One or more adaptation policies, which are control loops over the run (see
                 ``elastic_ray.adaptation``). They are called in order, before the policies that the train function
                 passes to ``AdaptiveDataParallel(policy=...)``. A policy passed in both places (same class, equal
                 attributes) is called once.
@@ -311,7 +307,7 @@ class ElasticTrainer:
         return handle.result()
 
     def spec(self) -> JobSpec:
-        """Return the specification of the job to submit, with a fresh name if the user gave none."""
+        """Return the specification of the job to submit, with a fresh name if the user gave no name."""
         job = self._name or fresh_name(script_stem(), datetime.datetime.now())
         train_loop, reader = self._train_loop, ""
         if self._datasets:
@@ -371,7 +367,7 @@ def _check_unit(scheduling: SchedulingConfig, *, datasets: bool) -> None:
 
 
 def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
-    """Narrow the worker limits to the smallest and largest allowed size. Raises ValueError if none is allowed."""
+    """Narrow the worker limits to the smallest and largest allowed size. Raises ValueError if no size is allowed."""
     low, high = scaling.min_workers, scaling.max_workers
     try:
         low, high = scheduling.allowed_sizes.within(low, high)
@@ -381,10 +377,7 @@ def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling
 
 
 def check_resources(spec: JobSpec) -> None:
-    """Raise ImpossibleResourcesError if the cluster could never run the job.
-
-    If an autoscaler could add the missing resources, only log a warning.
-    """
+    """Raise ImpossibleResourcesError if the cluster could never run the job; only warn if an autoscaler could help."""
     reason = impossible(
         spec.bundle,
         spec.min_workers,
@@ -429,7 +422,7 @@ def _picklable(filesystem: Any) -> Any:
 
 
 def _check_name(spec: JobSpec) -> None:
-    """Raise JobNameTakenError if an active job has this name; close an ended one after giving its driver time."""
+    """Raise JobNameTakenError if an active job has this name; close an ended job after giving its driver time."""
     deadline = time.monotonic() + min(spec.elastic.lease_s, CALL_TIMEOUT_S)
     while (existing := find_controller(spec.job)) is not None:
         try:
@@ -466,7 +459,7 @@ def _refuse_nested() -> None:
 
 
 def _watch(handle: JobHandle, progress: JobDisplay, interrupts: Interrupts) -> None:
-    """Show a job until its end; raise KeyboardInterrupt after a Ctrl-C."""
+    """Show a job until it ends; raise KeyboardInterrupt after a Ctrl-C."""
     shown = 0
     after: int | None = None
     ended = False

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """Options of ``AdaptiveDataLoader.autoscale_batch_size``, as set by the user of another training framework."""
+    """Options of ``AdaptiveDataLoader.autoscale_batch_size``, as set by a user of another training framework."""
 
     max_batch_size: int | None = None  # largest global batch [samples]; the batch stays where it is None
     # least and largest samples that one worker takes at once
@@ -36,11 +36,7 @@ class BatchOptions:
             raise ValueError("local_bsz_bounds and gradient_accumulation need max_batch_size, which is None")
 
     def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader, *, seed: int = 0) -> er.AdaptiveDataLoader:
-        """Return the user's loader as an ``AdaptiveDataLoader``, whose batches are divided among all workers.
-
-        ``seed`` determines the order of samples. An ``AdaptiveDataLoader`` is returned unchanged, but raises ValueError
-        if ``accumulated`` (micro-batches per step) is above 1.
-        """
+        """Return the user's loader as an ``AdaptiveDataLoader``, whose batches are divided among all workers."""
         if isinstance(given, er.AdaptiveDataLoader):
             if self.accumulated > 1:
                 raise ValueError(
@@ -80,15 +76,15 @@ class BatchOptions:
 class LoggedValues:
     """Reporter that adds the values logged by a framework to the job's metrics, dashboard, trackers and ``Result``.
 
-    A report holds the last value of every name, since evaluation and training log at different times. Nothing is
-    reported for a trial of a sweep: there, reports are the scheduler's rounds, which the train function counts itself.
+    A report holds each name's last value, since evaluation and training log at different times. For a trial of a sweep,
+    nothing is reported, because its reports are the scheduler's rounds, which the train function counts itself.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
 
     def report(self, values: Mapping[str, Any]) -> None:
-        """Report the numbers in ``values``, and the last value of every other name logged; call on every rank."""
+        """Report the numbers in ``values``, and the last value logged for each other name; call on every rank."""
         session = current_session()
         for name, value in values.items():
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # text, or a tensor of several

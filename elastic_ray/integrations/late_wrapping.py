@@ -38,7 +38,7 @@ class LateWrapped(torch.nn.Module):
         return (self._wrapped[0] if self._wrapped else self.module)(*args, **kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which backward passes only accumulate local gradients, as DDP's ``no_sync`` does."""
+        """Return a context where backward passes only accumulate local gradients, as with DDP's ``no_sync``."""
         return self._wrapped[0].no_sync() if self._wrapped else contextlib.nullcontext()
 
     def __getattr__(self, name: str) -> Any:

@@ -15,7 +15,7 @@ TESTED = {"transformers": "5.24", "accelerate": "1.15", "lightning": "2.6"}
 def check_overridden(library: str, extra: str, names: Mapping[type, Iterable[str]]) -> None:
     """Raise ImportError if a library's classes lack methods or properties that elastic-ray overrides or calls.
 
-    A library version newer than the newest tested one is logged as a warning, and used.
+    If the library is newer than the newest tested version, a warning is logged and the library is used anyway.
     """
     gone = [f"{owner.__name__}.{name}" for owner, each in names.items() for name in each if not hasattr(owner, name)]
     if gone:

@@ -72,7 +72,7 @@ class PassEpochs:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Return a context for running the loop body without effect: buffers are restored, and gradients cleared."""
+        """Return a context for running the loop body without effect: it restores buffers and clears gradients."""
         kept = [(buffer, buffer.clone()) for module in self._models for buffer in module.buffers()]
         try:
             yield
@@ -151,7 +151,7 @@ def check(function: str, given: Mapping[str, Any]) -> None:
 
 
 def model(module: torch.nn.Module, **options: Any) -> RayTrainModel:
-    """Return the model that ``prepare_model`` hands out; of ``options``, those of DDP about devices are ignored."""
+    """Return the model for ``prepare_model`` to hand to the user; DDP's device-related ``options`` are ignored."""
     return RayTrainModel(module, {name: value for name, value in options.items() if name not in _OF_DDP})
 
 
@@ -161,7 +161,7 @@ def loader(data_loader: DataLoader[Any], device: torch.device, auto_transfer: bo
 
 
 class RayTrainModel(LateWrapped):
-    """Model that is wrapped together with its optimizer when the first epoch starts."""
+    """Model that is wrapped with its optimizer when the first epoch starts."""
 
     def __init__(self, module: torch.nn.Module, options: dict[str, Any]) -> None:
         super().__init__(module)
@@ -175,7 +175,7 @@ class RayTrainModel(LateWrapped):
         epochs_of(session).add_model(module)
 
     def make_wrapper(self) -> er.AdaptiveDataParallel:
-        """Return the model wrapped with its optimizers, which the script has created by the time of the first epoch."""
+        """Return the model wrapped with its optimizers, which the script has created before the first epoch."""
         optimizers = _optimizers_of(self.module)
         schedulers = [scheduler for each in optimizers for scheduler in _schedulers_of(each)]
         return er.AdaptiveDataParallel(
@@ -184,11 +184,7 @@ class RayTrainModel(LateWrapped):
 
 
 class RayTrainLoader(LoaderOnDevice):
-    """Loader on the worker's device whose global batch is the user's batch size x the job's largest worker count.
-
-    Args:
-        data_loader: The user's loader, whose batch size is that of one worker.
-    """
+    """Loader on the worker's device whose global batch is the user's batch size x the job's largest worker count."""
 
     def __init__(self, data_loader: DataLoader[Any], device: torch.device) -> None:
         if data_loader.batch_size is None:
@@ -262,7 +258,7 @@ def _objects(*kinds: type) -> list[Any]:
 
 
 def _optimizers_of(module: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that update the model; raise RuntimeError if there is none."""
+    """Return the optimizers that update the model; raise RuntimeError if none exists."""
     own = {id(p) for p in module.parameters()}
     found = [
         each
@@ -286,11 +282,7 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _scaler() -> Any:
-    """Return the process's enabled AMP gradient scaler, or None if there is none.
-
-    Raises RuntimeError if there are several, because it is unknown which one belongs to the model. Disabled scalers are
-    ignored, since they scale nothing.
-    """
+    """Return the process's enabled AMP gradient scaler, or None if there is none."""
     found = [each for each in _objects(torch.amp.GradScaler) if each.is_enabled()]
     if len(found) > 1:
         raise RuntimeError(

@@ -1,1 +1,1 @@
-"""Controllers of jobs: detached Ray actors, each of which runs one job from its submission to its end."""
+"""Job controllers: detached Ray actors, each running one job from submission until it ends."""

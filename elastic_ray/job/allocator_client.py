@@ -1,4 +1,4 @@
-"""SHELL: a job controller's connection to the allocator: sends heartbeats, receives measurements of other jobs."""
+"""SHELL: a job controller's connection to the allocator: sends heartbeats, receives measurements from other jobs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AllocatorClient:
         self._due_s = 0.0
 
     def tick(self, now_s: float) -> None:
-        """Send a heartbeat if one is due at time ``now_s`` [s, monotonic]."""
+        """Send a heartbeat if it is due at time ``now_s`` [s, monotonic]."""
         beats = self._beating is not None and not self._beating.done()
         if beats or now_s < self._due_s:
             return  # what has changed since the one under way was made goes with the next
@@ -61,7 +61,7 @@ class AllocatorClient:
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     def ended(self) -> None:
-        """Report the job's end to the allocator."""
+        """Report to the allocator that the job has ended."""
         self._over = True
         if self._allocator is not None:
             self._allocator.ended.remote(self._spec.job, self._seen())
@@ -97,7 +97,7 @@ class AllocatorClient:
         self._receive(answer)
 
     async def _answer(self, beat: Any) -> Any:
-        """Wait for the answer to a call, since another call would only add load to a busy allocator."""
+        """Wait for the answer to a call; another call would only add load to a busy allocator."""
         answer: asyncio.Future[Any] = asyncio.ensure_future(beat)
         if not (await asyncio.wait([answer], timeout=_SLOW_S))[0]:
             self._complain(f"nothing for {_SLOW_S:g} s; waiting")

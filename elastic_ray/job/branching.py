@@ -41,7 +41,7 @@ class BranchRun:
     Attributes:
         sizes: Batches to compare, the current one first [samples].
         idle: If True, branches only use slots that no other job can use.
-        waits_s: Maximum time from the start of a branch to its end [s].
+        waits_s: Maximum duration of a branch [s].
     """
 
     spec: JobSpec
@@ -53,8 +53,8 @@ class BranchRun:
     def measure(self, start: Callable[[JobSpec], Any]) -> BranchResult:
         """Run the branches one after the other, each submitted by ``start``; return the comparison of their losses.
 
-        Raises BranchError: no checkpoint exists yet, a branch failed, or the losses are inconclusive. OSError: storage
-        cannot be used.
+        Raises BranchError if no checkpoint exists yet, a branch failed, or the losses are inconclusive, and OSError if
+        storage cannot be used.
         """
         samples = self.plan.steps * self.sizes[0]
         branches = [self._branch(size, samples) for size in self.sizes]
@@ -147,12 +147,12 @@ class Branch:
         return RunStorage(self.spec.storage_path, self.spec.storage_filesystem, private=self.spec.elastic.private_files)
 
     def create(self) -> None:
-        """Create the directory and the marker file that :meth:`remove` requires. Raises OSError: writing fails."""
+        """Create the directory and the marker file that :meth:`remove` requires. Raises OSError if writing fails."""
         self.storage.create()
         self.storage.filesystem.open_output_stream(self._mark).close()
 
     def remove(self) -> None:
-        """Delete the branch's directory. Raises BranchError: it has no marker file, so it may belong to the user."""
+        """Delete the branch's directory. Raises BranchError if it has no marker file, as it may belong to the user."""
         path, filesystem = self.storage.path, self.storage.filesystem
         if filesystem.get_file_info(path).type.name == "NotFound":
             return
@@ -169,7 +169,7 @@ class Branch:
     ) -> list[tuple[float, float]]:
         """Train the branch on ``samples`` samples; return pairs (samples since step ``first``, value of ``metric``).
 
-        Raises BranchError: the branch fails, or has not ended within ``timeout_s`` [s].
+        Raises BranchError if the branch fails, or has not ended within ``timeout_s`` [s].
         """
         try:
             controller = start(self.spec)
@@ -217,7 +217,7 @@ class Branch:
 
 
 def slots_are_idle(spec: JobSpec) -> bool:
-    """True if free resources suffice for the job's minimum size. Raises RuntimeError: Ray does not answer."""
+    """True if free resources suffice for the job's minimum size. Raises RuntimeError if Ray does not answer."""
     try:
         free = ray.available_resources()  # type: ignore[no-untyped-call]
     except RayError as error:

@@ -1,4 +1,4 @@
-"""Context of a job: the parts that all of its components share for the job's whole life."""
+"""Context of a job: the parts that its components share for the job's entire lifetime."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ReportIntake:
         self.queue = ReportQueue(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
 
     async def receive(self, message: WorkerReport, workers: int) -> None:
-        """Handle a report of a job with ``workers`` workers; return when the reporter may continue."""
+        """Handle a report from a job with ``workers`` workers; return when the reporter may continue."""
         if message.again:
             # Of an earlier controller; any checkpoint of it has been found in storage.
             if (report := self._record.report_again(message, workers)) is not None:
@@ -71,7 +71,7 @@ class ReportIntake:
     async def catch_up(self, first_report: int) -> None:
         """Handle the previous controller's stored reports from number ``first_report``, the run's first (0: unknown).
 
-        Raises OSError: the stored reports cannot be read.
+        Raises OSError if the stored reports cannot be read.
         """
         for report in await self._writer.catch_up(first_report):
             self._enqueue(report)

@@ -1,9 +1,9 @@
 """SHELL: the job's controller, a detached actor that runs one job; a sweep's trials share actors (``job.host``).
 
 Its state is soft. If its process dies, the workers keep training and Ray starts a replacement, which the workers
-contact; everything else is restored from the journal. Workers and their placement groups end when the controller says
-so, or by themselves if it stays away; resources that a trial has from its sweep belong to the sweep's actor. Members of
-a generation find each other through the controller. The driver holds a lease on the job; if it is not renewed, the
+contact; everything else is restored from the journal. Workers and their placement groups end when the controller ends
+them, or by themselves if it stays away; resources that a trial gets from its sweep belong to the sweep's actor. Members
+of a generation find each other through the controller. The driver holds a lease on the job; if it is not renewed, the
 controller ends the job and itself.
 """
 
@@ -70,7 +70,7 @@ _PREFIX = "job:"
 
 
 def start(spec: JobSpec) -> Any:
-    """Start and return the job's controller, pre-started (warm) if possible. Raises ValueError: its name is taken."""
+    """Start and return the job's controller, pre-started (warm) if possible. Raises ValueError if its name is taken."""
     stored = with_stored_train_loop(spec)
     try:
         return _warm(stored) or _create(stored)
@@ -81,7 +81,7 @@ def start(spec: JobSpec) -> Any:
 
 
 def _create(spec: JobSpec) -> Any:
-    """Return a new controller. Raises ValueError: one with that name is alive."""
+    """Return a new controller. Raises ValueError if a controller with that name is alive."""
     find_allocator()  # the cluster's first job has one made, whose process starts beside its controller's
     # A worker node that goes away must not take the job's memory of itself along.
     name = _name_of(spec)
@@ -127,7 +127,7 @@ def prepare_next() -> None:
 class JobController:
     """Actor class of a job's controller.
 
-    All methods are coroutines of one event loop, so no locks are needed.
+    All methods are coroutines on one event loop, so no locks are needed.
     """
 
     def __init__(
@@ -214,13 +214,13 @@ class JobController:
             delete_train_loop(self._stored_train_loop)
 
     async def renew_lease(self) -> JobStatus:
-        """Renew the driver's lease, without which the job would end, and return the job's status."""
+        """Renew the driver's lease (without it, the job would end), and return the job's status."""
         await self._known()
         self._lease.heard(_DRIVER)
         return self._job.status()
 
     async def _known(self) -> None:
-        """Wait after a restart until the job's state is recovered, for a few seconds at most."""
+        """Wait after a restart until the job's state has been recovered, for a few seconds at most."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._recovered.wait(), _KNOWN_S)
 
@@ -242,14 +242,14 @@ class JobController:
         return self._job.workers()
 
     async def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """Return the job's events in order, except the first ``since`` of them."""
+        """Return the job's events in order, skipping the first ``since``."""
         await self._known()
         return tuple(self._job.record.events[since:])
 
     async def resize(self, workers: int) -> None:
         """Hold the job at this number of workers until :meth:`release`.
 
-        Raises ValueError: the number is outside the job's range, or exceeds what the loader's batch limits can use.
+        Raises ValueError if the number is outside the job's range, or more than the loader's batch limits can use.
         """
         await self._change(lambda: self._job.hold(workers))
 
@@ -260,12 +260,12 @@ class JobController:
     async def pause(self, reason: str = "paused by JobHandle.pause()") -> None:
         """Save the job after the current step and release its slots until :meth:`resume`.
 
-        Raises ValueError: the job cannot be paused, or is already paused.
+        Raises ValueError if the job cannot be paused, or is already paused.
         """
         await self._change(lambda: self._job.pause(reason))
 
     async def resume(self) -> None:
-        """Let a paused job continue once the allocator has slots for it. Raises ValueError: the job is not paused."""
+        """Let a paused job continue once the allocator has slots for it. Raises ValueError if the job is not paused."""
         await self._change(lambda: self._job.resume())
 
     async def weigh(self, weight: float) -> None:
@@ -278,7 +278,7 @@ class JobController:
         self._job.branches.start(plan, start)
 
     async def branched(self) -> BranchResult | None:
-        """Return the result of :meth:`branch`; None while it runs. Raises BranchError: it failed or never started."""
+        """Return the result of :meth:`branch`; None while running. Raises BranchError if it failed or never started."""
         return self._job.branches.outcome()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:

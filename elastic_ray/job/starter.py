@@ -112,5 +112,5 @@ class JobStarter:
         stored = await self._writer.poll(timeout_s)
         self._writer.delete(self._record.found(stored))
         last = stored.checkpoints[-1] if stored.checkpoints else None
-        if self.looking and last is not None and last.index > max(self._record.last_report, self._begun_after):
+        if self.looking and last is not None and last.index > max(self._record.reports.last, self._begun_after):
             self._reports.restore(last)

@@ -374,7 +374,7 @@ class JobSupervisor:
             pids={worker: process_info.pid for worker, process_info in actors.process_infos.items()},
             revivals=self._revivals,
             claimed=tuple(sorted(self._claimed)),
-            first_report=self.record.first_report,
+            first_report=self.record.reports.first,
             return_value=as_text(self.shutdown.return_value) if self.record.phase.ended else None,
             trackers=self._trackers.notes,
         )

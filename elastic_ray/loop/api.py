@@ -226,7 +226,7 @@ def register_state(name: str, target: Any) -> None:
         ValueError: the name is empty or already used.
         RuntimeError: training has started.
     """
-    from elastic_ray.state.registered_state import RegisteredState
+    from elastic_ray.state.registered import RegisteredState
 
     if not isinstance(name, str):
         raise TypeError(f"name must be text, but got {name!r}")

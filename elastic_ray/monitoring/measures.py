@@ -98,10 +98,7 @@ def traffic_fields(before: Mapping[str, int], after: Mapping[str, int]) -> dict[
 
 
 def packed(own: WorkerMeasures, rank: int, world_size: int) -> list[float]:
-    """Return values to be summed over all ranks: the measures ``own`` at the place of ``rank``, zeros elsewhere.
-
-    The sum contains every worker's measures.
-    """
+    """Return values whose sum over all ranks holds each worker's: ``own`` at the place of ``rank``, zeros elsewhere."""
     values = [0.0] * (len(FIELDS) * world_size)
     first = len(FIELDS) * rank
     values[first : first + len(FIELDS)] = [getattr(own, name) for name in FIELDS]

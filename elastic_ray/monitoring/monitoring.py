@@ -109,11 +109,7 @@ class StepMeter:
         self._sizes: Mapping[str, float] = {}  # of the step before
 
     def join_units(self, gather: Callable[[Sequence[float]], Sequence[Sequence[float]]]) -> None:
-        """Report, for each unit (workers that act as one rank), only the measures of its busiest worker from now on.
-
-        Args:
-            gather: Function that returns the values of every worker of this unit, by position.
-        """
+        """Report, for each unit (workers that act as one rank), only the measures of its busiest worker from now on."""
         self._gather = gather
 
     def ask(self) -> None:
@@ -273,10 +269,7 @@ def _host_used(proc: Path) -> float:
 
 
 def _group_used(proc: Path, groups: Path) -> float:
-    """Return the used fraction of the control group's memory limit (version 2); 0 without a limit.
-
-    Inactive cached files do not count: the kernel drops them first.
-    """
+    """Return the used fraction of the control group's memory limit, less inactive cached files; 0 without limit."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         if not line.startswith("0::"):
             continue

@@ -56,7 +56,7 @@ from elastic_ray.parallel.refusals import (
 from elastic_ray.parallel.schedulers import LearningRates, Schedulers, policies_of, rules_of
 from elastic_ray.parallel.torch_state_dicts import install_in_torch
 from elastic_ray.run.registry import HookPoint, ModelFacts
-from elastic_ray.state.registered_state import ModuleExtras
+from elastic_ray.state.registered import ModuleExtras
 from elastic_ray.state.tree import DictState, OptimizerState
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.sync.builders import StrategyBuilder, resolve_strategy

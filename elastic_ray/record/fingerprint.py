@@ -23,10 +23,7 @@ from placement.text import describe
 
 
 def fingerprint(spec: JobSpec, loader: LoaderInfo | None) -> str | None:
-    """Return the job's fingerprint in readable form, such as ``Net-1f0c9a2b7d3e on 1 CPU``.
-
-    Returns None while nothing is known about the job's model.
-    """
+    """Return the job's fingerprint, such as ``Net-1f0c9a2b7d3e on 1 CPU``; None while its model is unknown."""
     name = spec.model_fingerprint
     if name is None:
         if loader is None or not loader.models:

@@ -25,12 +25,6 @@ class Losses:
         max_failures: Number of failures after which the job may restart; 0 for no limit while it makes progress, -1 for
             no limit at all.
         restart: True if the job may restart when ``max_failures`` is 0; False if its first failure then ends it.
-
-    Attributes:
-        lost: Losses so far, where 1 is a loss of the whole job and a lost worker counts as its fraction of the job.
-        raised: Number of workers lost to an exception of their own.
-        fruitless: Number of consecutive restarts without a new checkpoint in between.
-        saved_steps: Step of the newest checkpoint at the last restart.
     """
 
     def __init__(self, max_failures: int, *, restart: bool = True) -> None:
@@ -88,13 +82,7 @@ STUCK_FAILURES = 10
 class SizeHistory:
     """History of a job's size changes and starts; times are monotonic [s].
 
-    Attributes:
-        resizes: Number of size changes.
-        resize_cost_s: Pause caused by a size change [s], as an exponential average.
-        start_s: Time from the last start of processes until they formed a group [s].
-        settled_s: Time at which the last group was formed.
-        launched_at_s: Time at which the processes that are now starting were launched [s since the epoch]; None if none
-            are starting.
+    Attributes are as in ``ControllerState``; ``settled_s`` is the time at which the last group was formed.
     """
 
     def __init__(self, now_s: float) -> None:

@@ -12,7 +12,7 @@ from elastic_ray.events import EventKind, JobEvent, JobPhase, Pause, named_parts
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.roster import WorkerPhase
 from placement.cluster.cluster import GPU_TYPE_LABEL
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import Progress
 from placement.goodput.remaining import remaining
 
 _WITHOUT_WORKERS = (EventKind.RESTART, EventKind.PREEMPTED, EventKind.PAUSED, EventKind.FINISHED)
@@ -62,7 +62,6 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
 
     Args:
         events: The job's events, in order; an event with an earlier time than its predecessor counts as simultaneous.
-        submitted_s: Time of submission [s since the epoch].
         now_s: Current time [s since the epoch]; ignored if the job has ended.
         started_for_s: Time for which processes have been starting, if no group is training [s].
     """
@@ -129,10 +128,7 @@ def number_of(detail: Mapping[str, Any], name: str) -> float:
 
 
 def with_length(progress: Progress | None, dataset_size: int | None, init_batch_size: int | None) -> Progress | None:
-    """Return ``progress``; until an epoch has ended, its iterations per epoch are set to dataset size / M0.
-
-    M0 is the initial batch size. A larger batch needs fewer iterations, which the first completed epoch shows.
-    """
+    """Return ``progress``; until an epoch has ended, its iterations per epoch are set to dataset size / M0."""
     if progress is None or progress.epoch_ends or progress.usual_epoch is not None:
         return progress
     if not dataset_size or not init_batch_size:
@@ -152,10 +148,7 @@ def progress_ratio(progress: Progress | None) -> float | None:
 def samples_to_end(
     progress: Progress | None, dataset_size: int | None, init_batch_size: int | None, efficiency: float | None
 ) -> int | None:
-    """Return the number of samples until the job's end; None if its length or samples per iteration are unknown.
-
-    Computed as epochs left x dataset; if the dataset's size is unknown, as iterations left x M0 / efficiency.
-    """
+    """Return the number of samples until the job's end; None if its length or samples per iteration are unknown."""
     left = remaining(progress)
     if progress is None or left is None:
         return None

@@ -6,9 +6,8 @@ import posixpath
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elastic_ray.checkpoints.automatic import StateFile
+from elastic_ray.checkpoints.automatic import StateFile, StoredProgress
 from elastic_ray.checkpoints.interval import CheckpointRetention
-from elastic_ray.checkpoints.resumable import StoredProgress
 from elastic_ray.checkpoints.run_directory import StoredCheckpoint
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
 from elastic_ray.job_spec import JobSpec
@@ -27,7 +26,7 @@ class JobRecord:
             score_attribute=spec.checkpoint_score_attribute,
             score_order=spec.checkpoint_score_order,
         )
-        self._reports: BoundedLog[Report] = BoundedLog()
+        self.reports: BoundedLog[Report] = BoundedLog()  # numbered from the first of this run
         self._outcome: JobOutcome | None = None
         self._resume: ResumePoint | None = None
         self.phase = JobPhase.WAITING
@@ -116,10 +115,7 @@ class JobRecord:
 
     @property
     def workers_at_most(self) -> int:
-        """Largest number of workers that can continue from the resume point; 0 for no limit.
-
-        Each worker gets two samples in its first step if possible, because BatchNorm fails with one.
-        """
+        """Most workers that can continue from the resume point with two samples each, for BatchNorm; 0: no limit."""
         point = self.resume_point
         return max(1, point.samples_left // 2) if point is not None and point.samples_left else 0
 
@@ -161,27 +157,17 @@ class JobRecord:
 
     def report_again(self, message: WorkerReport, workers: int) -> Report | None:
         """Store a report, from a group of ``workers``, that may already be known; return it if new, otherwise None."""
-        if message.index in self._reports:
+        if message.index in self.reports:
             return None
         report = report_of(message, workers)
         self._put(report)
         return report
 
     def _put(self, report: Report) -> None:
-        self._reports.put(report.index, report)  # a restart repeats reports after its checkpoint: the later ones count
+        self.reports.put(report.index, report)  # a restart repeats reports after its checkpoint: the later ones count
         self.unwritten_reports.add(report.to_json())
-        if report.index >= self._reports.last:
+        if report.index >= self.reports.last:
             self.metrics = report.metrics
-
-    @property
-    def first_report(self) -> int:
-        """Number of the first report of this run; 0 before the first report."""
-        return self._reports.first
-
-    @property
-    def last_report(self) -> int:
-        """Number of the last report; 0 before the first."""
-        return self._reports.last
 
     def restored(self, checkpoint: StoredCheckpoint) -> Report:
         """Return a report rebuilt from its stored checkpoint, because the report itself never arrived."""
@@ -197,22 +183,17 @@ class JobRecord:
         return report
 
     def catch_up(self, lines: Iterable[str], first_report: int, reports: Iterable[Report]) -> None:
-        """Continue the files of the previous controller, whose events are already in this record.
-
-        Args:
-            lines: Event lines that are missing from ``events.jsonl``.
-            first_report: Number of the run's first report; 0 if unknown.
-        """
+        """Continue the files of the previous controller, whose events are already in this record."""
         for line in lines:
             self.unwritten_events.add(line)
         for report in reports:
-            if report.index in self._reports:
+            if report.index in self.reports:
                 continue  # heard again, or later
-            self._reports.put(report.index, report)
-            if report.index >= self._reports.last:
+            self.reports.put(report.index, report)
+            if report.index >= self.reports.last:
                 self.metrics = report.metrics
         if first_report:
-            self._reports.first = first_report
+            self.reports.first = first_report
 
     def waits(self, who: str, what: str) -> None:
         """Record what the process ``who`` is waiting for from storage; an empty text ends the wait."""
@@ -240,8 +221,8 @@ class JobRecord:
             phase=phase,
             error=error,
             metrics=self.metrics,
-            reports=self._reports.values(),
-            first_report=self._reports.first or 1,
+            reports=self.reports.values(),
+            first_report=self.reports.first or 1,
             checkpoints=self._retention.kept,
             states=posixpath.dirname(left.path) if left is not None else "",
             return_value=return_value,

@@ -15,10 +15,7 @@ MOST = 1000
 
 
 class BoundedLog(Generic[T]):
-    """Log of numbered items that keeps only the latest ones.
-
-    Numbers usually grow by one, but items may arrive out of order, and a restart repeats some numbers.
-    """
+    """Log of the latest of numbered items, which may arrive out of order; a restart repeats some numbers."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -159,10 +156,7 @@ class ReportQueue:
             await self._changed.wait()
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
-        """Mark reports up to number ``after`` as delivered and return the next one, waiting up to ``wait_s`` [s].
-
-        Returns None if no next report arrives in time, or the queue was closed.
-        """
+        """Mark reports up to ``after`` as delivered and return the next; None after ``wait_s`` [s] or if closed."""
         after = self._taken if after is None else after
         if after > self._taken:
             self._taken = after
@@ -179,10 +173,7 @@ class ReportQueue:
         return self._reports.get(after + 1)
 
     def _past_a_hole(self, number: int, now_s: float) -> Report | None:
-        """Return the next report after a missing one that has been missing for a while; None until then.
-
-        A missing report was lost when its controller died.
-        """
+        """Return the report after one that has been missing for a while (lost with its controller); else None."""
         if self._reports.last <= number:
             self._hole = None
             return None

@@ -30,9 +30,8 @@ from elastic_ray.sealed import Raised
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.setup import ProcessInfo
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import JobView, Progress
 from placement.cluster.node_record import NodeFailure
-from placement.cluster.progress import Progress
 from placement.goodput.forecast import HOLDS_S, BatchForecast
 
 _NO_GPU = None, None
@@ -45,10 +44,7 @@ def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
 
 
 def check_size(workers: int, spec: JobSpec, planner: BatchPlanner) -> None:
-    """Raise ValueError if the job cannot be held at this number of workers.
-
-    The number must lie in the job's range and be an allowed size, and the loader must have work for all workers.
-    """
+    """Raise ValueError unless the job's range, allowed sizes and loader let it be held at this number of workers."""
     most = max_workers(spec, planner)
     allowed = spec.scheduling.allowed_sizes
     if spec.min_workers <= workers <= most and allowed.allow(workers):
@@ -210,7 +206,7 @@ def job_status(
         memory_bound=report.memory_bound if report is not None else None,
         backend=report.backend if report is not None else "",
         mfu=report.mfu if report is not None else None,
-        reports=record.last_report,
+        reports=record.reports.last,
         checkpoint=record.newest_checkpoint,
         trial=spec.trial_facts,
         metric=spec.metric,
@@ -232,25 +228,21 @@ def _waits_for(spec: JobSpec, record: JobRecord, machine: JobMembership) -> str:
 
 
 def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, record: JobRecord) -> JobStatus:
-    """Return the status with the job's progress and remaining work added.
-
-    A trial ends with its last epoch, or with the largest number of reports that its sweep allows, whichever comes
-    first.
-    """
+    """Return the status with progress and work left until the last epoch or, in a sweep, the last allowed report."""
     size = planner.loader.dataset_size if planner.loader is not None else None
     first = planner.loader.limits.init_batch_size if planner.loader is not None else None
     progress = with_length(_run_progress(planner, record.resume_point), size, first)
     most = spec.trial.most_reports if spec.trial is not None else None
-    ratios = [progress_ratio(progress), reports_to_end(record.last_report, most)]
+    ratios = [progress_ratio(progress), reports_to_end(record.reports.last, most)]
     ratio = max((each for each in ratios if each is not None), default=None)
     if record.phase is JobPhase.FINISHED:
         return dataclasses.replace(status, progress=1.0)
     if record.phase is not JobPhase.RUNNING:
         return dataclasses.replace(status, progress=ratio)
-    made = record.last_report - record.first_report + 1 if record.first_report else 0
+    made = record.reports.last - record.reports.first + 1 if record.reports.first else 0
     ends = [
         seconds_to_end(progress, first, status.goodput),
-        seconds_of_reports(status.training_s, made, most - record.last_report) if most else None,
+        seconds_of_reports(status.training_s, made, most - record.reports.last) if most else None,
     ]
     eta_s = min((each for each in ends if each is not None), default=None)
     low_s, high_s = eta_range(eta_s, planner.rates, planner.efficiency)

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from elastic_ray.background import Background
-from elastic_ray.checkpoints.automatic import delete_states, keep_last
-from elastic_ray.checkpoints.resumable import StoredProgress, find_stored
+from elastic_ray.checkpoints.automatic import StoredProgress, delete_states, find_stored, keep_last
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import Report
 from elastic_ray.job_spec import JobSpec
@@ -71,11 +70,7 @@ class _BacklogWriter:
 
 
 class RecordWriter:
-    """Writer of a record's backlogs, which also reads stored state and deletes checkpoints.
-
-    Args:
-        tell: Function that is called once with each sentence about storage that the job's user should read.
-    """
+    """Writer of a record's backlogs, which also reads stored state and deletes checkpoints."""
 
     def __init__(self, spec: JobSpec, record: JobRecord, background: Background, tell: Callable[[str], None]) -> None:
         self._spec, self._record, self._background, self._tell = spec, record, background, tell
@@ -83,8 +78,8 @@ class RecordWriter:
         self._storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=private)
         self._calls = StorageCalls(self._storage.where, threads=_THREADS)
         self._deleting = StorageCalls(self._storage.where, threads=1)  # of many, none takes the others' threads
-        self._events = _BacklogWriter("writing events", record.unwritten_events, self._storage.append_events)
-        self._reports = _BacklogWriter("writing reports", record.unwritten_reports, self._storage.append_reports)
+        self._events = _BacklogWriter("writing events", record.unwritten_events, self._storage.events.append)
+        self._reports = _BacklogWriter("writing reports", record.unwritten_reports, self._storage.reports.append)
         self._deletions: set[asyncio.Task[None]] = set()
         self._told: set[str] = set()
         self._block: dict[int, Report] = {}
@@ -181,11 +176,7 @@ class RecordWriter:
         return stored
 
     async def report(self, number: int, last: int) -> Report | None:
-        """Read the first report with a number from ``number`` to ``last`` from the run's file.
-
-        Use this for reports that are no longer in memory. Returns None if the file has no such report or cannot be
-        read.
-        """
+        """Return the first report from ``number`` to ``last`` in the run's file; None if none can be read."""
         if number not in self._block:
             try:
                 self._block = await self._calls.run(
@@ -201,14 +192,11 @@ class RecordWriter:
     async def catch_up(self, first_report: int) -> tuple[Report, ...]:
         """Continue the files of a controller that died, and append the recorded events that these files lack.
 
-        Args:
-            first_report: Number of the run's first report, as known to that controller; 0 if there was none.
-
         Returns the latest reports, which are also added to the record.
         """
 
         def read() -> tuple[set[str], tuple[Report, ...]]:
-            return set(self._storage.event_lines()), self._storage.last_reports(first_report, MOST)
+            return set(self._storage.events.read()), self._storage.last_reports(first_report, MOST)
 
         # Those that wait, or are being written now, are this controller's own.
         told = [line for event in self._record.events if (line := event.to_json()) not in self._record.unwritten_events]

@@ -231,6 +231,8 @@ class GroupChanges:
         exchanged = run.states.exchange(communicator, registry, registry.samples, run.ledger)
         if run.ledger.has_left:
             run.states.progress.advance_passes(exchanged.passes)
+            if exchanged.behind and run.ledger.depth_in_group == 0 and run.ledger.outermost is not None:
+                run.ledger.outermost.loader_pass.end()
         with communicator.together():
             proof = self._set_up(spec, communicator)
         self._steps_waited = 0

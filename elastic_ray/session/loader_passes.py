@@ -227,7 +227,7 @@ class LoaderPasses:
         asked, self._asked_to_end = self._asked_to_end, None
         ends_early = asked is step.loader_pass
         if left:
-            return self._edge_alone(step, ends_early=ends_early)
+            return self._edge_alone(step, ends_early=ends_early, abandoned=abandoned)
         before = run.states.progress.loader_steps
         if run.faults is not None:
             run.moment("edge")
@@ -263,12 +263,15 @@ class LoaderPasses:
                 self._changes.between_steps(step.can_switch)
         return True
 
-    def _edge_alone(self, step: LoaderStep, *, ends_early: bool) -> bool:
+    def _edge_alone(self, step: LoaderStep, *, ends_early: bool, abandoned: bool) -> bool:
         """End a step that the other ranks are not in; same result as :meth:`edge`."""
         run, ledger = self._run, self._run.ledger
         if not ledger.has_left:
             run.sums.undo_beyond(ledger.depth)
-            return ledger.end_left(step)
+            committed = ledger.end_left(step)
+            if abandoned and not committed and not step.loader_pass.done:  # the others draw it again, and wait for this
+                self._recover(step, "break has left the loop in a step that is drawn again", abandoned=True)
+            return committed
         self._add_own()
         step.loader_pass.advance(step.count, None)
         if ends_early:
@@ -404,7 +407,7 @@ class LoaderPasses:
         run, ended = self._run, self._run.states.progress.ended_passes
         early, self.ended_early = abandoned or self.ended_early is loader_pass, None
         while self._run.states.progress.ended_passes == ended and not run.ledger.has_left:
-            lost = run.ledger.lost_within(gradients_wait=run.registry.gradients_wait)
+            lost = run.ledger.lost_within(waits=self._waits)
             try:
                 alike = self._agree_on_end(loader_pass)
                 self._run.states.progress.end_pass()
@@ -503,6 +506,11 @@ class LoaderPasses:
             progress.add_sums((key, name, value) for name, value in sums.items())
         self._run.sums.undo_beyond(depth)
 
+    @property
+    def _waits(self) -> bool:
+        """True if gradients, or contributions to accumulators, of a step around this one are still to be counted."""
+        return self._run.registry.gradients_wait or self._run.sums.wait(self._run.ledger.depth)
+
     def _recover(self, step: LoaderStep, cause: str, *, abandoned: bool) -> None:
         """Recover from a lost step: undo what user code changed in it, and continue with the remaining workers.
 
@@ -519,7 +527,7 @@ class LoaderPasses:
             self._add_own()
             return
         run.sums.undo_beyond(ledger.depth)
-        lost = ledger.undo(step, gradients_wait=run.registry.gradients_wait)
+        lost = ledger.undo(step, waits=self._waits)
         self._changes.regroup(cause)
         ledger.resume(lost, cause)
 

@@ -46,9 +46,6 @@ def env_store(rank: int, timeout_s: float) -> Any:
 
     ``torchrun``'s agent hosts a store and sets ``TORCHELASTIC_USE_AGENT_STORE`` to indicate this. Under ``srun``,
     ``mpirun`` and similar launchers there is no agent, so rank 0 hosts the store, on that address only.
-
-    Args:
-        timeout_s: Longest wait for the store, and for each request to it [s].
     """
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -261,7 +258,7 @@ def _place() -> RankInfo:
     if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
         return RankInfo()
     rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
-    local_size = _local_size(world_size)
+    local_size = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))) if world_size > 1 else 1
     return RankInfo(
         rank=rank,
         world_size=world_size,
@@ -269,10 +266,6 @@ def _place() -> RankInfo:
         local_world_size=min(local_size, world_size),
         node_rank=rank // local_size,
     )
-
-
-def _local_size(world_size: int) -> int:
-    return 1 if world_size == 1 else max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
 
 
 def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
@@ -296,7 +289,7 @@ def _form(prefix: str, departures: Departures, gpu: int | None, spec: Generation
         raise CommunicationFailedError(f"rank {rank} has found no store: {error}") from error
     if store is not None:
         departures.use(store)
-    group = Communicator(
+    return Communicator(
         store,
         prefix,
         rank=rank,
@@ -306,7 +299,6 @@ def _form(prefix: str, departures: Departures, gpu: int | None, spec: Generation
         host=_own_host() if spec.nodes > 1 else "127.0.0.1",
         gpu=gpu,
     )
-    return group
 
 
 def _own_host() -> str:

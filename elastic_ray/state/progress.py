@@ -13,7 +13,7 @@ import numpy as np
 from elastic_ray.batch.tokens import MOVED
 from elastic_ray.json_numbers import dump
 from elastic_ray.state.resume_point import ResumePoint
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import Progress
 
 _LINK_BYTES = 6  # exact in a float64, as JavaScript reads it
 _CHUNK = 1 << 20
@@ -132,6 +132,11 @@ class RunProgress:
     def in_last_epoch(self) -> bool:
         """True if the loop has declared its number of epochs and the current one is the last."""
         return self.epochs is not None and self.epoch + 1 >= self.epochs
+
+    @property
+    def place_in_epochs(self) -> int:
+        """Epoch and number of its first passes that have ended, as one number that only grows."""
+        return self.epoch << 20 | next((n for n, each in enumerate(self.passes) if not each.done), len(self.passes))
 
     def end_epoch(self) -> None:
         """Count the current epoch as done, and discard the progress of its passes."""

@@ -17,7 +17,7 @@ from elastic_ray.state.generators import Generators
 from elastic_ray.state.layout import ReplicasDifferError, check_samples, difference, digest, packed
 from elastic_ray.state.pieces import WrittenInParts, shared_out
 from elastic_ray.state.progress import RunProgress
-from elastic_ray.state.registered_state import Remembered
+from elastic_ray.state.registered import Remembered
 from elastic_ray.state.replicas import named_tensors
 from elastic_ray.state.resume_point import UnreadableStateError
 from elastic_ray.state.tree import (
@@ -50,6 +50,7 @@ class Exchanged:
 
     received: bool  # this rank was behind and took over another's state
     passes: int  # ended loader passes of the rank that is furthest (see ``RunProgress.ended_passes``)
+    behind: bool  # a rank with an equal state has given up the outermost pass that this rank is in
 
 
 @contextlib.contextmanager
@@ -371,7 +372,12 @@ class SharedState:
         self.progress.limit_memory(min(bounds, default=None))
         # Who is behind has taken over what the furthest have, and may have ended a pass that continues there.
         furthest = max(each.order() for each in everyone)
-        return Exchanged(received=received, passes=max(each.passes for each in everyone if each.order() == furthest))
+        furthest_rows = [row for row, each in zip(rows, everyone, strict=True) if each.order() == furthest]
+        return Exchanged(
+            received=received,
+            passes=max(row[3] for row in furthest_rows),
+            behind=max(row[7] for row in furthest_rows) > self.progress.place_in_epochs,
+        )
 
     def _gather_versions(
         self, communicator: Communicator, replicas: Registry, ledger: StepLedger, layout: int, samples: int | None
@@ -389,6 +395,7 @@ class SharedState:
                     int(self.complete),
                     replicas.marker,
                     layout,
+                    run.place_in_epochs,
                     depth,
                     run.memory_bound or 0,
                     -1 if samples is None else samples,

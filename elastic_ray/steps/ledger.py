@@ -299,6 +299,8 @@ class StepLedger:
             self._outer.append(self._inner)
             step.updates_before = self._updates_asked
             self.state.snapshot(len(self._outer))
+            if self._inner.sums_before is None:
+                self._inner.sums_before = copy.deepcopy(self.state.progress.sums)
         else:
             self._updates_asked = 0
             self._failure, self._around = None, (None, 0)
@@ -388,23 +390,29 @@ class StepLedger:
         self._samples_left = step.samples_left
         return trained
 
-    def undo(self, step: LoaderStep, *, gradients_wait: bool = False) -> LostStep:
+    def undo(self, step: LoaderStep, *, waits: bool = False) -> LostStep:
         """Undo a lost step: restore state that user code changed in it. Call :meth:`resume` with the result afterwards.
 
         Args:
-            gradients_wait: True if accumulated gradients of the surrounding step have not been applied yet.
+            waits: True if accumulated gradients, or sums, of the surrounding step have not been applied yet.
         """
-        lost = self.lost_within(gradients_wait=gradients_wait)
+        lost = self.lost_within(waits=waits)
         self.state.roll_back(self.depth)
+        self._undo_sums(step)
         if lost.nested:
             self._updates_asked = step.updates_before
         else:
             self._discard_nested(step)
         return lost
 
-    def lost_within(self, *, gradients_wait: bool) -> LostStep:
-        """Return the facts about a loss in a pass, for :meth:`resume`; ``gradients_wait`` is as in :meth:`undo`."""
-        return LostStep(self._inner is not None, gradients_wait or self._around[1] > 0, self._place)
+    def _undo_sums(self, step: LoaderStep) -> None:
+        """Restore the accumulators' sums to those before the steps nested in a lost step, which are made again."""
+        if step.sums_before is not None:
+            self.state.progress.sums = step.sums_before
+
+    def lost_within(self, *, waits: bool) -> LostStep:
+        """Return the facts about a loss in a pass, for :meth:`resume`; ``waits`` is as in :meth:`undo`."""
+        return LostStep(self._inner is not None, waits or self._around[1] > 0, self._place)
 
     def resume(self, lost: LostStep, cause: str) -> None:
         """Resume in the group found after :meth:`undo`; a surrounding step that no rank finished is also drawn again.
@@ -479,6 +487,7 @@ class StepLedger:
             self.lose_round()
         elif self._left is None or self._left.depth > depth:
             self.state.roll_back(depth)
+        self._undo_sums(step)
         self._discard_nested(step)
         self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
 
@@ -568,6 +577,10 @@ class StepSums:
     def of(self, depth: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
         """Return the sums of the step at nesting depth ``depth``, keyed by accumulator and then by name."""
         return self._pending.get(depth, {})
+
+    def wait(self, depth: int) -> bool:
+        """True if the steps up to nesting depth ``depth`` have sums that are not counted yet."""
+        return any(self._pending.get(each) for each in range(1, depth + 1))
 
     def undo_beyond(self, depth: int) -> None:
         """Drop the contributions of steps nested deeper than ``depth``, which are lost or have been counted."""

@@ -41,6 +41,7 @@ class LoaderStep:
         given: The step belongs to this rank, and another rank executes it.
         loader_steps: Steps committed before this one, if it is not nested in another.
         updates_before: Updates of the step around this one that user code had asked for when this one started.
+        sums_before: Accumulators' sums before the first step nested in this one; None if none was.
         made_at: Places in the code at which it has made accumulators, and how many.
         halved: Whether the step has more micro-batches than its shape, to measure the gradient's noise.
     """
@@ -64,6 +65,7 @@ class LoaderStep:
     given: bool = False
     loader_steps: int = 0
     updates_before: int = 0
+    sums_before: dict[tuple[int, int], dict[str, float]] | None = None
     made_at: dict[str, int] = dataclasses.field(default_factory=dict)
     own_counts: list[float] = dataclasses.field(default_factory=list)
     counts: Sequence[Sequence[float]] | None = None

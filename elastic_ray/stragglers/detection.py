@@ -83,8 +83,6 @@ class SpeedTrace(Trace):
 
         Args:
             work: Number of samples (or tokens) of each rank; the step is ignored if any rank has none.
-            busy_s: Time of each rank from the step's start until its gradients were complete [s].
-            data_s: Part of ``busy_s`` spent waiting for data [s].
             among: Ranks not known to be slow; their median work is the reference.
         """
         if min(work) <= 0 or min(busy_s) <= 0:

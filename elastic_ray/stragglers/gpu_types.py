@@ -99,11 +99,7 @@ class TypeShares:
         )
 
     def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
-        """Record the measures of a committed training step.
-
-        Args:
-            sizes: ``sizes[rank][micro]`` is the number of samples in each rank's micro-batches.
-        """
+        """Record the measures of a committed training step."""
         members, measured = self._members(), self._measured()
         if not self.mixed or not len(members) == len(measured) == len(sizes):
             return

@@ -116,11 +116,7 @@ class StragglerWatch:
         return self.weights is not None
 
     def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
-        """Record the measures of a committed training step.
-
-        Args:
-            sizes: ``sizes[rank][micro]`` is the number of samples (or tokens) in each rank's micro-batches.
-        """
+        """Record the measures of a committed training step."""
         if not self._config.watches:
             return
         members, measured = self._members(), self._measured()

@@ -92,10 +92,7 @@ class PoolClient:
 
 
 def environment_key(environment: Mapping[str, Any]) -> str:
-    """Return a key that is equal for processes with the same runtime environment and version of this package.
-
-    Local directories have already been uploaded under names derived from their contents.
-    """
+    """Return a key that is equal for processes of one runtime environment and version of this package."""
     inherited = ray.get_runtime_context().get_runtime_env_string()  # type: ignore[no-untyped-call]
     text = json.dumps([json.loads(inherited or "{}"), environment, _code()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -111,7 +111,6 @@ class WarmPool:
 
         Args:
             job: Job or sweep of the caller. For a new job, the pool starts no other process on the node for a while.
-            starting: Whether a process that is still starting is acceptable.
         """
         await self._found
         if job not in self._requests:
@@ -132,8 +131,6 @@ class WarmPool:
 
         Args:
             nodes: Number of processes that the job has and may want again, keyed by node.
-            first: True if the job has just started training.
-            over: True if the job has ended, so that this is its last call.
 
         Returns the name and node of each process that the caller must start now, and, keyed by node, a process that
         can check other processes there.

@@ -36,10 +36,7 @@ _COLD_S = 30.0  # no other warm process on a node for so long after one could no
 
 
 def end_strays(job: str, keep: Collection[str]) -> None:
-    """Kill processes of the job that no controller knows any more, except those named in ``keep``. Blocks.
-
-    Some of these processes may still be starting for a controller that has died.
-    """
+    """Kill processes of the job, also starting ones, that no controller knows and ``keep`` does not name. Blocks."""
     for name, actor in actors_named(_prefix(job)):
         if name not in keep:
             ray.kill(actor)
@@ -152,10 +149,7 @@ class Processes:
         return self._spec.elastic.warm_workers_per_node * self._spec.scheduling.unit_size
 
     async def take(self, node: str) -> tuple[Any, ProcessInfo]:
-        """Return a process on the node that is ready to run a worker, and facts about that process.
-
-        Sources, in this order: the job's warm processes, its sweep, the pool, a new process.
-        """
+        """Return a ready process on the node and its facts: the job's, else its sweep's, the pool's, or a new one."""
         warm = self._warm.get(node, [])
         while warm:
             actor = warm.pop()

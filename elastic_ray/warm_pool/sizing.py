@@ -153,9 +153,6 @@ def plan(
 ) -> tuple[Start | End, ...]:
     """Return the processes to start and to end now.
 
-    Args:
-        busy: Time until which a node's CPUs are reserved for jobs that have just started, keyed by node [s].
-
     Returns:
         All ends, followed by at most one start per node. A start that needs the space of an ended process happens in
         a later call.

@@ -456,7 +456,7 @@ def _write_end(session: Session, link: ActorControllerClient, problem: str) -> N
         reason=f"the workers have ended the job: {link.gone}; {saved}",
     )
     try:
-        link.storage.append_events([event.to_json()])
+        link.storage.events.append([event.to_json()])
     except Exception as error:
         logger.warning("job %s: %s; this event was not written: %s", session.job, event.reason, error)
 

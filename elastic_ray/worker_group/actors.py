@@ -43,9 +43,6 @@ class WorkerActors:
     Each worker's resources are reserved by its own placement group. Its process is an actor outside that group, which
     requests no resources. Both are detached: they outlive a controller that Ray restarts, and the restarted
     controller adopts them.
-
-    Args:
-        on_refusal: Called with a worker, the reason why it got no process, and whether a retry is certain to fail.
     """
 
     def __init__(
@@ -111,10 +108,7 @@ class WorkerActors:
         return counts
 
     def processes(self) -> dict[str, str]:
-        """Return the name of each worker's process, keyed by worker.
-
-        The name is empty for a process that a sweep started itself and has lent out.
-        """
+        """Return the name of each worker's process, keyed by worker; empty for one that a sweep has lent out."""
         return {worker: self.supply.name_of(actor) for worker, actor in self._actors.items()}
 
     def homes(self) -> dict[str, str]:

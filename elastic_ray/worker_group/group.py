@@ -98,10 +98,7 @@ class WorkerGroup:
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
 
     def is_member(self, generation: int, worker: str) -> bool:
-        """True if the worker is a member of ``generation``, and this is the current or the announced one.
-
-        Generation 0 stands for the group of the worker's own unit.
-        """
+        """True if the worker is a member of ``generation`` (0: its own unit), the current or the announced one."""
         if generation == 0:
             return worker in self.machine.workers and worker not in self._given_up
         flight = self.machine.in_flight
@@ -167,11 +164,7 @@ class WorkerGroup:
             self._perform(instruction)
 
     def heard(self, worker: str, position: int = 0) -> bool:
-        """Record a sign of life from a worker; return False if its message must be ignored.
-
-        Messages from workers that were killed, for example because they were declared lost, are ignored; ``position``
-        is the sending process's index in the worker's unit.
-        """
+        """Record a sign of life from a worker; return False if its message must be ignored."""
         if worker in self._given_up:
             return False
         self._detector.heard(process_names(worker, position + 1)[position])

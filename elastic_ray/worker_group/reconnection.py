@@ -52,10 +52,7 @@ class Reconnection:
         return sorted(self._processes.keys() - self._told.keys() - self._struck)
 
     async def complete(self) -> tuple[WorkerReregistration, ...]:
-        """Wait for the living workers to register, and return their registrations.
-
-        Dead and stopped workers are not waited for. Units with a missing process are left out.
-        """
+        """Wait for living workers to register and return their registrations, without units that lack a process."""
         begin_s = time.monotonic()
         looking = asyncio.get_running_loop().create_task(self._poll())
         while missing := self._missing:

@@ -203,7 +203,6 @@ class Allocator:
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
     def _open_nodes(self) -> None:
-        """Apply the current settings that control the cluster's size."""
         scaling, constraints = self._ruling.scaling, self._ruling.constraints
         self._scaler = ClusterScaler(scaling, self._packed.open(), constraints) if scaling is not None else None
         self._demand = WaitingDemand() if self._ruling.autoscaling == "auto" else None
@@ -244,7 +243,6 @@ class Allocator:
             return in_force(ruling).to_plain()
 
     async def _withdraw_nodes(self) -> None:
-        """Withdraw all requests for nodes from Ray."""
         for asks in (self._scaler, self._demand):
             if asks is not None:
                 await asks.withdraw()
@@ -277,7 +275,7 @@ class Allocator:
             priors=self._knowledge.priors(view, time.time()),
             strategies=self._knowledge.strategies(view, time.time()),
             knows_root=self._knowledge_sync.knows(view.job),
-            bill=self._scaler.bill(view.job) if self._scaler is not None else None,
+            bill=self._scaler.autoscaler.bill(view.job) if self._scaler is not None else None,
             note="; ".join(filter(None, (self._remarks(view), avoids.figures if avoids is not None else ""))),
             start_s=None if view.workers else self._starts.of(view.job, time.time()),
             nodes=len(possible_nodes(view, core.cluster)),
@@ -335,8 +333,8 @@ class Allocator:
         return found if decision is None else dataclasses.replace(found, nodes_wanted=decision.explained(job))
 
     async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
-        """Return the latest decision about the cluster's size (None before the first) and each job's cost so far."""
-        return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
+        """Return the latest decision about the cluster's size, or None, and the cost so far [USD], keyed by job."""
+        return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.autoscaler.spent_usd))
 
     async def forgive(self, node: str) -> bool:
         """Clear a node's record of failures; return True if there were any."""
@@ -397,10 +395,7 @@ class Allocator:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
     async def _read(self) -> tuple[RawNode, ...] | None:
-        """Read Ray's nodes and append them to the history.
-
-        Returns None if they cannot be read or there are none.
-        """
+        """Read Ray's nodes and append them to the history; return None if they cannot be read or there are none."""
         try:
             nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), timeout=_READ_TIMEOUT_S)
         except Exception as error:  # the control store may be away for a moment; the last view stays
@@ -452,7 +447,7 @@ class Allocator:
         if cluster is None:
             self._ended_s[job] = time.monotonic()
         if self._scaler is not None:
-            logger.info("job %s has cost %.4f USD", job, self._scaler.discard(job))
+            logger.info("job %s has cost %.4f USD", job, self._scaler.autoscaler.discard(job))
         self._handle(events.JobEnded(job=job, view=view, cluster=cluster))
         self._knowledge_sync.ended(job)
         self._controllers.spawn(self._knowledge_sync.save())
@@ -475,7 +470,6 @@ class Allocator:
             self._alarm = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def _ring(self) -> None:
-        """Make one decision for all events since the first urgent one."""
         self._alarm = None
         self._handle(events.TimePassed())
 

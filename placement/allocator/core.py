@@ -67,14 +67,14 @@ class AllocatorCore:
         self._constraints = self._config.constraints
         self._guaranteed: frozenset[str] = frozenset()
         self._granted: Allocation = {}
-        self._cluster = Cluster()
+        self.cluster = Cluster()  # as last reported
         self._obtainable: tuple[Node, ...] = ()
         self._node_ids: frozenset[str] = frozenset()
         self._jobs: dict[str, KnownJob] = {}
         self._nodes = NodeRecord()
-        self._avoids: Mapping[str, Reason] = {}
+        self.avoids: Mapping[str, Reason] = {}  # why each job was kept off some nodes in the latest decision
         self._log: collections.deque[DecisionRecord] = collections.deque(maxlen=self._config.log_length)
-        self._recorded = 0
+        self.recorded = 0  # decisions so far, also those that the log no longer holds
         self._settling = settling
         # Intervals by a clock that nobody sets, and the time of day of what is shown.
         self._settled_s: float | None = None
@@ -82,7 +82,7 @@ class AllocatorCore:
         self._event_s: float | None = None
         self._decided_at_s = float("-inf")
         self._decided_s = float("-inf")
-        self._decided_for: Trigger | None = None
+        self.decided_for: Trigger | None = None  # trigger of the latest decision
         self._changed_s = float("-inf")
         self._unjudged = False
         self._urgent: Trigger | None = None
@@ -96,19 +96,9 @@ class AllocatorCore:
         return tuple(self._log)
 
     @property
-    def recorded(self) -> int:
-        """Number of decisions recorded so far, including records that the log no longer holds."""
-        return self._recorded
-
-    @property
     def decided_s(self) -> float | None:
         """Time of the latest decision [s since the epoch]; None before the first."""
         return self._decided_s if math.isfinite(self._decided_s) else None
-
-    @property
-    def decided_for(self) -> Trigger | None:
-        """Trigger of the latest decision; None before the first."""
-        return self._decided_for
 
     @property
     def prices(self) -> Mapping[str, float]:
@@ -129,16 +119,6 @@ class AllocatorCore:
         return self._urgent_s + self._config.gather_s
 
     @property
-    def cluster(self) -> Cluster:
-        """Nodes as last reported to the core."""
-        return self._cluster
-
-    @property
-    def avoids(self) -> Mapping[str, Reason]:
-        """Reasons why jobs were kept off some nodes in the latest decision, keyed by job."""
-        return self._avoids
-
-    @property
     def jobs(self) -> tuple[str, ...]:
         """Names of the jobs that have reported to the core and have not since ended or been dropped as silent."""
         return tuple(self._jobs)
@@ -149,11 +129,11 @@ class AllocatorCore:
 
     def snapshot(self, after: int = 0) -> CoreSnapshot:
         """Return the current state as immutable values, with the decision records numbered (from 1) above ``after``."""
-        new = max(self._recorded - max(after, 0), 0)
+        new = max(self.recorded - max(after, 0), 0)
         return CoreSnapshot(
             policy=self._policy.name,
             settled=self.settled,
-            cluster=self._cluster,
+            cluster=self.cluster,
             constraints=self._config.constraints,
             jobs={
                 name: JobState(
@@ -182,7 +162,7 @@ class AllocatorCore:
         known = self._jobs[job]
         view = views.get(job, known.view)  # a job that no node could hold takes no part in decisions
         plan = functools.partial(self._plan, now_s=now_s)
-        return explain(view, known.reason, list(views.values()), plan, self._cluster)
+        return explain(view, known.reason, list(views.values()), plan, self.cluster)
 
     def handle(self, event: Event, now_s: float, steady_s: float | None = None) -> list[Instruction]:
         """Handle one event and return the resulting instructions, with those that shrink jobs first.
@@ -277,10 +257,10 @@ class AllocatorCore:
             self._pending = self._pending or news
 
     def _update_nodes(self, cluster: Cluster) -> None:
-        """Store a changed cluster; a decision is urgent if a job is waiting or some workers no longer fit."""
-        if cluster == self._cluster:
+        """Store a changed cluster; a decision is urgent if a job waits or some workers no longer fit."""
+        if cluster == self.cluster:
             return
-        self._cluster = cluster
+        self.cluster = cluster
         self._node_ids = frozenset(node.node_id for node in cluster.nodes)
         if self._knowledge is not None:
             self._knowledge.machines(cluster)
@@ -315,7 +295,7 @@ class AllocatorCore:
 
     def _due(self, now_s: float) -> Trigger | None:
         """Return the trigger of a decision that is due now; None if none is due."""
-        if not self._jobs or not self._cluster.nodes:
+        if not self._jobs or not self.cluster.nodes:
             self._urgent = self._pending = None
             return None
         if self._urgent:
@@ -330,14 +310,14 @@ class AllocatorCore:
     def _decide(self, trigger: Trigger, now_s: float, steady_s: float) -> list[Allocate]:
         """Query the policy, place the workers, and return instructions for jobs that changed."""
         self._urgent = self._pending = None
-        self._decided_s, self._decided_at_s, self._decided_for = now_s, steady_s, trigger
+        self._decided_s, self._decided_at_s, self.decided_for = now_s, steady_s, trigger
         views = self.views(now_s)
         kept = self._kept(views, steady_s) if trigger in _UNFORCED else {}
         views = [dataclasses.replace(v, held_at=v.workers) if v.job in kept else v for v in views]
         for job in self._jobs.values():
             job.decided(forced=trigger not in _UNFORCED)
         try:
-            plan = self._plan(views, self._cluster, now_s)
+            plan = self._plan(views, self.cluster, now_s)
             units = {view.job: view.unit for view in views}
             reasons = {job: reason.of_unit(units[job]) for job, reason in {**plan.reasons, **kept}.items()}
             plan = dataclasses.replace(plan, reasons=reasons)
@@ -365,9 +345,9 @@ class AllocatorCore:
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
         avoided = self._nodes.avoided(self._steady_s or 0.0)
-        views, cluster, self._avoids = avoid_failing(views, cluster, avoided)
+        views, cluster, self.avoids = avoid_failing(views, cluster, avoided)
         plan = make_plan(self._policy, views, cluster, now_s, self._constraints, self._guaranteed, self._granted)
-        return plan.noted(self._avoids) if self._avoids else plan
+        return plan.noted(self.avoids) if self.avoids else plan
 
     def views(self, now_s: float) -> list[JobView]:
         """Return all jobs that could run and are not paused, with their planned workers and shared measurements."""
@@ -380,7 +360,7 @@ class AllocatorCore:
 
     def views_to_scale_for(self, now_s: float) -> Sequence[JobView]:
         """Return the jobs to consider when sizing the cluster, each excluded from the nodes that it avoids."""
-        return avoid_failing(self.views(now_s), self._cluster, self._nodes.avoided(self._steady_s or 0.0))[0]
+        return avoid_failing(self.views(now_s), self.cluster, self._nodes.avoided(self._steady_s or 0.0))[0]
 
     def _carry_out(self, plan: Plan, trigger: Trigger, now_s: float, steady_s: float) -> list[Allocate]:
         """Return an ``Allocate`` for each job with changed nodes or a new reason to wait; log the changes."""
@@ -427,8 +407,8 @@ class AllocatorCore:
         return Reason(Cause.DRAIN, nodes_of(drain)) if drain else None
 
     def _draining_of(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return the ``nodes`` (node ids, or places of units) that are draining."""
-        draining = {node.node_id for node in self._cluster.nodes if node.draining}
+        """Return those of ``nodes`` (node ids, or places of units) that are draining."""
+        draining = {node.node_id for node in self.cluster.nodes if node.draining}
         return tuple(sorted(place for place in set(nodes) if draining & parts(place).keys()))
 
     def _judge(self, event: Event, now_s: float) -> None:
@@ -438,7 +418,7 @@ class AllocatorCore:
         else:
             suspects = list(self._jobs.values()) if isinstance(event, events.NodesChanged) or self._unjudged else []
             self._unjudged = False
-        possible = Cluster(nodes=(*self._cluster.nodes, *self._obtainable)) if self._obtainable else self._cluster
+        possible = Cluster(nodes=(*self.cluster.nodes, *self._obtainable)) if self._obtainable else self.cluster
         reasons: dict[object, Reason | None] = {}  # thousands of jobs share a few kinds of workers
         for job in suspects:
             view = job.view
@@ -468,7 +448,7 @@ class AllocatorCore:
         self, now_s: float, trigger: Trigger, job: str, before: int, nodes: Mapping[str, int], reason: Reason
     ) -> None:
         """Append to the decision log; ``before`` is the former number of workers, ``nodes`` the new workers by node."""
-        self._recorded += 1
+        self.recorded += 1
         self._log.append(
             DecisionRecord(
                 time_s=now_s,

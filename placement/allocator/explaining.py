@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from placement.cluster.cluster import Cluster, Node
+from placement.cluster.cluster import Cluster, Node, satisfying
 from placement.cluster.jobs import JobView, speeds
-from placement.cluster.labels import satisfying
 from placement.cluster.packing import FreeResources
 from placement.planning.problem import Plan
 from placement.planning.spans import find_places, spans_nodes

@@ -67,11 +67,6 @@ def cluster_samples(
     return tuple(found)
 
 
-def decision_samples(trigger: Trigger, cpu_s: float) -> tuple[Sample, ...]:
-    """Return metric samples for one decision, which had this trigger and used `cpu_s` seconds of CPU time."""
-    return (*DECISIONS.sample(1, trigger.value), *DECISION_SECONDS.sample(cpu_s))
-
-
 def _phase(job: JobState) -> str:
     """Return a job's phase: running if it holds resources for workers, starting if it only has a target."""
     if job.view.paused and not job.target:
@@ -130,7 +125,7 @@ class AllocatorMetrics:
         """Write metric samples for one decision, which had this trigger and used `cpu_s` seconds of CPU time."""
         if self._write is not None and trigger is not None:
             write, cause = self._write, trigger
-            self._guarded(lambda: write(decision_samples(cause, cpu_s)))
+            self._guarded(lambda: write((*DECISIONS.sample(1, cause.value), *DECISION_SECONDS.sample(cpu_s))))
 
     def tick(self, now_s: float, core: AllocatorCore, scaling: ScalingDecision | None) -> None:
         """Write the gauges at most once a second; ``now_s`` is monotonic [s]."""

@@ -148,10 +148,7 @@ def _number(value: Any) -> Any:
 
 
 def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
-    """Return a value of this type in a form that JSON can store.
-
-    A dataclass becomes a mapping of all fields, or only of fields that differ from their defaults.
-    """
+    """Return a value of this type for JSON; a dataclass with all fields or with those that differ from defaults."""
     if value is None:
         return None
     plain = functools.partial(_plain, whole=whole)
@@ -174,10 +171,7 @@ def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
 
 
 def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
-    """Read the lives in a recording.
-
-    An incomplete last line is ignored, since the allocator may have died while writing it.
-    """
+    """Read the lives of a recording; an incomplete last line, left by an allocator that died, is ignored."""
     lives: list[tuple[dict[str, Any], list[tuple[float, float, Event]], list[DecisionRecord]]] = []
     for number, line in enumerate(lines, start=1):
         if not line.endswith("\n"):
@@ -288,7 +282,6 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _some(arguments: tuple[Any, ...]) -> Any:
-    """Return the type in ``type | None``."""
     (kind,) = (each for each in arguments if each is not types.NoneType)
     return kind
 
@@ -326,10 +319,7 @@ _STEP_S = 0.5  # that the two clocks differ by more between two readings only if
 
 
 class SteadyClock:
-    """Pair of clocks: wall-clock time for display and storage, and a steady clock for measuring intervals.
-
-    Both are in seconds since the epoch, and equal until the wall clock is adjusted for the first time.
-    """
+    """Pair of clocks: the time of day for display and storage, and a steady clock for measuring intervals."""
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._wall, self._monotonic = wall, monotonic

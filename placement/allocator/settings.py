@@ -168,19 +168,15 @@ def _autoscaling(plain: object, where: str, folder: Path | None) -> Autoscaling 
         types = file.types
     else:
         known = [field.name for field in dataclasses.fields(NodeType)]
-        bodies = [_mapping(each, f"{where}: node_types", known) for each in _list(listed, f"{where}: node_types")]
+        if not isinstance(listed, list):
+            raise InputError(f"{where}: node_types must be a list, but got {listed!r:.80}")
+        bodies = [_mapping(each, f"{where}: node_types", known) for each in listed]
         types = tuple(_made(where, NodeType, **each) for each in bodies)
     if "times" in body:
         known = [field.name for field in dataclasses.fields(AutoscalerConfig)]
         times = _mapping(body["times"], f"{where}: times", known)
         body["times"] = _made(where, AutoscalerConfig, **times)
     return _made(where, Autoscaling, node_types=types, **body)
-
-
-def _list(value: object, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{where} must be a list, but got {value!r:.80}")
-    return value
 
 
 def _scaling_as_plain(scaling: Autoscaling) -> dict[str, Any]:

@@ -117,11 +117,7 @@ class StartTimes:
         self._looked_s: float | None = None
 
     def of(self, job: str, now_s: float) -> float | None:
-        """Return the estimated time until a waiting job gets its smallest size [s]; None if it cannot be estimated.
-
-        Args:
-            now_s: Current time [s since the epoch]. A time before the last estimate causes a new estimate.
-        """
+        """Return the estimated time until a waiting job gets its smallest size [s]; None if it cannot be estimated."""
         if self._looked_s is None or not 0.0 <= now_s - self._looked_s < EVERY_S:
             self._starts, self._looked_s = self._estimate(), now_s
         start_s = self._starts.get(job)

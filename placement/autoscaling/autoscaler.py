@@ -123,7 +123,7 @@ class Autoscaler:
         self._targets: collections.deque[tuple[float, Mapping[str, int]]] = collections.deque()
         self._bills: dict[str, Bill] = {}
         self._forgotten: set[str] = set()
-        self._account = Account()
+        self.account = Account()  # recent cost of all nodes and mean number of jobs, for the objective "budget"
         self._counted_s: float | None = None
 
     @property
@@ -131,14 +131,9 @@ class Autoscaler:
         """Cost of each job so far [USD]: its share of the cost of the nodes its workers ran on."""
         return {job: bill.usd for job, bill in tuple(self._bills.items())}
 
-    @property
-    def account(self) -> Account:
-        """Recent total node cost and mean number of jobs, for the objective "budget"."""
-        return self._account
-
     def resume(self, account: Account) -> None:
         """Continue from the recent costs that an earlier autoscaler kept in its ``account``."""
-        self._account = account
+        self.account = account
 
     def bill(self, job: str) -> Bill | None:
         """Return the costs charged to a job so far; None if the job is unknown. Fast enough for each heartbeat."""
@@ -154,13 +149,7 @@ class Autoscaler:
         self._launches.refuse(name, why, now_s)
 
     def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:
-        """Decide which nodes the cluster should have.
-
-        Args:
-            views: Every running and waiting job, with its target allocation (``AllocatorCore.views``).
-            cluster: The existing nodes; nodes that will go away soon are marked as draining.
-            now_s: Current time [s since the epoch], never decreasing.
-        """
+        """Decide which nodes the cluster should have."""
         there = self._there(cluster)
         present = {name: len(nodes) for name, nodes in there.items()}
         self._lifetimes.watch(cluster, self._released, now_s)
@@ -236,7 +225,7 @@ class Autoscaler:
             offers={view.job: offers(view, types, lasts_h, self._cache) for view in jobs},
             spent_usd=self.spent_usd,
             gpus={view.job: next((gpus[node] for node in view.allocation if node in gpus), None) for view in jobs},
-            account=self._account,
+            account=self.account,
         )
 
     def _keep_account(self, jobs: int, cluster: Cluster, now_s: float) -> None:
@@ -244,7 +233,7 @@ class Autoscaler:
         hours = 0.0 if self._counted_s is None else min(max(now_s - self._counted_s, 0.0) / 3600.0, _MOST_HOURS)
         prices = {each.name: each.usd_per_h for each in self._types}
         usd_per_h = sum(prices.get(type_of(node, self._types) or "", 0.0) for node in cluster.nodes)
-        self._account = self._account.after(hours, usd_per_h, jobs, _ACCOUNT_H)
+        self.account = self.account.after(hours, usd_per_h, jobs, _ACCOUNT_H)
         self._counted_s = now_s
 
     def _count_costs(self, views: Sequence[JobView], cluster: Cluster) -> None:

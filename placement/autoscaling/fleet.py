@@ -81,10 +81,7 @@ class _Builder:
     def _cheapest(
         self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, on_demand: bool
     ) -> str | None:
-        """Return the cheapest node type for this number of workers.
-
-        A type that already has nodes is preferred if it is hardly more expensive.
-        """
+        """Return the cheapest node type for these workers, or one that has nodes and is hardly more expensive."""
         best: tuple[float, int, str] | None = None
         if self._most is not None and sum(self.counts.values()) >= self._most:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
@@ -12,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.checks import check_number
-from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources
-from placement.cluster.labels import check_selector
+from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources, check_selector
 from placement.cluster.node_record import NodeFailure
-from placement.cluster.progress import Progress
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.cluster.utility import Utility
 
@@ -23,6 +22,40 @@ if TYPE_CHECKING:
     from placement.goodput.fitting import Observation
     from placement.goodput.forecast import BatchForecast
     from placement.goodput.model import GoodputModel
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Progress of a job in scale-invariant iterations, each the progress of one step at the initial batch M0."""
+
+    done: float  # iterations so far, measured
+    epoch_ends: tuple[float, ...] = ()  # ``done`` at the end of each finished epoch
+    epochs: float | None = None  # how many epochs the user declared; None if training has no declared end
+    first_epochs: float | None = None  # how many it declared first, in the unit of ``epochs``, as far as that is known
+    # how many epochs each of ``epoch_ends``, and each of ``epochs``, stands for; 1 before any has ended
+    stride: int = 1
+    # iterations that an epoch took other jobs of the same model, until the first one here has ended
+    usual_epoch: float | None = None
+    usual_ends: tuple[float, ...] = ()  # iterations after which earlier jobs of the same model ended
+    # parts of the length first declared after which those ended that have the same declarer, above 1 where they went on
+    # beyond it
+    usual_parts: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_number("done", self.done, least=0, unit="iterations")
+        if any(b < a for a, b in itertools.pairwise((0.0, *self.epoch_ends))):
+            raise ValueError(f"epoch_ends must never fall, but got {self.epoch_ends}")
+        if self.epochs is not None:
+            check_number("epochs", self.epochs, above=0)
+        if self.first_epochs is not None:
+            check_number("first_epochs", self.first_epochs, above=0)
+        check_number("stride", self.stride, least=1, unit="epoch")
+        if self.usual_epoch is not None:
+            check_number("usual_epoch", self.usual_epoch, above=0, unit="iterations")
+        for field in ("usual_ends", "usual_parts"):
+            for each in getattr(self, field):
+                check_number(field, each, above=0, finite=True)
+
 
 SpotUse = Literal["avoid", "prefer", "mixed"]
 """How a job uses spot nodes: not at all; wherever they are to be had; all but ``min_workers`` of its workers."""
@@ -101,7 +134,7 @@ class JobView:
         resize_cost_s: Training time lost by one resize [s], measured or estimated.
         stop_cost_s: Training time lost by stopping the job and restarting it later [s]. None if a stop would lose
             work; the job is then stopped only by limits, lack of room or the user.
-        label_selector: Conditions on the labels of a worker's node (``placement.cluster.labels``); for instance,
+        label_selector: Conditions on the labels of a worker's node (``placement.cluster.cluster``); for instance,
             ``{"ray.io/accelerator-type": "in(T4,A100)"}`` selects GPU types.
         growth_limit: Largest number of workers that exploration currently allows, for policies that use only the
             job's own measurements; None for no limit.
@@ -244,6 +277,11 @@ class JobView:
                 f"atomic_bsz_range {where} must be (least, most) with 1 <= least <= most, but got {bounds}"
             )
 
+    def at_most(self, workers: int) -> JobView:
+        """Return a copy of the view in which the job needs, uses, is held at and wishes for at most ``workers``."""
+        limited = {name: getattr(self, name) for name in ("min_workers", "max_workers", "held_at", "wished")}
+        return dataclasses.replace(self, **{k: None if v is None else min(v, workers) for k, v in limited.items()})
+
     def placed(self, allocation: Mapping[str, int]) -> JobView:
         """Return a copy of the view with this ``allocation`` (workers keyed by node id)."""
         return self if self.allocation == allocation else dataclasses.replace(self, allocation=allocation)
@@ -366,10 +404,7 @@ def _shapes(slots: Sequence[int], most: int) -> tuple[Shape, ...]:
 def shape_goodputs(
     view: JobView, model: GoodputModel, wanted: tuple[Shape, ...], atomic_bsz_range: tuple[int, int] | None
 ) -> NDArray[np.float64]:
-    """Return a read-only array of the goodput [useful samples/s] in each shape (nodes, workers); 0 if no batch fits.
-
-    Each shape uses the job's held batch, or else the best batch within the limits.
-    """
+    """Return a read-only array of the goodput [useful samples/s] in each shape (nodes, workers); 0 if no batch fits."""
     limit = view.max_batch_size
     if limit is not None:
         limit = max(limit, model.init_batch_size)

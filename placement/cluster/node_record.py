@@ -191,7 +191,6 @@ def _rests_until(noted: Sequence[_Noted], *, of_jobs: bool) -> float:
     """Return when a node will no longer be avoided for these failures [s, monotonic]; minus infinity for never.
 
     Args:
-        noted: Failures, in chronological order.
         of_jobs: True to require that jobs running two different programs failed in training within the window; False to
             require two failed workers, or one that failed while starting.
     """

@@ -7,9 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from placement.checks import check_number
-from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, Resources, slots
+from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, Resources, matches, slots
 from placement.cluster.jobs import JobView
-from placement.cluster.labels import matches
 from placement.errors import InputError, check_once
 
 GROUP_LABEL = "ray.io/node-group"

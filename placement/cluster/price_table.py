@@ -36,10 +36,7 @@ class Price:
 
 
 def _defaults() -> dict[str, Price]:
-    """Return rounded prices [USD/h].
-
-    GPU types have the price of one GPU, and instance types the price of the whole machine.
-    """
+    """Return rounded prices [USD/h]: of one GPU by GPU type, of the whole machine by instance type."""
     cards = {
         ("aws", "t4"): Price(on_demand=0.98, spot=0.35),
         ("rtx",): Price(on_demand=0.50, spot=0.20),
@@ -103,11 +100,7 @@ class PriceTable:
 
 
 def read_prices(path: str | Path) -> PriceTable:
-    """Read a price table from a CSV file, or a JSON list of objects, that has the columns listed in ``COLUMNS``.
-
-    The columns gpu and gpus are optional. Raises InputError if the file cannot be read, lacks a column, repeats a type
-    or has an invalid price; the message names the file and row.
-    """
+    """Read a price table from a CSV file, or a JSON list of objects, that has the columns listed in ``COLUMNS``."""
     with reading(f"prices {path}", ValueError):
         text = Path(path).read_text(encoding="utf-8")
         rows: Any = json.loads(text) if Path(path).suffix == ".json" else list(csv.DictReader(text.splitlines()))

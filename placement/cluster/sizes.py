@@ -93,10 +93,7 @@ class AllowedSizes:
         return low, high
 
     def or_any(self, least: int, most: int) -> tuple[AllowedSizes, int, int]:
-        """Return these sizes, with the smallest and largest of them from ``least`` to ``most``.
-
-        If none is in that range, return unrestricted sizes, with ``least`` and ``most`` themselves.
-        """
+        """Return these sizes, with the smallest and largest of them from ``least`` to ``most``."""
         low, high = self.at_least(least), self.at_most(most)
         return (self, low, high) if low is not None and low <= high else (AllowedSizes(), least, most)
 

@@ -90,10 +90,6 @@ def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> 
     >>> scaling_efficiency(4, 400.0, 5, 480.0)
     0.8
 
-    Args:
-        old, old_rate: The smaller number of workers, and the throughput R on them in any unit.
-        new, new_rate: The larger number of workers, and the throughput on them in the same unit.
-
     Returns 1 for perfect scaling, 0 if nothing is gained, and a negative number if throughput falls.
     """
     return (new_rate - old_rate) / (new - old) / (old_rate / old)

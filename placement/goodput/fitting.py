@@ -130,10 +130,7 @@ class _Regression:
         self.bounds = least[self.free], most[self.free]
 
     def _tie(self, *, one_bsz: bool, fixed_batch: bool) -> tuple[Floats, Floats, list[int]]:
-        """Return (ties, offset, indices of the free parameters).
-
-        A parameter that the data do not determine is tied to another parameter, to 0, or (gamma) to 1.
-        """
+        """Return (ties, offset, free parameters); what the data leave open is tied to another, to 0 or (gamma) to 1."""
         local, third = ~self.remote & ~self.alone, self.beyond_two > 0
         seen_n, seen_r = self.remote.any(), local.any()
         grows_n, grows_r = (self.remote & third).any(), (local & third).any()
@@ -185,7 +182,6 @@ class _Regression:
         return ThroughputModel(alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma, alpha_s)
 
     def _times(self, p: Floats) -> tuple[Floats, Floats]:
-        """Return T_grad and T_sync of each observation."""
         grad = p[_ALPHA_C] + p[_BETA_C] * self.bsz
         alpha = np.where(self.remote, p[_ALPHA_N], p[_ALPHA_R])
         beta = np.where(self.remote, p[_BETA_N], p[_BETA_R])
@@ -243,11 +239,6 @@ def least_squares(
         (J^T J + mu diag(J^T J)) d = -g
 
     A step that lowers the cost is accepted and mu falls; any other step is rejected and mu rises.
-
-    Args:
-        ftol: Stop if a step lowers the cost by less than this fraction of it.
-        xtol: Stop if a step moves the unknowns by less than this fraction of their norm.
-        gtol: Stop if no free unknown has a larger absolute gradient.
 
     Returns the cost, half of the sum of squared errors, and the unknowns.
     """

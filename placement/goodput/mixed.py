@@ -111,10 +111,7 @@ class MixedGroup:
         return self._sync()[0]
 
     def step_time(self, batch_size: int, accum_steps: int = 0) -> float:
-        """Return the time of a step that splits the batch into ``accum_steps`` + 1 micro-steps [s].
-
-        The time is infinity if a micro-step has more samples than the group can hold (``most``).
-        """
+        """Return the time of a step of ``accum_steps`` + 1 micro-steps [s]; infinity if the batch exceeds ``most``."""
         check_number("batch_size", batch_size, least=1)
         check_number("accum_steps", accum_steps, least=0)
         micro = np.array([-(-batch_size // (accum_steps + 1))], dtype=np.float64)
@@ -133,8 +130,6 @@ class MixedGroup:
 
         Args:
             max_batch_size: Largest batch [samples]; None keeps the batch at M0.
-            held_batch: Batch to use if it fits [samples]; None always chooses the best batch.
-            accumulation: True if a step may have several micro-steps.
         """
         check_number("init_batch_size", init_batch_size, least=1, unit="sample")
         low, high = init_batch_size, max(init_batch_size, max_batch_size or init_batch_size)

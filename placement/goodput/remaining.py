@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from placement.cluster.jobs import JobView, goodputs
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress, goodputs
 from placement.goodput.step_time import Floats
 
 _MANY = 1_000  # jobs, of which pairs are no longer compared
@@ -144,8 +143,6 @@ def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -
     (n + 1) / 2; if only m lengths are known, the ranks of those m jobs are multiplied by n / m.
 
     Args:
-        left_s: Remaining times [s], (J,), NaN if unknown.
-        exponent: a; 0 gives all jobs the same weight.
         sharpness: q; counts as infinite if more than 1000 lengths are known.
     """
     n = len(left_s)

@@ -136,10 +136,7 @@ def _mean_rate(
 
 
 def foreseen(view: JobView, gpu: str, seconds: float, cache: GoodputCache) -> JobView:
-    """Return the job's view with the batch or noise expected after ``seconds`` more on its current workers.
-
-    ``gpu`` is the GPU type of these workers.
-    """
+    """Return the job's view with the batch or noise expected after ``seconds`` more on its workers of this GPU type."""
     if view.noise_growth > 1.0 and view.held_batch is None:
         return grown(view, view.noise_growth ** min(1.0, seconds / HOLDS_S))
     while view.forecast is not None and view.workers and (model := model_of(view, gpu)) is not None:
@@ -187,10 +184,7 @@ def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
 
 
 def ratios(observations: tuple[Observation, ...], model: GoodputModel, cache: GoodputCache) -> Ratios:
-    """Return measured / modelled step time, keyed by measured shape (nodes, workers); the result is cached.
-
-    Each ratio is the geometric mean over the batch sizes measured in the shape, weighted by their counts.
-    """
+    """Return measured / modelled step time by shape (nodes, workers), a mean over its batches; cached."""
     key = id(observations), model.throughput_model
     if key not in cache.ratios:
         cache.ratios[key] = observations, _ratios(observations, model)
@@ -251,10 +245,7 @@ def of_numbers(numbers: Floats, nodes: Ints, workers: Ints) -> Floats:
 
 
 def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Floats:
-    """Return the goodput of shapes, each with a column of numbers in ``fields``; rows are batch sizes.
-
-    All large arrays are computed in place in ``work``, since allocating memory costs more than the arithmetic.
-    """
+    """Return the goodput of shapes (columns of ``fields``) over batches (rows); large arrays are made in ``work``."""
     alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma, alpha_s, sqr, var, initial, *bounds = fields
     limit, low, high, accumulation = bounds
     sync = np.where(nodes > 1, alpha_n, alpha_r) + np.where(nodes > 1, beta_n, beta_r) * np.maximum(workers - 2, 0)

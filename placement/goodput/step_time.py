@@ -63,11 +63,7 @@ class ThroughputModel:
     def step_time(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Return T_step: the seconds for one optimizer step. Scalars give a float, arrays broadcast to an array.
-
-        The time never falls if `replicas`, `atomic_bsz` or `accum_steps` rises and all else is unchanged. A time too
-        large for a float becomes the largest float.
-        """
+        """Return T_step: the seconds of one optimizer step. Scalars give a float, arrays broadcast to an array."""
         n, r = resources(nodes, replicas)
         m = reals("atomic_bsz", atomic_bsz, at_least=1)
         s = reals("accum_steps", accum_steps, at_least=0)
@@ -94,10 +90,7 @@ class ThroughputModel:
 
 
 def power_sum(x: Floats, y: Floats, gamma: float) -> Floats:
-    """Return (x^gamma + y^gamma)^(1/gamma) for x, y >= 0 and gamma >= 1, with the larger one factored out.
-
-    Without this, 1e-40 s to the tenth power would be 0 and 1e40 s to the tenth would be infinite.
-    """
+    """Return (x^gamma + y^gamma)^(1/gamma) for x, y >= 0 and gamma >= 1, with the larger one factored out."""
     larger = np.maximum(x, y)
     ratio = np.minimum(x, y) / np.where(larger > 0, larger, 1.0)
     with np.errstate(over="ignore", under="ignore"):

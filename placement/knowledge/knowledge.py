@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from placement.checks import check_number
 from placement.cluster.cluster import Cluster, Node
-from placement.cluster.jobs import FoundStrategy, JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import FoundStrategy, JobView, Progress
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.remaining import BEYOND
@@ -80,7 +79,10 @@ class _Family:
             self.own.add(shape)
         if known is not None and known[0] == observation:
             return False
-        if known is None or _corrects(observation, known[0]):
+        if known is None or (
+            observation.atomic_bsz == known[0].atomic_bsz
+            and abs(observation.step_time / known[0].step_time - 1.0) > _CHANGED
+        ):
             self.fits.clear()  # a model that has not seen a shape may be wrong by half there, and idle GPUs cost more
             self.fitted_to = None
         elif self.fitted_to is None:
@@ -244,16 +246,15 @@ class Knowledge:
             return {}
         known = self.complete(view, now_s)
         return {
-            gpu: Prior(model=model, largest_batch=_largest_batch(known.observations[gpu]))
+            gpu: Prior(
+                model=model, largest_batch=int(max(o.replicas * o.atomic_bsz * (o.accum_steps + 1) for o in seen))
+            )
             for gpu, model in known.models.items()
-            if gpu not in view.models and known.observations.get(gpu)
+            if gpu not in view.models and (seen := known.observations.get(gpu))
         }
 
     def strategies(self, view: JobView, now_s: float) -> dict[str, FoundStrategy] | None:
-        """Return the fastest strategies found by jobs of this model, keyed by form of group (backend and nodes).
-
-        Returns None until the job has reported its model's fingerprint.
-        """
+        """Return the fastest strategies known of this model by form of group; None until it has a fingerprint."""
         if view.fingerprint is None:
             return None
         known = self._strategies.get(view.fingerprint, {})
@@ -286,10 +287,7 @@ class Knowledge:
         return Measurements(steps=tuple(steps), noises=tuple(noises), lengths=lengths, strategies=strategies)
 
     def recall(self, measurements: Measurements, now_s: float) -> None:
-        """Load saved measurements, leaving out any that are too old or from machines that are gone.
-
-        A timestamp in the future (clock skew on the writer) counts as now.
-        """
+        """Load saved measurements, but those too old or of machines that are gone; a future time counts as now."""
         for step in measurements.steps:
             here = self._machines.setdefault(step.gpu_type, step.machines)
             if (here and step.machines and not here & step.machines) or self._is_old(step.seen_s, now_s):
@@ -320,10 +318,7 @@ class Knowledge:
 
 
 def machine_of(node: Node) -> str:
-    """Return a string with the number of each device that determines a node's speed, such as ``8 CPU 4 GPU``.
-
-    Memory is left out, because Ray measures it slightly differently each time a node starts.
-    """
+    """Return text such as ``8 CPU 4 GPU`` of a node's devices, without memory, which Ray measures anew each time."""
     devices = {name: amount for name, amount in node.total.items() if name in ("CPU", "GPU") and amount > 0}
     return " ".join(f"{amount:g} {name}" for name, amount in sorted(devices.items()))
 
@@ -355,16 +350,6 @@ def _with_batches(view: JobView, families: Iterable[_Family]) -> JobView:
     return dataclasses.replace(view, **{f.name: getattr(batches, f.name) for f in dataclasses.fields(batches)})
 
 
-def _corrects(observation: Observation, known: Observation) -> bool:
-    """True if the same batch was measured before with a clearly different step time."""
-    same = observation.atomic_bsz == known.atomic_bsz
-    return same and abs(observation.step_time / known.step_time - 1.0) > _CHANGED
-
-
-def _largest_batch(observations: Iterable[Observation]) -> int:
-    return int(max(o.replicas * o.atomic_bsz * (o.accum_steps + 1) for o in observations))
-
-
 def _present_type(view: JobView, models: Mapping[str, GoodputModel]) -> str | None:
     """Return the GPU type whose model is the view's current model; None if there is no such type."""
     for gpu, model in view.models.items():
@@ -379,10 +364,7 @@ def declarer_of(view: JobView) -> str:
 
 
 class EndedJobs:
-    """Lengths of jobs that have ended, keyed by their model's fingerprint.
-
-    Finished, stopped and failed jobs all count, since each released its workers when it ended.
-    """
+    """Lengths of jobs that have ended (finished, stopped or failed alike), keyed by the fingerprint of their model."""
 
     def __init__(self, forget_s: float) -> None:
         self._forget_s = forget_s

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from placement.cluster.jobs import FoundStrategy
 from placement.goodput.fitting import Observation
@@ -72,6 +73,9 @@ class KnownStrategy:
     seen_s: float  # when [s since the epoch]
 
 
+_Known = TypeVar("_Known", KnownStep, KnownNoise, KnownStrategy)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
     """All measurements that are stored between runs of an allocator: step times, noise, lengths and strategies."""
@@ -85,24 +89,33 @@ class Measurements:
 def merged(several: Iterable[Measurements]) -> Measurements:
     """Return several writers' measurements as one object, with only the newest per shape (for noise: per epoch)."""
     several = tuple(several)
-    steps: dict[tuple[object, ...], KnownStep] = {}
-    noises: dict[tuple[object, ...], KnownNoise] = {}
-    strategies: dict[tuple[str, str], KnownStrategy] = {}
-    for measurements in several:
-        for each in measurements.strategies:
-            if (known := strategies.get((each.fingerprint, each.form))) is None or known.seen_s < each.seen_s:
-                strategies[each.fingerprint, each.form] = each
-        for step in measurements.steps:
-            key = step.fingerprint, step.gpu_type, step.machines, shape_of(step.observation)
-            if key not in steps or steps[key].seen_s < step.seen_s:
-                steps[key] = step
-        for noise in measurements.noises:
-            about = noise.fingerprint, noise.gpu_type, noise.epoch
-            if about not in noises or noises[about].seen_s < noise.seen_s:
-                noises[about] = noise
-    lengths = newest(length for measurements in several for length in measurements.lengths)
-    kept = tuple(strategies.values())
-    return Measurements(steps=tuple(steps.values()), noises=tuple(noises.values()), lengths=lengths, strategies=kept)
+    return Measurements(
+        steps=_latest((each for one in several for each in one.steps), lambda each: (each.machines, *_step_key(each))),
+        noises=_latest((each for one in several for each in one.noises), _noise_key),
+        lengths=newest(length for one in several for length in one.lengths),
+        strategies=_latest((each for one in several for each in one.strategies), _strategy_key),
+    )
+
+
+def _latest(records: Iterable[_Known], key: Callable[[_Known], object]) -> tuple[_Known, ...]:
+    """Return the latest record of each key, in the order in which keys first occur."""
+    found: dict[object, _Known] = {}
+    for each in records:
+        if (known := found.get(key(each))) is None or known.seen_s < each.seen_s:
+            found[key(each)] = each
+    return tuple(found.values())
+
+
+def _step_key(step: KnownStep) -> tuple[object, ...]:
+    return step.fingerprint, step.gpu_type, shape_of(step.observation)
+
+
+def _noise_key(noise: KnownNoise) -> tuple[object, ...]:
+    return noise.fingerprint, noise.gpu_type, noise.epoch
+
+
+def _strategy_key(strategy: KnownStrategy) -> tuple[object, ...]:
+    return strategy.fingerprint, strategy.form
 
 
 def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
@@ -114,21 +127,18 @@ def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
 
 
 def covers(measurements: Measurements, other: Measurements, since_s: float) -> bool:
-    """True if ``measurements`` has each record of ``other`` newer than ``since_s``, in the same or a newer version."""
-    steps = {(step.fingerprint, step.gpu_type, shape_of(step.observation)): step for step in measurements.steps}
-    noises = {(noise.fingerprint, noise.gpu_type, noise.epoch): noise for noise in measurements.noises}
+    """True if ``measurements`` has every record of ``other`` newer than ``since_s``, in that or a newer version."""
+    steps = {_step_key(step): step for step in measurements.steps}
     for step in other.steps:
-        mine = steps.get((step.fingerprint, step.gpu_type, shape_of(step.observation)))
+        mine = steps.get(_step_key(step))
         if step.seen_s > since_s and (mine is None or mine.seen_s < step.seen_s or not mine.machines & step.machines):
             return False
-    for noise in other.noises:
-        own = noises.get((noise.fingerprint, noise.gpu_type, noise.epoch))
-        if noise.seen_s > since_s and (own is None or own.seen_s < noise.seen_s):
-            return False
-    found = {(each.fingerprint, each.form): each.seen_s for each in measurements.strategies}
-    for each in other.strategies:
-        if found.get((each.fingerprint, each.form), since_s) < each.seen_s:
-            return False
+    known = {_noise_key(noise): noise.seen_s for noise in measurements.noises}
+    if any(max(known.get(_noise_key(noise), since_s), since_s) < noise.seen_s for noise in other.noises):
+        return False
+    found = {_strategy_key(each): each.seen_s for each in measurements.strategies}
+    if any(found.get(_strategy_key(each), since_s) < each.seen_s for each in other.strategies):
+        return False
     theirs = [each for each in other.lengths if each.seen_s > since_s]
     return set(newest([*measurements.lengths, *theirs])) <= set(measurements.lengths)
 

@@ -14,37 +14,7 @@ Files of allocators that no longer exist are folded in: once a file is an hour o
 read the file, still knows all its contents and has written them itself. A running writer loses nothing by this, since
 it writes all it knows with its next change.
 
-Columns, one row per measurement (kind ``step``), gradient noise (``noise``), length of a job (``length``) or
-fastest strategy (``strategy``); columns of other kinds are null:
-
-======================  ==========  ===================================================================================
-``kind``                string      ``step``, ``noise``, ``length`` or ``strategy``
-``fingerprint``         string      fingerprint of the model, see ``elastic_ray.record.fingerprint``
-``gpu_type``            string      GPU type: Ray's label ``ray.io/accelerator-type`` of the nodes; empty without
-``seen_s``              float64     time of the measurement [s since the epoch]
-``machines``            list        kinds of nodes of that type in the cluster, such as ``8 CPU 4 GPU``; the row no
-                        (string)    longer counts once the cluster has none of them
-``nodes``               int64       step: number of nodes with workers
-``replicas``            int64       step: workers
-``atomic_bsz``          float64     step: samples per worker and micro-step
-``accum_steps``         int64       step: micro-steps before the one that synchronises
-``step_time_s``         float64     step: one optimizer step, synchronisation included [s]
-``grad_time_s``         float64     step: one micro-step without synchronisation [s], 0 if not measured
-``weight``              float64     step: weight of the measurement: number of steps that it is a mean of
-``epoch``               int64       noise: epochs that the job had finished
-``noise_sqr``           float64     noise: squared norm of the gradient
-``noise_var``           float64     noise: variance of a gradient at the initial batch, same unit as ``noise_sqr``
-``init_batch_size``     int64       noise: initial global batch of the job [samples]
-``max_batch_size``      int64       noise: largest global batch that the job allowed [samples], null = fixed batch
-``atomic_bsz_least``    int64       noise: least samples per worker and micro-step that it allowed, null = no bound
-``atomic_bsz_most``     int64       noise: most samples per worker and micro-step that it allowed, null = no bound
-``accumulation``        bool        noise: true if the job allowed several micro-steps
-``samples``             float64     length: total progress, in samples at the initial batch
-``part``                float64     length: fraction of the length that the job first declared, null = none declared
-``declarer``            string      length: user or tenant who declared it
-``form``                string      strategy: backend and nodes of the group's ranks
-``strategy``            string      strategy: name of the strategy; ``step_time_s`` as for ``step``
-======================  ==========  ===================================================================================
+Rows are measurements (``step``), gradient noise, lengths of jobs or strategies; columns of other kinds are null.
 """
 
 from __future__ import annotations
@@ -91,31 +61,35 @@ _FOLD_AFTER_S = 3600.0
 _FORMAT = {b"elastic_ray": b"knowledge 1"}
 _SCHEMA = pa.schema(
     [
-        pa.field("kind", pa.string(), nullable=False),
-        pa.field("fingerprint", pa.string(), nullable=False),
-        pa.field("gpu_type", pa.string(), nullable=False),
-        pa.field("seen_s", pa.float64(), nullable=False),
-        ("machines", pa.list_(pa.string())),
-        ("nodes", pa.int64()),
-        ("replicas", pa.int64()),
-        ("atomic_bsz", pa.float64()),
-        ("accum_steps", pa.int64()),
-        ("step_time_s", pa.float64()),
-        ("grad_time_s", pa.float64()),
-        ("weight", pa.float64()),
-        ("epoch", pa.int64()),
-        ("noise_sqr", pa.float64()),
-        ("noise_var", pa.float64()),
-        ("init_batch_size", pa.int64()),
-        ("max_batch_size", pa.int64()),
-        ("atomic_bsz_least", pa.int64()),
-        ("atomic_bsz_most", pa.int64()),
-        ("accumulation", pa.bool_()),
-        ("samples", pa.float64()),
-        ("part", pa.float64()),
-        ("declarer", pa.string()),
-        ("form", pa.string()),
-        ("strategy", pa.string()),
+        pa.field("kind", pa.string(), nullable=False),  # ``step``, ``noise``, ``length`` or ``strategy``
+        pa.field("fingerprint", pa.string(), nullable=False),  # of the model, see ``elastic_ray.record.fingerprint``
+        pa.field("gpu_type", pa.string(), nullable=False),  # label ``ray.io/accelerator-type``; empty without
+        pa.field("seen_s", pa.float64(), nullable=False),  # time of the measurement [s since the epoch]
+        # step
+        ("machines", pa.list_(pa.string())),  # kinds of nodes, such as ``8 CPU 4 GPU``; void once all are gone
+        ("nodes", pa.int64()),  # number of nodes with workers
+        ("replicas", pa.int64()),  # workers
+        ("atomic_bsz", pa.float64()),  # samples per worker and micro-step
+        ("accum_steps", pa.int64()),  # micro-steps before the one that synchronises
+        ("step_time_s", pa.float64()),  # one optimizer step, synchronisation included [s]
+        ("grad_time_s", pa.float64()),  # one micro-step without synchronisation [s]; 0 if not measured
+        ("weight", pa.float64()),  # number of steps that the measurement is a mean of
+        # noise
+        ("epoch", pa.int64()),  # epochs that the job had finished
+        ("noise_sqr", pa.float64()),  # squared norm of the gradient
+        ("noise_var", pa.float64()),  # variance of a gradient at the initial batch, same unit as ``noise_sqr``
+        ("init_batch_size", pa.int64()),  # initial global batch of the job [samples]
+        ("max_batch_size", pa.int64()),  # largest global batch allowed [samples]; null: fixed batch
+        ("atomic_bsz_least", pa.int64()),  # fewest samples per worker and micro-step allowed; null: no bound
+        ("atomic_bsz_most", pa.int64()),  # most of them; null: no bound
+        ("accumulation", pa.bool_()),  # true if several micro-steps are allowed
+        # length
+        ("samples", pa.float64()),  # total progress, in samples at the initial batch
+        ("part", pa.float64()),  # fraction of the length that the job first declared; null: none declared
+        ("declarer", pa.string()),  # user or tenant who declared it
+        # strategy
+        ("form", pa.string()),  # backend and nodes of the group's ranks
+        ("strategy", pa.string()),  # its name; ``step_time_s`` as for a step
     ],
     metadata=_FORMAT,
 )
@@ -136,10 +110,7 @@ class StorageRoot:
 
 
 class KnowledgeStore:
-    """Knowledge files under one storage root.
-
-    Calls block on the file system, so an event loop must run them in a thread.
-    """
+    """Knowledge files under one storage root; calls block, so an event loop runs them in a thread."""
 
     def __init__(self, root: StorageRoot, writer: str) -> None:
         self._files = root.filesystem
@@ -369,10 +340,7 @@ class _SyncedRoot:
 
 
 class KnowledgeSync:
-    """Synchronisation of knowledge with storage: loads a storage root with its first job, then writes changes to it.
-
-    Each root stores the measurements of the models whose jobs used it, and of the models found there.
-    """
+    """Synchronisation of knowledge with storage: loads a storage root with its first job, and writes changes to it."""
 
     def __init__(self, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]) -> None:
         self._knowledge, self._writer, self._recall = knowledge, writer, recall

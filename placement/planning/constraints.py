@@ -149,15 +149,8 @@ def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
         if not limits:
             return plan
         for job, most in limits.items():
-            view = views[job]
             if most:
-                views[job] = dataclasses.replace(
-                    view,
-                    min_workers=min(view.min_workers, most),
-                    max_workers=min(view.max_workers, most),
-                    held_at=None if view.held_at is None else min(view.held_at, most),
-                    wished=None if view.wished is None else min(view.wished, most),
-                )
+                views[job] = views[job].at_most(most)
     return _cut(problem, plan, _limits(problem, plan))
 
 
@@ -224,10 +217,7 @@ def node_worth(view: JobView, cluster: Cluster) -> int:
 
 
 def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
-    """Return the plan, changed so that jobs preferring whole nodes share no node; unchanged if this is impossible.
-
-    It is impossible if not all sizes fit or, with ``apart``, if several multi-node jobs would share a node.
-    """
+    """Return the plan, changed so that jobs that prefer whole nodes share none; unchanged if that is impossible."""
     shy = [view for view in problem.views if view.whole_nodes and view.job in plan.allocation]
     counts = collections.Counter(node for place in plan.allocation.values() for node in place)
     if all(counts[node] == 1 for view in shy for node in plan.allocation[view.job]):
@@ -344,10 +334,7 @@ def _decide_once(
     guaranteed: Collection[str],
     running: Collection[str],
 ) -> Plan:
-    """Return the plan under all constraints.
-
-    If a job with a guaranteed deadline gets nothing, its guarantee is dropped and the policy is queried again.
-    """
+    """Return the plan under all constraints; if a guaranteed job gets nothing, ask again without its guarantee."""
     worth = {v.job: node_worth(v, problem.cluster) for v in problem.views if v.whole_nodes}
     tenants = {tenant.name: tenant for tenant in constraints.tenants}
     inner: Solver = functools.partial(in_whole_nodes, solve=solve, worth=worth) if worth else solve

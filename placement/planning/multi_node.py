@@ -138,10 +138,7 @@ class _Placer:
         return {view.job: self._named(place) for view in jobs if (place := self._occupied.place(view))}
 
     def _find(self, view: JobView, wanted: int, own: WorkersByNode) -> dict[int, int]:
-        """Return the best placement for as many of the wanted workers as possible.
-
-        Empty if fewer than the job's minimum fit.
-        """
+        """Return the best placement for as many of the wanted workers as possible; empty below the job's minimum."""
         fits = self._occupied.slots(view)
         mine = {index for node in own if (index := self._free.index(node)) is not None}
         found = _on_one_node(fits, wanted, mine)

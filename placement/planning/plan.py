@@ -82,7 +82,6 @@ def _on_nodes(
 
 
 def _running(plan: Plan) -> int:
-    """Return the number of jobs that a plan runs."""
     return sum(1 for nodes in plan.allocation.values() if nodes)
 
 
@@ -138,8 +137,7 @@ def _ask_policy(policy: Policy, problem: Problem, now_s: float) -> Plan:
             reasons[job] = Reason(Cause.SCATTERED, (fits, targets[job].workers), alone)
             view = asked.pop(job)
             if fits >= view.min_workers:
-                held = None if view.held_at is None else min(view.held_at, fits)
-                asked[job] = dataclasses.replace(view, max_workers=fits, held_at=held)
+                asked[job] = view.at_most(fits)
     check(packing.allocation, {view.job: view.bundle for view in problem.views}, cluster)
     return Plan(allocation=packing.allocation, reasons=reasons)
 
@@ -225,10 +223,7 @@ def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
 
 
 def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
-    """Return the reason why the job's minimum could not run even on an empty cluster; None if it could.
-
-    Also returns None while no nodes are known.
-    """
+    """Return why the job's minimum could not run even on an empty cluster; None if it could or no node is known."""
     if not cluster.nodes:
         return None
     nodes = [node for node in cluster.nodes if node.matches(view.selector)]

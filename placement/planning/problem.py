@@ -55,11 +55,7 @@ class Problem:
         return dataclasses.replace(self, views=[view for view in self.views if view.job in wanted])
 
     def beside(self, decided: Allocation, reserved: Allocation | None = None) -> Problem:
-        """Return the problem on the resources left after subtracting the workers of two allocations.
-
-        ``decided`` holds the workers of jobs that have already been decided about; ``reserved``, if any, holds workers
-        kept for other jobs.
-        """
+        """Return the problem on the resources left after subtracting the workers of two allocations."""
         bundles = {view.job: view.bundle for view in self.views}
         cluster = without(self.cluster, decided, bundles)
         places = [*decided.values(), *(reserved or {}).values()]

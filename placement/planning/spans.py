@@ -132,7 +132,10 @@ def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, u
     beside = {view.job: present[view.job] for view in others if view.job not in later}
     merged = _merged(first, _places_of(list(mine.values()), present, left, beside, bundles), left)
     asked = [
-        dataclasses.replace(_imagined(view), label_selector={SPAN_LABEL: "yes"})
+        dataclasses.replace(  # with its units at imagined nodes
+            view.placed({place.replace("+", _JOIN): workers for place, workers in view.allocation.items()}),
+            label_selector={SPAN_LABEL: "yes"},
+        )
         if view.job in mine
         else _moved(view, merged)
         for view in views
@@ -149,7 +152,7 @@ def plan_with_spans(solve: Solver, views: Sequence[JobView], cluster: Cluster, u
         return plan
     # The others' sizes keep to what the policy has just weighed, beside these jobs, and to all quotas.
     sizes = {job: sum(at.values()) for job, at in allocation.items()}
-    again = [_at_most(view, sizes[view.job]) for view in others if view.job in sizes]
+    again = [view.at_most(sizes[view.job]) for view in others if view.job in sizes]
     beside_whole = _with_use(used, mine.values(), whole)
     rest = plan_with_spans(solve, [*again, *later.values()], without(cluster, whole, bundles), beside_whole)
     has = {job: sum(at.values()) for job, at in rest.allocation.items()}
@@ -222,11 +225,6 @@ def _real(node_id: str) -> str:
     return node_id.replace(_JOIN, "+")
 
 
-def _imagined(view: JobView) -> JobView:
-    """Return the job with its units on virtual nodes."""
-    return view.placed({place.replace("+", _JOIN): workers for place, workers in view.allocation.items()})
-
-
 def _moved(view: JobView, merged: Cluster) -> JobView:
     """Return the job with its workers on the virtual nodes that have their resources."""
     free = {node.node_id: dict(node.free) for node in merged.nodes}
@@ -238,10 +236,3 @@ def _moved(view: JobView, merged: Cluster) -> JobView:
                 found[here], workers = found.get(here, 0) + stay, workers - stay
                 free[here] = {name: amount - stay * view.bundle.get(name, 0.0) for name, amount in free[here].items()}
     return view.placed(found)
-
-
-def _at_most(view: JobView, workers: int) -> JobView:
-    """Return the job with its maximum size limited to this one."""
-    held = None if view.held_at is None else min(view.held_at, workers)
-    wished = None if view.wished is None else min(view.wished, workers)
-    return dataclasses.replace(view, max_workers=workers, held_at=held, wished=wished)

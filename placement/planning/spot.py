@@ -69,10 +69,7 @@ def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
 def _giving_way(
     plan: Plan, problem: Problem, unsettled: Sequence[str], least: Mapping[str, int], running: Collection[str]
 ) -> dict[str, Reason]:
-    """Return the jobs that must not start, each with the reason, so that others get their minimum on demand.
-
-    Empty if no job can give way.
-    """
+    """Return jobs that must not start, with reasons, for others' minimums on demand; empty if none can give way."""
     # What fitted beside minimums may not fit beside what the policy gave to others. A job that starts gives way.
     present = {view.job for view in problem.views if view.workers}
     starting = [job for job in unsettled if job not in present]

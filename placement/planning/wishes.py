@@ -146,5 +146,4 @@ class _FreeSlots:
         return any(len(self.allocation[other.job]) > 1 for each in nodes for other in self._others(view, each))
 
     def _others(self, view: JobView, node_id: str) -> Sequence[JobView]:
-        """Return the other jobs with workers on a node."""
         return [self._views[job] for job, at in self.allocation.items() if node_id in at and job != view.job]

@@ -13,7 +13,7 @@ import ray
 
 from placement.autoscaling.autoscaler import Autoscaler, Autoscaling, ScalingDecision
 from placement.cluster.cluster import Cluster, Resources, by_node, is_split
-from placement.cluster.jobs import Bill, JobView
+from placement.cluster.jobs import JobView
 from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant
 from placement.policies.shared.base import Policy
@@ -77,10 +77,7 @@ class NodeRequests:
 
 
 def refusals(since_s: float) -> tuple[Refusal, ...]:
-    """Return the node launches that failed after ``since_s`` [s since the epoch].
-
-    Returns an empty tuple if Ray's autoscaler does not report failed launches (only v2 does).
-    """
+    """Return node launches that failed after ``since_s`` [s since the epoch], as only autoscaler v2 reports them."""
     try:
         from ray.autoscaler.v2.sdk import get_cluster_status
 
@@ -135,7 +132,7 @@ class ClusterScaler:
 
     def __init__(self, config: Autoscaling, policy: Policy, constraints: Constraints) -> None:
         self._config = config
-        self._autoscaler = Autoscaler(
+        self.autoscaler = Autoscaler(
             config.node_types, policy, config.chosen, config.times, constraints, most_nodes=config.max_nodes
         )
         self._requests = NodeRequests()
@@ -143,15 +140,6 @@ class ClusterScaler:
         self._refused_s: float | None = None
         self._poll: asyncio.Task[None] | None = None
         self.decision: ScalingDecision | None = None
-
-    @property
-    def spent_usd(self) -> Mapping[str, float]:
-        """Cost of each job so far [USD]."""
-        return self._autoscaler.spent_usd
-
-    def bill(self, job: str) -> Bill | None:
-        """Return a job's bill so far; None before the first decision that included it."""
-        return self._autoscaler.bill(job)
 
     def marked(self, cluster: Cluster) -> Cluster:
         """Return a copy of the cluster with nodes to be released marked as draining, so that jobs leave them."""
@@ -185,13 +173,13 @@ class ClusterScaler:
         """Process failed launches, make a new decision, and request the nodes from Ray. Blocks; changes are logged."""
         if self._refused_s is None:
             self._refused_s = now_s
-            self._autoscaler.resume(notes.account())
+            self.autoscaler.resume(notes.account())
         for refusal in refusals(self._refused_s):
             self._refused_s = max(self._refused_s, refusal.at_s)
             logger.warning("no node of type %s: %s", refusal.node_type, refusal.why)
-            self._autoscaler.refuse(refusal.node_type, refusal.why, now_s)
-        before, decision = self.decision, self._autoscaler.decide(views, cluster, now_s)
-        notes.keep_account(self._autoscaler.account)
+            self.autoscaler.refuse(refusal.node_type, refusal.why, now_s)
+        before, decision = self.decision, self.autoscaler.decide(views, cluster, now_s)
+        notes.keep_account(self.autoscaler.account)
         self._requests.ask(decision.bundles(self._config.node_types))
         if before is None or (before.nodes, before.release) != (decision.nodes, decision.release):
             for name, reason in decision.reasons.items():
@@ -207,10 +195,6 @@ class ClusterScaler:
         if self._poll is not None:
             await asyncio.wait([self._poll], timeout=_LOOK_S)
         await asyncio.wait_for(asyncio.to_thread(self._requests.withdraw), timeout=_LOOK_S)
-
-    def discard(self, job: str) -> float:
-        """Remove a job that has ended and return its cost [USD]."""
-        return self._autoscaler.discard(job)
 
 
 def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterable[Tenant] = ()) -> Bundles:

@@ -25,15 +25,10 @@ class DashboardProcess:
 
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
-        self._address = ""
+        self.address = ""  # of the page; empty while it is not served
         self._input: IO[str] | None = None
         self._stopped = False
         threading.Thread(target=self._run, name="dashboard", daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        """Address of the page; empty while the page is not being served."""
-        return self._address
 
     def stop(self) -> None:
         """Stop the process by closing its standard input."""
@@ -57,9 +52,9 @@ class DashboardProcess:
         for line in process.stdout:
             last = line.strip() or last
             if line.startswith(_SAYS):
-                self._address = line.removeprefix(_SAYS).strip()
-                logger.info("dashboard: %s", self._address)
-        self._address = ""
+                self.address = line.removeprefix(_SAYS).strip()
+                logger.info("dashboard: %s", self.address)
+        self.address = ""
         code = process.wait()
         if not self._stopped:
             logger.warning("the dashboard has ended with code %d: %s", code, printable(last))

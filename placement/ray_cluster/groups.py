@@ -87,10 +87,7 @@ def reserve(bundle: Resources, place: str, name: str) -> PlacementGroup:
 
 
 def release(group: PlacementGroup) -> None:
-    """Release the resources of a fulfilled group; do nothing if the group is already gone.
-
-    Ray kills any process that is still running in the group.
-    """
+    """Release a fulfilled group's resources (Ray kills what runs there); do nothing if the group is gone."""
     remove_placement_group(group)
     internal_kv._internal_kv_del(_holder_key(group.id.hex()), namespace=NAMESPACE.encode())
 
@@ -132,10 +129,7 @@ def of_jobs() -> dict[str, str]:
 
 
 def release_all(job: str, *, but: Collection[str] = ()) -> int:
-    """Release a job's groups except those whose hex ids are in ``but``; return the number of released groups.
-
-    Blocks for some milliseconds, or for two seconds if a pending group is not fulfilled.
-    """
+    """Release a job's groups except those whose hex ids are in ``but``; return the number of released groups."""
     found = [find(group_id) for group_id, owner in of_jobs().items() if owner == job and group_id not in but]
     deadline_s = time.monotonic() + _SETTLED_S
     for group in found:

@@ -150,9 +150,7 @@ def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: floa
     """Call an actor and return its result, repeating the call while Ray restarts the actor.
 
     Args:
-        call: Function that makes the call, which the actor may receive more than once.
         timeout_s: Longest wait for one answer [s]; None waits as long as the actor lives.
-        patience_s: Longest wait for an unavailable actor [s].
     """
     away_since_s: float | None = None
     while True:

@@ -96,10 +96,7 @@ class NoticeWatcher:
 
 
 class Metadata:
-    """Client of a machine's metadata server, which names the cloud and announces the machine's end.
-
-    Its methods block.
-    """
+    """Client of a machine's metadata server, which names the cloud and announces the machine's end; it blocks."""
 
     def __init__(self, config: NoticeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._clock = config, clock

@@ -72,10 +72,7 @@ def read_available() -> dict[str, dict[str, float]]:
 
 
 def is_dead(actor: str) -> bool:
-    """True if Ray knows that the actor with this hex id will never run again. Blocks briefly.
-
-    False if Ray is restarting the actor, no longer knows it, or currently cannot be queried.
-    """
+    """True if Ray knows that this actor (hex id) never runs again; False if unknown now. Blocks for a moment."""
     try:
         return bool(_STATE.actor_table(actor).get("State") == "DEAD")
     except ValueError:  # no id of an actor

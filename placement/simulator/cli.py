@@ -32,6 +32,7 @@ from placement.simulator.nodes.provider import AutoscaledCluster
 from placement.simulator.results.report import SimulationReport
 from placement.simulator.workloads.traces import Lengths
 from placement.simulator.world.rules import RULES
+from placement.text import plain_table
 
 CLUSTER = "t4:2x4"
 
@@ -209,7 +210,7 @@ def table(records: Sequence[dict[str, object]]) -> str:
         ("max", "decision_ms_max", "{:.1f}"),
     ]
     shown = [*records, *mean_records(records)]
-    rows = [[title for title, _, _ in columns]]
+    rows = []
     for record in shown:
         row = []
         for title, key, form in columns:
@@ -220,14 +221,7 @@ def table(records: Sequence[dict[str, object]]) -> str:
                 value = float(str(value)) / 3600.0
             row.append(form.format(value))
         rows.append(row)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    aligned = [
-        "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in aligned)
+    return plain_table([title for title, _, _ in columns], rows, left=2)
 
 
 def _add_facts(group: argparse._ArgumentGroup) -> None:
@@ -241,7 +235,6 @@ def _add_facts(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_disturbances(group: argparse._ArgumentGroup) -> None:
-    """Add the options for failures, slow nodes, noise, and spot nodes."""
     _add_fields(group, Disturbances(), _DISTURBANCES)
     spot = "spot trace (.json counts or .csv events) of all nodes, or of those of one GPU type; may be repeated"
     group.add_argument("--spot", action="append", default=[], metavar="[TYPE=]FILE", help=spot)
@@ -265,7 +258,6 @@ def _add_number(group: argparse._ArgumentGroup, option: str, unit: str, value: f
 
 
 def _add_fields(group: argparse._ArgumentGroup, defaults: object, fields: Mapping[str, tuple[str, str, str]]) -> None:
-    """Add an option for each of these fields, with its name, unit and meaning."""
     for field, (option, unit, meaning) in fields.items():
         value = getattr(defaults, field)
         said = f"{meaning}; {value:g} by default"
@@ -302,10 +294,7 @@ def _spot(values: Sequence[str]) -> dict[str, SpotTrace]:
 
 
 def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bool = False) -> list[SimulationReport]:
-    """Run simulations in parallel and return their reports in the order of the tasks.
-
-    All input is checked before anything runs.
-    """
+    """Check all input, run simulations in parallel, and return their reports in the order of the tasks."""
     if processes is not None:
         check_number("processes", processes, least=1, error=InputError)
     for task in tasks:

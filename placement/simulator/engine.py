@@ -293,7 +293,6 @@ class Task:
 
 
 def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
-    """Return the rent for all nodes over a duration [s]."""
     hours = seconds / 3600.0
     usd = sum(node.total["GPU"] * rates[node.gpu_type] * hours for node in nodes.nodes)
     counts = collections.Counter(node.gpu_type for node in nodes.nodes)
@@ -318,10 +317,7 @@ def _told(
 def job_classes(
     specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, rules: Rules
 ) -> dict[str, JobClass]:
-    """Return each application's arrivals per hour and run time on each number of workers, keyed by application name.
-
-    Run times are for the GPU type of the first node, and include a restart and half a round.
-    """
+    """Return each application's arrivals per hour and run time on each number of workers, keyed by its name."""
     gpu, per_node = nodes.nodes[0].gpu_type, int(nodes.nodes[0].total["GPU"])
     arrivals = [spec.time_s for spec in specs]
     hours = max((max(arrivals) - min(arrivals)) / 3600.0, 1e-3)

@@ -153,13 +153,12 @@ class LiveDriver:
     def _slow_down(self, job: SimulatedJob) -> None:
         """Slow the job down to account for its slowest node and for shared links."""
         nodes = () if job.location is None else tuple(job.location.nodes)
-        job.see_slow({node: self._disturbances.slow_factor for node in nodes if self._slow.get(node)})
+        loss = 0.0
         if self._disturbances.interference and len(nodes) > 1:
-            others = [
-                each.location.nodes for each in self._present.values() if each is not job and each.location is not None
-            ]
+            others = [each.location.nodes for each in self._present.values() if each is not job and each.location]
             if any(len(each) > 1 and not each.keys().isdisjoint(nodes) for each in others):
-                job.see_shared_link(self._disturbances.interference)
+                loss = self._disturbances.interference
+        job.see_slow({node: self._disturbances.slow_factor for node in nodes if self._slow.get(node)}, loss=loss)
 
 
 _LEAVE_S = 30.0

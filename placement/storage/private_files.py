@@ -38,10 +38,7 @@ class ForeignDirectoryError(PermissionError):
 
 
 def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> None:
-    """Create a directory and its parents; if private, make it readable only by its user, even if it already exists.
-
-    Existing parents keep their modes.
-    """
+    """Create a directory and its parents; if private, make it (even if it exists) readable only by its user."""
     if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         filesystem.create_dir(path, recursive=True)
         return
@@ -150,10 +147,7 @@ def open_append(path: str, *, private: bool) -> int:
 
 
 def check_own(path: str) -> None:
-    """Raise ForeignDirectoryError if a directory belongs to another user, who could change any file in it.
-
-    The message suggests a remedy.
-    """
+    """Raise ForeignDirectoryError, with a remedy, if a directory is another user's, who could change files in it."""
     owner = os.stat(path).st_uid
     if owner not in (os.geteuid(), _uid_on(path)):
         raise ForeignDirectoryError(
@@ -164,11 +158,7 @@ def check_own(path: str) -> None:
 
 
 def make_own(path: str, below: str) -> None:
-    """Create a private directory, and its parents inside ``below``, where other users may write (such as ``/tmp``).
-
-    Raises ForeignDirectoryError if a directory on the path belongs to another user, or is a link, which may lead
-    anywhere.
-    """
+    """Create a private directory, and its parents inside ``below``, where other users may write (such as ``/tmp``)."""
     levels, level = [], os.path.abspath(path)
     while level != os.path.abspath(below):
         levels.append(level)

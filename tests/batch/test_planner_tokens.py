@@ -9,7 +9,9 @@ from elastic_ray.batch.tokens import read_token_batch
 from elastic_ray.driver.display import status_fields
 from elastic_ray.events import JobPhase, JobStatus
 from elastic_ray.membership.messages import GenerationSpec, Member
+from elastic_ray.observe.page.job_memory import JobMemory
 from elastic_ray.observe.page.rows import job_row
+from elastic_ray.observe.page.source import JobLook
 from elastic_ray.observe.trackers.series import job_numbers
 
 ONE = GenerationSpec(generation=1, members=(Member(worker="w", node="n", gpu_type="a"),))
@@ -52,7 +54,9 @@ def test_speed_and_rest_are_shown_in_tokens() -> None:
         job="a", phase=JobPhase.RUNNING, workers=1, throughput=80.0, tokens_per_s=5120.0, tokens_left=10_000
     )
     assert status_fields(status)["tokens/s"] == "5.12k" and "samples/s" not in status_fields(status)
-    row = job_row("a", status=status, facts=None, state=None, ended_s=None, colour="#000000")
+    memory = JobMemory("a", "#000000", 0.0)
+    memory.receive(JobLook(job="a", status=status), 0.0)
+    row = job_row(memory)
     assert (row.tokens_per_s, row.tokens_left) == (5120.0, 10_000)
     told = job_numbers(report(64.0), throughput=80.0, goodput=None, noise_scale=None, resizes=0, failures=0, time_s=0.0)
     assert told.values["tokens_per_s"] == 5120.0

@@ -22,8 +22,7 @@ from common import bar, finish, median, side_parser
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import Allocate, Event, JobHeartbeat, NodesChanged, TimePassed
 from placement.cluster.cluster import Cluster
-from placement.cluster.jobs import JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
 from placement.knowledge.knowledge import Knowledge

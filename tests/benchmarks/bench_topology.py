@@ -27,7 +27,8 @@ from network import Nodes, change_rate, far_namespaces, may_make_namespaces
 
 WAYS = ("all_reduce", "two_level", "ring", "tree", "star")
 DDP, ALONE = "torch DDP", "no reduction"
-SIZES = {"1.6": (320, 4), "4.2": (512, 4), "12.6": (1024, 3), "42": (1871, 3)}  # [MB]: width and number of layers
+# [MB]: width and number of layers, and rounds, for short steps vary most
+SIZES = {"1.6": (320, 4, 12), "4.2": (512, 4, 12), "12.6": (1024, 3, 8), "42": (1871, 3, 4)}
 DELAY_S = 0.005
 FREE_STEPS, WINDOW = 15, 5
 CHOICES = {"two choices": (WAYS[:2], 25), "five choices": (WAYS, 50)}  # and steps on the slow link
@@ -69,7 +70,7 @@ def _launch(*arguments: str) -> dict[str, Any]:
 
 def _ways(size: str, ways: Sequence[str], *, quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows and bars of fixed topologies for a model of some size."""
-    found = _launch("ways", size, *(["2", "2"] if quick else ["4", "4"]), *ways)
+    found = _launch("ways", size, "2" if quick else str(SIZES[size][2]), *ways)
     alone = statistics.median(found[ALONE][0])
     rows = [
         {
@@ -82,9 +83,10 @@ def _ways(size: str, ways: Sequence[str], *, quick: bool) -> tuple[list[dict[str
         for name, (times, received) in found.items()
     ]
     took = {row["topology"]: row["reduction [s]"] for row in rows}
+    where = "reduction between two nodes of two ranks, 1 Gbit/s and 5 ms"
     compared = [("two_level", "all_reduce", 0.6), ("two_level", DDP, 0.6), ("all_reduce", DDP, 1.1)]
     return rows, [
-        bar(f"{size} MB, reduction, {one} / {other}", value=took[one] / took[other], limit=limit, at_least=False)
+        bar(f"{where}, {size} MB: {one} / {other}", value=took[one] / took[other], limit=limit, at_least=False)
         for one, other, limit in compared
         if one in took and other in took
     ]
@@ -129,7 +131,7 @@ def _model(size: str) -> Any:
     import torch
 
     torch.manual_seed(0)
-    width, layers = SIZES[size]
+    width, layers, _ = SIZES[size]
     deep = [each for _ in range(layers) for each in (torch.nn.Linear(width, width), torch.nn.ReLU())]
     return torch.nn.Sequential(*deep, torch.nn.Linear(width, 10))
 
@@ -192,7 +194,7 @@ def _start() -> None:
     torch.manual_seed(0)  # all ranks share one dataset
 
 
-def _rank_of_ways(size: str, rounds: str, steps: str, *ways: str) -> None:
+def _rank_of_ways(size: str, rounds: str, *ways: str) -> None:
     import torch
 
     _start()
@@ -200,7 +202,7 @@ def _rank_of_ways(size: str, rounds: str, steps: str, *ways: str) -> None:
     chosen = [WAYS[0]]
     ours = _our_steps(data, chosen, size)
     theirs = {DDP: _their_steps(data, size, reduces=True), ALONE: _their_steps(data, size, reduces=False)}
-    measure({**dict.fromkeys(ways, ours), **theirs}, chosen, int(rounds), int(steps))
+    measure({**dict.fromkeys(ways, ours), **theirs}, chosen, int(rounds), 4)
 
 
 def _rank_of_slow(choices: str) -> None:

@@ -29,7 +29,7 @@ from elastic_ray.cli.listings import (
     with_metric,
     with_status,
 )
-from elastic_ray.cli.output import plain_table, to_json
+from elastic_ray.cli.output import to_json
 from elastic_ray.cli.overview import scaling_lines
 from elastic_ray.config import ElasticConfig
 from elastic_ray.events import MOST_METRICS, JobPhase, JobStatus, numbers_in
@@ -39,7 +39,7 @@ from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.reasons import Cause, Reason
-from placement.text import ago
+from placement.text import ago, plain_table
 
 NODE = Node(
     node_id="abcdef0123456789",

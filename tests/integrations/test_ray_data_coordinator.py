@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from elastic_ray.integrations.ray_data import coordinator, stream
+from elastic_ray.integrations.ray_data import coordinator
 from elastic_ray.integrations.ray_data.coordinator import DatasetCoordinator, RowsFound, RowsWanted
 from elastic_ray.integrations.ray_data.row_window import Reader, Readers
 
@@ -81,8 +81,8 @@ class Executions:
 def executions(monkeypatch: pytest.MonkeyPatch) -> Executions:
     made = Executions()
     monkeypatch.setattr("ray.cloudpickle.loads", lambda packed: made)
-    monkeypatch.setattr(stream, "hold_order", made.hold_order)
-    monkeypatch.setattr(stream, "leave_room", lambda dataset, left: None)
+    monkeypatch.setattr(coordinator, "hold_order", made.hold_order)
+    monkeypatch.setattr(coordinator, "leave_room", lambda dataset, left: None)
     monkeypatch.setattr(coordinator, "_slow", lambda dataset: f"{dataset}: no rows; CPUs")
     return made
 

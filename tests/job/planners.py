@@ -8,7 +8,7 @@ from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo, StepReport
 from elastic_ray.membership.messages import GenerationSpec, Member
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import Progress
 from placement.goodput.model import NoiseScale, ThroughputModel
 
 TRUTH = ThroughputModel(0.010, 0.0001, 0.02, 0.001, 0.005, 0.0002, 1.5)

@@ -21,8 +21,7 @@ from elastic_ray.record.views import allocator_view, wish_note
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
 from placement.allocator.significance import trigger_of
-from placement.cluster.jobs import FoundStrategy, JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import FoundStrategy, JobView, Progress
 from placement.goodput.forecast import BatchForecast
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.knowledge.knowledge import Prior

@@ -120,7 +120,7 @@ def test_hundred_thousand_reports_cost_same_time_and_no_memory(tmp_path: Path) -
             )
             report_queue.put(Report(index=index, metrics={"loss": 1.0 / index}))
             if index % 500 == 0:
-                storage.append_reports(record.unwritten_reports.take())
+                storage.reports.append(record.unwritten_reports.take())
                 record.unwritten_reports.written()
         return time.process_time() - begin_s
 

@@ -52,11 +52,11 @@ def test_files_of_a_run_are_json_with_any_number(tmp_path: Path, number: float, 
     storage.create()
     (source := tmp_path / "source").mkdir()
     kept = storage.persist_checkpoint(source, 0, metrics=metrics)
-    storage.append_reports([Report(index=1, metrics=metrics).to_json()])
+    storage.reports.append([Report(index=1, metrics=metrics).to_json()])
     event = JobEvent(
         kind=EventKind.BATCH, time_s=1.0, from_workers=1, to_workers=1, reason="r", detail={"noise": float(number)}
     )
-    storage.append_events([event.to_json()])
+    storage.events.append([event.to_json()])
     for file in (Path(kept.path) / PROGRESS_FILE, tmp_path / "run" / EVENTS_FILE, tmp_path / "run" / REPORTS_FILE):
         strictly(file.read_text())
     assert same(storage.stored_checkpoints()[0].metrics, expected)

@@ -27,7 +27,7 @@ from elastic_ray.record.outlook import (
     with_length,
 )
 from placement.cluster.cluster import GPU_TYPE_LABEL
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import Progress
 from tests.job.specs import spec
 
 TIMES = st.floats(0, 1e6)

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from elastic_ray.background import Background
-from elastic_ray.checkpoints.automatic import StateFile, delete_others, state_files
-from elastic_ray.checkpoints.resumable import StoredProgress, find_stored
+from elastic_ray.checkpoints.automatic import StateFile, StoredProgress, delete_others, find_stored, state_files
 from elastic_ray.checkpoints.run_directory import PROGRESS_FILE, RunStorage, StoredCheckpoint
 from elastic_ray.checkpoints.sharded.saver import write_state
 from elastic_ray.config import ElasticConfig
@@ -293,7 +292,7 @@ def test_new_controller_continues_where_files_of_one_before_end(tmp_path: Path, 
         reports = await writer.catch_up(4)
         assert [report.index for report in reports] == list(range(204, 1204))
         await writer.finish()
-        assert (record.first_report, record.last_report, record.metrics) == (4, 1203, {"x": 1203})
+        assert (record.reports.first, record.reports.last, record.metrics) == (4, 1203, {"x": 1203})
 
     asyncio.run(run())
     assert [event.reason for event in storage.read_events()] == ["a", "b", "d", "c"], "each once"

@@ -87,7 +87,7 @@ def test_the_command_reads_files_and_sums(tmp_path: Path) -> None:
     for job, events in (("a", RUN), ("sweep/trial", RUN[:2])):
         storage = RunStorage(str(tmp_path / job))
         storage.create()
-        storage.append_events([each.to_json() for each in events])
+        storage.events.append([each.to_json() for each in events])
 
     def run(*arguments: str) -> str:
         result = CliRunner().invoke(cli, ["usage", str(tmp_path), *arguments], env={"NO_COLOR": "1"})

@@ -203,7 +203,7 @@ def test_a_pass_left_with_one_within_it_has_ended(world: int) -> None:
     assert list(outcome.results.values()) == [[True, True]] * world
 
 
-def leaves_both() -> tuple[float, int]:
+def leaves_both() -> tuple[float, float]:
     """Trains in a step of a loop within a loop, and leaves both: a parameter, the samples of a third loop."""
     torch.manual_seed(1)
     model: Any = torch.nn.Linear(1, 1)
@@ -234,6 +234,48 @@ def test_loss_after_two_breaks_gives_up_both_passes(moment: str, joins: tuple[in
     assert (result[0] == pytest.approx(undisturbed[0])) == (moment == "edge"), "an update that was made counts"
     (told,) = [text for kind, text, _ in outcome.told if kind == "warning"]
     assert f"its {2 * BATCH} samples are not used" in told or moment == "edge"
+
+
+def evaluates_within(*, leaves: bool) -> tuple[int, float, float]:
+    """Evaluates in an epoch's second step, and may leave its loop then: the steps, the samples of each loop."""
+    torch.manual_seed(1)
+    model: Any = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = er.AdaptiveDataParallel(model, optimizer)
+    rows = TensorDataset(torch.arange(SAMPLES).float()[:, None] / 10)
+    loader, inner = (er.AdaptiveDataLoader(rows, batch_size=BATCH) for _ in range(2))
+    trained = evaluated = 0.0
+    for _ in er.remaining_epochs_until(2):
+        sums = er.Accumulator()
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+            sums["trained"] += len(x)
+            if _nth() == 2:
+                for (other,) in inner:
+                    sums["evaluated"] += len(other)
+                if leaves:
+                    break
+        trained, evaluated = trained + sums["trained"], evaluated + sums["evaluated"]
+    return er.get_context().get_global_step(), trained, evaluated
+
+
+@pytest.mark.parametrize("joins", [(), (3,)])
+@pytest.mark.parametrize(
+    ("leaves", "moment", "counted"),
+    [
+        (False, "backward", (8, 2 * SAMPLES, 2 * SAMPLES)),
+        (False, "after_step", (8, 2 * SAMPLES, 2 * SAMPLES)),
+        (True, "backward", (3, 3 * BATCH, SAMPLES)),  # what was left is not drawn again
+        (True, "after_step", (4, 3 * BATCH)),  # but for an update that was made
+    ],
+)
+def test_lost_step_with_an_evaluation_counts_once(
+    leaves: bool, moment: str, counted: tuple[int, ...], joins: tuple[int, ...]
+) -> None:
+    outcome = run_job(lambda: evaluates_within(leaves=leaves), [Kill(1, 2, moment, joins=joins)], first=(1, 2))
+    assert {each[: len(counted)] for each in outcome.results.values()} == {counted}
 
 
 def accumulates_within() -> float:

@@ -130,7 +130,7 @@ def test_optimizers_that_take_turns_are_one_optimizer() -> None:
         torch.testing.assert_close(weight, model.weight.detach(), rtol=0, atol=1e-5)
 
 
-def test_second_optimizer_of_a_wrapped_model_is_refused() -> None:
+def test_optimizer_other_than_the_wrapped_one_is_refused() -> None:
     words = "Turns steps parameters of a wrapped model.* takes turns with others has them as attributes"
     with pytest.raises(RuntimeError, match=words):
         run_job(lambda: _in_turns(lambda own: torch.optim.SGD(own.param_groups[0]["params"])), first=(1, 2))

@@ -16,7 +16,7 @@ import elastic_ray as er
 from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import set_session
 from elastic_ray.run.run import watch_optimizers
-from elastic_ray.state.registered_state import ModuleExtras
+from elastic_ray.state.registered import ModuleExtras
 from elastic_ray.state.tree import check_plain
 from tests.loop.changing import Change, run_job
 from tests.loop.ranks import Ranks

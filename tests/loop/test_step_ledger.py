@@ -16,14 +16,14 @@ class State:
     def __init__(self) -> None:
         self.progress, self.asked = RunProgress(), list[str]()
 
-    def snapshot(self) -> None:
-        self.asked.append("snapshot")
+    def snapshot(self, depth: int = 0) -> None:
+        self.asked.append(f"snapshot {depth}")
 
     def discard_snapshot(self) -> None:
         self.asked.append("forget")
 
-    def roll_back(self) -> None:
-        self.asked.append("roll back")
+    def roll_back(self, depth: int = 0) -> None:
+        self.asked.append(f"roll back {depth}")
 
     def lose_round(self) -> None:
         self.progress.sums = {}
@@ -60,7 +60,7 @@ def test_a_committed_step_counts_samples_gain_and_generation(ledger: StepLedger,
     run = state.progress
     assert (run.steps, run.loader_steps, run.done, run.lineage, run.optimizers_stepped) == (1, 1, 1.0, 7, 0)
     assert step.loader_pass.position == 8 and ledger.step is None
-    assert state.asked == ["snapshot", "forget"]
+    assert state.asked == ["snapshot 0", "forget"]
 
 
 def test_a_step_that_trains_nothing_is_no_optimizer_step(ledger: StepLedger, state: State) -> None:
@@ -85,7 +85,7 @@ def test_what_a_survivor_has_applied_is_not_applied_again(ledger: StepLedger, st
     lost = ledger.undo(ledger.end())
     ledger.clear_failure()
     ledger.resume(lost, "gone")
-    assert state.asked == ["snapshot", "roll back"] and not ledger.failed
+    assert state.asked == ["snapshot 0", "roll back 0"] and not ledger.failed
     ledger.start(step_of(first.loader_pass))
     assert not ledger.may_apply()
     assert ledger.may_apply()
@@ -173,7 +173,7 @@ def test_reduced_gradients_waiting_for_update_go_with_their_group(
     ledger.reduced = True
     begun(ledger, state)
     ledger.fail("gone")
-    lost = ledger.undo(ledger.end(), gradients_wait=waits)
+    lost = ledger.undo(ledger.end(), waits=waits)
     ledger.clear_failure()
     ledger.resume(lost, "gone")
     assert ledger.failed is waits
@@ -190,7 +190,7 @@ def test_who_joins_within_an_epoch_replays_it_without_effects(ledger: StepLedger
     assert ledger.start_pass() == 0 and ledger.replaying
     assert ledger.start_pass() == 1 and not ledger.replaying
     assert state.progress.sums == {(0, 0): {"loss": 1.0}} and state.progress.reports == 0
-    assert state.asked == ["snapshot", "roll back"]
+    assert state.asked == ["snapshot 0", "roll back 0"]
 
 
 def test_left_steps_are_given_back_once_innermost_first(ledger: StepLedger, state: State) -> None:
@@ -256,7 +256,7 @@ def test_left_nested_steps_keep_the_outermost_snapshot(ledger: StepLedger, state
         begun(ledger, state)
     ledger.leave_steps(1)
     ledger.clear_failure()
-    assert ledger.has_left and state.asked == ["snapshot"]
+    assert ledger.has_left and state.asked[3:] == ["roll back 1", "snapshot 1"]
 
 
 def test_leaving_the_outermost_step_later_rolls_back(ledger: StepLedger, state: State) -> None:
@@ -265,7 +265,7 @@ def test_leaving_the_outermost_step_later_rolls_back(ledger: StepLedger, state: 
         begun(ledger, state)
     ledger.leave_steps(1)
     ledger.leave_steps(0)
-    assert state.asked == ["snapshot", "roll back"]
+    assert state.asked[3:] == ["roll back 1", "roll back 0"]
 
 
 def test_left_code_sees_its_sums_of_lost_rounds(ledger: StepLedger, state: State) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from placement.cluster.jobs import JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
 from tests.placement.views import view

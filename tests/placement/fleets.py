@@ -7,9 +7,8 @@ from typing import Any
 from placement.autoscaling.objectives import WantedSize
 from placement.autoscaling.objectives.base import Demand
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Cluster
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import JobView, Progress
 from placement.cluster.node_types import NodeType
-from placement.cluster.progress import Progress
 from placement.reasons import Cause, Reason
 from tests.placement.views import view
 

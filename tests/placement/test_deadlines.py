@@ -9,8 +9,7 @@ import pytest
 
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobHeartbeat, NodesChanged
-from placement.cluster.jobs import JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress
 from placement.planning.constraints import minimum_satisfactory_share
 from placement.planning.plan import make_plan
 from placement.policies import POLICIES, make_policy

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from placement.autoscaling.autoscaler import Autoscaler
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import JobView, Progress
 from placement.cluster.node_types import NodeType
-from placement.cluster.progress import Progress
 from placement.errors import InputError
 from placement.goodput.forecast import BatchForecast, NoiseTrend
 from placement.goodput.speeds import GoodputCache, foreseen, grown, table

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.jobs import JobView, speeds
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress, speeds
 from placement.goodput.fitting import Observation
 from placement.goodput.remaining import remaining
 from placement.goodput.speeds import GoodputCache

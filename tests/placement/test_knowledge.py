@@ -10,8 +10,7 @@ import pytest
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobHeartbeat, NodesChanged
 from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster
-from placement.cluster.jobs import FoundStrategy, JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import FoundStrategy, JobView, Progress
 from placement.goodput.fitting import Observation
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.remaining import remaining

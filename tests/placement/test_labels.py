@@ -7,8 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from ray._private.label_utils import validate_label_selector_value
 
-from placement.cluster.cluster import Node
-from placement.cluster.labels import check_selector, matches, satisfying
+from placement.cluster.cluster import Node, check_selector, matches, satisfying
 from tests.placement.views import view
 
 

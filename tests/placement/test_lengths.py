@@ -14,8 +14,7 @@ from hypothesis import given
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
 from placement.cluster.cluster import Cluster
-from placement.cluster.jobs import JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress
 from placement.goodput.remaining import gittins_left, likely_left, remaining
 from placement.knowledge.knowledge import Knowledge, KnowledgeConfig
 from placement.knowledge.records import KnownLength, Measurements, covers, merged, newest

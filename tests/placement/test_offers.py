@@ -19,8 +19,7 @@ from placement.autoscaling.objectives.by_size import BySize
 from placement.autoscaling.objectives.cost_per_progress import Budget, CostPerProgress
 from placement.autoscaling.objectives.utility_band import UtilityBand, _climb, _hull
 from placement.cluster.cluster import Cluster
-from placement.cluster.jobs import Account, JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import Account, JobView, Progress
 from placement.goodput.fitting import Observation
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.speeds import GoodputCache

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster, Node
-from placement.cluster.jobs import JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress
 from placement.policies import GoodputPolicy
 from placement.policies.goodput.local_search import admit_into, present_placements
 from placement.policies.goodput.policy import Decided

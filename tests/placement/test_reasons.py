@@ -11,8 +11,7 @@ import pytest
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobHeartbeat, NodesChanged, TimePassed
 from placement.cluster.cluster import Cluster
-from placement.cluster.jobs import JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress
 from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.planning.constraints import Constraints
 from placement.planning.plan import make_plan

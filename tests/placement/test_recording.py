@@ -25,9 +25,8 @@ from placement.allocator.events import (
 )
 from placement.allocator.recording import Life, Recorder, event_line, read_recording, replay, start_line
 from placement.cluster.cluster import Cluster, Node
-from placement.cluster.jobs import Bill, FoundStrategy, JobView
+from placement.cluster.jobs import Bill, FoundStrategy, JobView, Progress
 from placement.cluster.node_record import NodeFailure
-from placement.cluster.progress import Progress
 from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.cluster.utility import Utility
 from placement.errors import InputError

@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from placement.cluster.jobs import goodputs
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import Progress, goodputs
 from placement.goodput.remaining import (
     concave_value,
     discount,

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.allocator.snapshot import EVERY_S, CoreSnapshot, JobState, StartTimes, start_times
-from placement.cluster.jobs import JobView, goodputs
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress, goodputs
 from tests.placement.views import cluster, view
 
 

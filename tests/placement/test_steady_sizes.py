@@ -16,8 +16,7 @@ from placement.allocator.core import AllocatorCore
 from placement.allocator.events import Allocate, Instruction, JobHeartbeat, NodesChanged, TimePassed
 from placement.allocator.snapshot import DecisionRecord, Trigger
 from placement.cluster.cluster import Cluster
-from placement.cluster.jobs import JobView, TraceJobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress, TraceJobView
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.policies import GoodputPolicy

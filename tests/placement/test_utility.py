@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 import elastic_ray as er
 from placement.autoscaling.objectives.base import Demand, offers, within_utilities
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
-from placement.cluster.jobs import Bill, JobView
+from placement.cluster.jobs import Bill, JobView, Progress
 from placement.cluster.node_types import NodeType
-from placement.cluster.progress import Progress
 from placement.cluster.utility import Utility
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.speeds import GoodputCache

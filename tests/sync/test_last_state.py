@@ -14,8 +14,7 @@ from click.testing import CliRunner
 from ray.train import Checkpoint
 
 import elastic_ray as er
-from elastic_ray.checkpoints.automatic import CorruptStateError, keep_last
-from elastic_ray.checkpoints.resumable import find_stored
+from elastic_ray.checkpoints.automatic import CorruptStateError, find_stored, keep_last
 from elastic_ray.checkpoints.sharded import model_loading
 from elastic_ray.cli.app import cli
 from elastic_ray.session import session as sessions

@@ -62,13 +62,13 @@ def names(storage: RunStorage) -> list[str]:
 
 def test_events_come_back_and_survive_a_second_writer(storage: RunStorage) -> None:
     for writer in (storage, pickle.loads(pickle.dumps(RunStorage(storage.path, storage.filesystem)))):
-        writer.append_events([event(1).to_json(), event(2).to_json()])
+        writer.events.append([event(1).to_json(), event(2).to_json()])
     assert [e.detail["step"] for e in storage.read_events()] == [1, 2, 1, 2]
     assert storage.read_events()[0] == event(1)
 
 
 def test_a_torn_last_line_is_left_out(storage: RunStorage) -> None:
-    storage.append_events([event(1).to_json()])
+    storage.events.append([event(1).to_json()])
     with storage.filesystem.open_input_stream(f"{storage.path}/{EVENTS_FILE}") as stream:
         whole = stream.readall()
     with storage.filesystem.open_output_stream(f"{storage.path}/{EVENTS_FILE}") as stream:
@@ -181,7 +181,7 @@ def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_result_of_a_finished_job(storage: RunStorage, source: Path) -> None:
     kept = storage.persist_checkpoint(source, 0, metrics={"loss": 0.4})
     before = [Report(index=3, metrics={"loss": 0.7}), Report(index=3, metrics={"loss": 0.6})]
-    storage.append_reports([report.to_json() for report in [*before, Report(index=99, metrics={"loss": 9.0})]])
+    storage.reports.append([report.to_json() for report in [*before, Report(index=99, metrics={"loss": 9.0})]])
     reports = (
         Report(index=4, metrics={"loss": 0.5}),
         Report(index=5, metrics={"loss": 0.4}, checkpoint=kept.path),

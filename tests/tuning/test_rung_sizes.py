@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.cluster.jobs import JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress
 from placement.cluster.sizes import AllowedSizes
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel

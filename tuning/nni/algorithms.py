@@ -66,11 +66,6 @@ class Algorithm:
     code_directory: str = "."
     class_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    @property
-    def is_advisor(self) -> bool:
-        """True if the algorithm is an advisor, which stops trials itself and allows no assessor."""
-        return self.name in KNOWN and KNOWN[self.name].kind == "advisor"
-
 
 def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
     """Return the tuner that a user specified, as a name such as ``"TPE"`` or as an NNI ``tuner`` configuration.
@@ -109,7 +104,8 @@ def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | 
 
 def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:
     """Raise ValueError if an assessor is given with a tuner that stops trials itself (an advisor, or PBT)."""
-    if assessor is not None and (tuner.is_advisor or tuner.name == "PBT"):
+    advises = tuner.name in KNOWN and KNOWN[tuner.name].kind == "advisor"
+    if assessor is not None and (advises or tuner.name == "PBT"):
         raise ValueError(
             f"assessor must be None with tuner={tuner.name!r}, which compares trials of equal length itself, but got "
             f"{assessor.name or assessor.class_name!r}"

@@ -245,7 +245,6 @@ class Experiment:
 
     @property
     def _sweep(self) -> str:
-        """Name of the sweep that the trials belong to."""
         return self._name or f"nni-{self.id}"
 
     def _context(self) -> ExperimentContext:

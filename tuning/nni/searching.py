@@ -149,7 +149,6 @@ class NNISearch(Searcher):
             self._refused = bool(self._ids)
 
     def _later(self, index: int, parameters: Any) -> None:
-        """Queue parameters that the tuner has delivered."""
         self._parameters[index] = {name: _plain(value) for name, value in parameters.items()}
         self._ready.append(index)
 

@@ -109,11 +109,7 @@ class TrialServer:
             return dict(self._outcomes)
 
     def close(self, wait_s: float) -> None:
-        """End all running trials and wait for their jobs to release resources.
-
-        Args:
-            wait_s: Longest wait [s]. A job that takes longer ends when its lease (the driver's claim on it) expires.
-        """
+        """End all running trials and wait for their jobs to release resources."""
         self._open = False
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

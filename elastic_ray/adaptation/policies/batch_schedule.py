@@ -18,8 +18,8 @@ class BatchSchedule(ReadyPolicy):
     of a run uses the loader's batch.
 
     Args:
-        schedule: batch sizes [samples] keyed by the point from which they apply, such as ``{0: 32, 100: 64}``; or
-            KungFu's text ``"batch:length,batch:length"``, whose last batch remains.
+        schedule: batch sizes [samples] keyed by the point where they take effect, such as ``{0: 32, 100: 64}``; or
+            KungFu's text ``"batch:length,batch:length"``, whose last batch then stays in effect.
         by: unit of the schedule's keys: ``"step"`` (committed steps), ``"epoch"`` (from 0), ``"progress"`` (0..1 of the
             declared epochs), or ``"tokens"`` (tokens trained on). With ``"tokens"``, batches are in tokens too, and the
             loader must know the tokens per sample.
@@ -84,7 +84,7 @@ class BatchSchedule(ReadyPolicy):
         ]
 
     def _at(self, view: PolicyView, *, ahead: int) -> Answer:
-        """Return the request for the batch that is due; None if it was made already."""
+        """Return the request for the batch that is due; None if it has already been made."""
         now = {"step": view.step + ahead, "epoch": view.epoch, "progress": view.progress, "tokens": view.tokens}[
             self.by
         ]

@@ -12,7 +12,7 @@ _MOST_OFF = 5  # an epoch's last batch may be smaller
 
 
 class BranchBatch(ReadyPolicy):
-    """Policy of a branch (short run at one batch size), which keeps the batch and pauses after ``samples`` samples.
+    """Policy for a branch (short run at one batch size) that keeps the batch and pauses after ``samples`` samples.
 
     A pause, unlike a stop, skips the code after the epoch loop, which only the original job should run.
     """
@@ -28,7 +28,7 @@ class BranchBatch(ReadyPolicy):
         self.off = 0  # steps in a row at another batch
 
     def before_step(self, view: PolicyView) -> Answer:
-        """Return requests for the constant batch size and, at the end of the branch, for a pause."""
+        """Return requests for the constant batch size and, when the branch ends, for a pause."""
         if self.end is None:
             self.end = view.samples + self.samples
             return SetBatch(self.batch_size)

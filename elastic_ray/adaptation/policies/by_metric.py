@@ -33,8 +33,8 @@ class EarlyStop(_ByMetric):
     """Policy that ends the training when a metric has stopped improving.
 
     Args:
-        metric: name of the metric in ``elastic_ray.report``.
-        patience: number of consecutive reports without an improvement after which training ends, 1 or more.
+        metric: name of the metric, as passed to ``elastic_ray.report``.
+        patience: number of consecutive reports without improvement before training ends, 1 or more.
         min_delta: amount that a change must exceed to count as an improvement, 0 or more.
         mode: ``"min"`` if smaller values are better, ``"max"`` if larger values are better.
 
@@ -76,14 +76,14 @@ class LossPlateau(_ByMetric):
     """Policy that lowers the learning rates when a metric stops improving, like torch's ``ReduceLROnPlateau``.
 
     Args:
-        metric: name of the metric in ``elastic_ray.report``.
+        metric: name of the metric, as passed to ``elastic_ray.report``.
         factor: factor that multiplies the rates, above 0 and below 1.
-        patience: number of reports without an improvement to tolerate, 0 or more.
+        patience: number of reports without improvement to tolerate, 0 or more.
         threshold: smallest change that counts as an improvement, 0 or more.
         threshold_mode: ``"rel"`` (a fraction of the best value) or ``"abs"``.
         cooldown: number of reports to ignore after a reduction, 0 or more.
-        min_factor: lower bound of the product of all reductions, 0 or more and below 1; replaces torch's ``min_lr``.
-        mode: ``"min"`` if less is better, or ``"max"``.
+        min_factor: lower bound on the combined reduction factor, 0 or more and below 1; replaces torch's ``min_lr``.
+        mode: ``"min"`` if smaller values are better, ``"max"`` if larger values are better.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.

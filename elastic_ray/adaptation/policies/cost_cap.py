@@ -13,13 +13,13 @@ _STEPS_UNTIL_STOP = 2  # a request rides on the next step, which comes before it
 class CostCap(ReadyPolicy):
     """Policy that ends the training before its cost, price * ``view.worker_s``, exceeds a limit.
 
-    The cost counts from the run's first step and excludes the time in which workers start.
+    The cost is counted from the run's first step and excludes the time workers need to start.
 
     Args:
         usd: the limit [USD], above 0.
         price_per_worker_hour: price of one worker [USD per hour], above 0.
-        shrink_at: fraction of the limit at which the policy requests fewer workers, above 0 and below 1; None never
-            does. With fewer workers, training is slower, but most jobs train more samples per worker-hour.
+        shrink_at: fraction of the limit that makes the policy request fewer workers, above 0 and below 1; None disables
+            this. With fewer workers, training is slower, but most jobs train more samples per worker-hour.
         shrink_to: number of workers to request at ``shrink_at``.
 
     Raises:
@@ -46,7 +46,7 @@ class CostCap(ReadyPolicy):
         self.shrunk = False
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Return a request to stop at the cost limit, or to shrink at the fraction ``shrink_at`` of it; else None."""
+        """Return a request to stop at the cost limit, or to shrink at its fraction ``shrink_at``; otherwise None."""
         asked: list[Request] = []
         spent = self.price * view.worker_s / 3600
         coming = self.price * _STEPS_UNTIL_STOP * view.step_s * view.workers / 3600

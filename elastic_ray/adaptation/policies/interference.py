@@ -23,17 +23,18 @@ class Interference(ReadyPolicy):
     Each worker's step time is the median over its last ``window`` steps. The best time is recorded for each number of
     workers, batch and strategy. A worker votes for a change when best / time < ``threshold``. A trial starts if most
     workers vote for it, unless the slowest worker's computation and wait for data explain half of the slowdown. In a
-    trial, each of ``strategies`` runs for some steps, but only for two if it is slower than one before it. Topologies
-    come first, those that send the least between nodes before others. If one of them gains at least half of what it
-    sends less, those that send more are left out. The fastest strategy, possibly the current one, is kept.
+    trial, each of ``strategies`` runs for several steps, or for only two if it is slower than an earlier one.
+    Topologies are tried first, starting with those that send the least between nodes. If a topology's gain is at least
+    half of its reduction in traffic, topologies that send more are skipped. The fastest strategy, possibly the current
+    one, is kept.
 
     Args:
-        strategies: names to try, after topologies in this order, as accepted by ``AdaptiveDataParallel(strategy=...)``.
+        strategies: names to try, in this order after topologies, as accepted by ``AdaptiveDataParallel(strategy=...)``.
         threshold: fraction of the best throughput, above 0 and below 1.
         window: number of steps for the median, 1 or more.
         rest: steps after a trial before the next one may start, 0 or more. A machine that is busy for other reasons
             looks like interference, and would otherwise cause one trial after another.
-        model: index of the model whose strategy changes, in the order in which the loop wraps its models.
+        model: index of the model whose strategy changes, in the order the loop wraps its models.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -89,14 +90,14 @@ class Interference(ReadyPolicy):
         return self._judge(present, times, busy_s, sent)
 
     def _loses(self) -> bool:
-        """True if the strategy on trial was slower than the fastest one in each of two steps."""
+        """True if the strategy on trial was slower than the fastest one in both of two steps."""
         if not self.tried or len(self.steps) < _STEPS_OF_LOSER:
             return False
         fastest_s = min(step_s for step_s, _ in self.tried.values())
         return all(statistics.median(step_s for step_s, _ in step) > fastest_s for step in self.steps)
 
     def _judge(self, present: str, times: Sequence[float], busy_s: float, sent: Mapping[str, float | None]) -> Answer:
-        """Decide whether most workers are slow now or, during a trial, evaluate the tried strategy."""
+        """Decide whether most workers are slow now; during a trial, evaluate the strategy being tried."""
         key, step_s = f"{present}, {self.case.partition(', ')[2]}", statistics.median(times)
         if self.tried:
             self.tried[present] = [step_s, busy_s]
@@ -125,7 +126,7 @@ class Interference(ReadyPolicy):
         return None if fastest == present else self._use(fastest)
 
     def _explained(self, sent: Mapping[str, float | None]) -> float:
-        """Return what the fastest topology sends, if that explains its gain over the first one tried; else infinity."""
+        """Return the fastest topology's traffic if that explains its gain over the first one; otherwise infinity."""
         first, fastest = next(iter(self.tried)), min(self.tried, key=lambda name: self.tried[name][0])
         before, now = sent.get(first), sent.get(fastest)
         if before is None or now is None or now >= before:
@@ -142,7 +143,7 @@ class Interference(ReadyPolicy):
 def _sent(name: str, workers: int, nodes: int) -> float | None:
     """Return how often a link between nodes is busy for as long as it takes to send all gradients once.
 
-    None for strategies that are no topology, and on one node.
+    None for strategies that are not topologies, and on a single node.
     """
     if nodes < 2:
         return None

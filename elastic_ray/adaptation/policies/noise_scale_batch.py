@@ -11,15 +11,16 @@ from elastic_ray.adaptation.view import PolicyView
 class NoiseScaleBatch(ReadyPolicy):
     """Policy that adapts the batch to the gradient noise scale (McCandlish et al. 2018; KungFu's example).
 
-    Every ``every`` steps it requests a batch of factor * mean(B), clipped to the bounds, where B is
-    ``view.noise_scale`` and mean is a moving average. Below the noise scale, a larger batch saves steps; above it, a
-    larger batch wastes samples. This policy replaces the job's own choice of a batch for goodput. Unlike that choice,
-    it ignores the duration of a step.
+    Every ``every`` steps it requests a batch of factor * mean(B), clipped to the bounds; B is ``view.noise_scale`` and
+    mean is a moving average. Below the noise scale, a larger batch saves steps; above it, a larger batch wastes
+    samples. This policy replaces the job's own goodput-based choice of a batch. Unlike that choice, it ignores how long
+    a step takes.
 
     Args:
         factor: batch in units of the noise scale, above 0.
         smoothing: weight of the past in the moving average, 0 or more and below 1; 0 uses the latest value only.
-        hysteresis: smallest ratio between the wanted and the current batch that causes a change, 1 or more.
+        hysteresis: smallest ratio of the desired batch to the current batch, or its inverse, that causes a change, 1 or
+            more.
         growth: largest ratio of a single change, above 1. A limit is useful because learning rates that depend on the
             batch need time to adapt, and early noise estimates are rough.
         every: steps between two decisions.

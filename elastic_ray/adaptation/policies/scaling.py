@@ -16,7 +16,7 @@ from placement.cluster.utility import SCALING_THRESHOLD, Utility, scaling_effici
 
 
 class _Scaling(ReadyPolicy):
-    """Base of the scaling policies: measures each size of the search, and periodically requests the next one."""
+    """Base of the scaling policies: measures each size in the search, and periodically requests the next size."""
 
     def __init__(self, *, every: int, stride: int, passes_to_stay: int, steps_to_stay: int) -> None:
         self.every = self._whole("every", every, least=1)
@@ -34,7 +34,7 @@ class _Scaling(ReadyPolicy):
         raise NotImplementedError
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Measure the step, and decide every ``every`` steps of a group."""
+        """Measure the step, and decide after every ``every`` steps of a group."""
         if view.min_workers is None or view.max_workers is None or not self._measure(view):
             return None
         if self._waits(view):
@@ -54,7 +54,7 @@ class _Scaling(ReadyPolicy):
         return Resize(to=size)
 
     def _measure(self, view: PolicyView) -> bool:
-        """Count a measured step (not the first of a group); True if a decision is due."""
+        """Count a measured step (not a group's first); return True if a decision is due."""
         if view.generation != self.generation:
             self.generation, self.steps = view.generation, 0
         if view.step_s <= 0:
@@ -77,11 +77,11 @@ class _Scaling(ReadyPolicy):
 
 
 class ThroughputScaling(_Scaling):
-    """Policy that requests more workers while each adds enough throughput compared with the existing workers.
+    """Policy that requests more workers while each one adds enough throughput relative to the existing workers.
 
     With R_k the mean throughput of k workers, growing from k - d to k is worthwhile if ((R_k - R_{k-d}) / d) / (R_{k-d}
-    / (k - d)) is above ``threshold``. The policy stays at the largest size that was reached by worthwhile growths only.
-    The allocator may grant fewer workers; a size that it does not grant within ten periods counts as unavailable.
+    / (k - d)) is above ``threshold``. The policy stays at the largest size reached through worthwhile growths only. The
+    allocator may grant fewer workers; a size that it does not grant within ten periods counts as unavailable.
 
     Args:
         threshold: value that the ratio must exceed; the ratio is 1 if throughput grows linearly with workers.
@@ -125,11 +125,11 @@ class UtilityCost(_Scaling):
 
     With R_k the throughput of k workers [samples/s] and n samples left, the run ends after T_k = elapsed + n / R_k and
     costs C_k = n / R_k * k * price from now on. Growing from j to k workers is worthwhile if utility(T_k) -
-    utility(T_j) > C_k - C_j, as in the allocator (``placement.cluster.utility``). The search is that of
+    utility(T_j) > C_k - C_j, as in the allocator (``placement.cluster.utility``). The search is the same as in
     :class:`ThroughputScaling`. The number of epochs must be declared.
 
     Args:
-        utility: value of finishing by a time after the run's first step: pairs of seconds and USD as in
+        utility: value of finishing at a given time after the run's first step: pairs of seconds and USD as in
             ``SchedulingConfig(utility=)``, or the authors' text, ``"USD at time 0,seconds until 0 USD"`` for a line or
             ``"USD:seconds,USD:seconds"`` for points connected by lines; the last line continues below 0.
         price_per_worker_hour: price of one worker [USD per hour], 0 or more.
@@ -194,10 +194,6 @@ class SizeSearch:
         first ``passes_to_stay`` pairs all pass, return a smaller size. If no such size is available, find the first
         pair that does not pass. Return its larger size until that size was measured for ``steps_to_stay`` steps; then
         its smaller size.
-
-        Args:
-            measured: number of measured steps, keyed by size; at least one size.
-            passes: returns True if growing from one measured size to the next is worthwhile.
         """
         sizes = sorted(measured)
         smallest, largest = sizes[0], sizes[-1]
@@ -219,7 +215,7 @@ class SizeSearch:
 
 
 def parse_utility(text: str) -> Utility:
-    """Return the utility (value of finishing, as a function of time) that a text of Or et al.'s forms describes.
+    """Parse a text in one of Or et al.'s forms into a utility (the value of finishing, as a function of time).
 
     >>> parse_utility("10,3600").points
     ((0.0, 10.0), (3600.0, 0.0))

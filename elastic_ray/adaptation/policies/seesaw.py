@@ -23,19 +23,19 @@ class Seesaw(ReadyPolicy):
         M = min(M0 r0 / r, cap)
 
     The rate at that batch is r sqrt(M / M0) for Adam and similar optimizers, and r M / M0 for others
-    (``scaling_rules``). Below the cap, a scheduled decay of the rate by a thus makes the batch 1 / a times as large,
-    and the rate decays by sqrt(a) only (for SGD, not at all). The loss after equally many samples is the same. Once the
-    cap is reached, the user's decay applies. If the rate rises again, the batch shrinks again. Source: Seesaw, arXiv
-    2510.14717.
+    (``scaling_rules``). Below the cap, a scheduled decay of the rate by a factor a therefore multiplies the batch by 1
+    / a, and the rate by only sqrt(a) (for SGD, the rate stays the same). The loss after the same number of samples is
+    unchanged. Once the cap is reached, the user's decay applies. If the rate rises again, the batch shrinks again.
+    Source: Seesaw, arXiv 2510.14717.
 
     The cap is the smallest of three limits: the loader's ``max_batch_size``, the critical batch measured by branches,
-    and the measured noise scale, up to which growth wastes few samples. A batch that has grown is kept if the noise
-    scale falls. If the batch does not fit into memory, it is reduced, and the rate follows the actual batch.
+    and the measured noise scale (growth up to that size wastes few samples). A batch that has grown is kept if the
+    noise scale falls. If the batch does not fit into memory, it is reduced, and the rate matches the actual batch.
 
     Args:
         growth: see ``GROWTH``; 1 or more.
 
-    Raises TypeError, ValueError: an argument has the wrong type or is out of range.
+    Raises TypeError or ValueError if an argument has the wrong type or is out of range.
     """
 
     starts_at_initial = True

@@ -1,1 +1,1 @@
-"""Automatic checkpoints in which each rank writes its own part, readable by any number of ranks."""
+"""Automatic checkpoints that consist of one part per rank, readable by any number of ranks."""

@@ -56,7 +56,7 @@ def await_parts(
     """Wait until all ranks have written their parts of a checkpoint, and return the parts in rank order.
 
     Args:
-        timeout_s: longest time without any change in the checkpoint's ``directory`` [s].
+        timeout_s: maximum time without any change in the checkpoint's ``directory`` [s].
         go_on: polled while waiting; if it returns False, waiting stops with ``InterruptedError``.
         all_live: returns True if all workers that should write a part are still in the group.
     """
@@ -111,7 +111,6 @@ def finish(
 
 
 def _sizes(storage: RunStorage, directory: str) -> dict[str, int]:
-    """Return the size [bytes] of each file in a directory, keyed by name."""
     entries = storage.filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))
     return {posixpath.basename(each.path): int(each.size or 0) for each in entries if each.is_file}
 
@@ -140,9 +139,6 @@ def torch_metadata(manifest: Manifest, values: Values) -> bytes:
     """Return the content of the metadata file that ``torch.distributed.checkpoint`` needs to read the checkpoint.
 
     A tensor's name is its path joined by dots, as torch names the leaves of nested dicts: ``model/0.layer.weight``.
-
-    Args:
-        values: path of each plain value, and offset and size [bytes] of its torch archive in rank 0's part.
     """
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}

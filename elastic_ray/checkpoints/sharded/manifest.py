@@ -1,4 +1,4 @@
-"""Contents of a sharded checkpoint's files: each rank's account of its part, and the manifest of all parts.
+"""Contents of a sharded checkpoint's files: each rank's account of its part, and the manifest for all parts.
 
 Both are plain values in the codec of ``elastic_ray/state/codec.py``: reading them runs no code. Sizes given in a file
 are checked against storage before any memory is allocated.
@@ -35,7 +35,7 @@ def part_name(rank: int) -> str:
 
 
 def account_name(rank: int) -> str:
-    """Return the name of the file in which a rank describes its part; the file is written after the part."""
+    """Return the name of the file that describes a rank's part; the file is written after the part."""
     return f"part_{rank}.bin"
 
 
@@ -70,7 +70,7 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Description of the part of a checkpoint that one rank has written."""
+    """Description of one rank's part of a checkpoint."""
 
     rank: int
     steps: int  # optimizer steps that its state holds
@@ -124,11 +124,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Parse the output of :meth:`to_bytes`.
-
-        Raises ManifestError: the bytes are not a valid manifest: tensors have gaps, exceed their files, or are larger
-        in total than the files, or a file does not have the name of a part.
-        """
+        """Parse the output of :meth:`to_bytes`."""
         told = _read(content)
         try:
             files = tuple(_file(rank, *each) for rank, each in enumerate(told["files"]))
@@ -159,7 +155,7 @@ class Manifest:
 
 
 def complete(parts: Sequence[Part]) -> Manifest:
-    """Return the manifest of all ranks' parts."""
+    """Return the manifest for the parts from all ranks."""
     if [part.rank for part in parts] != list(range(len(parts))) or len({part.steps for part in parts}) != 1:
         steps = {part.rank: part.steps for part in parts}
         raise ManifestError(f"parts must be of ranks 0 to {len(parts) - 1} and of one step, but are of {steps}")
@@ -261,7 +257,7 @@ def _piece(told: Any) -> tuple[int, StoredPiece]:
 
 
 def _file(rank: int, name: Any, sha256: Any, size: Any) -> tuple[str, int]:
-    """Return checksum and size of a part. Raises ManifestError: the part's name is not that of its rank."""
+    """Return a part's checksum and size. Raises ManifestError if the part's name does not match its rank."""
     found = _PART.fullmatch(name) if isinstance(name, str) else None
     if found is None or int(found[1]) != rank:
         raise ManifestError(
@@ -271,7 +267,7 @@ def _file(rank: int, name: Any, sha256: Any, size: Any) -> tuple[str, int]:
 
 
 def _read(content: bytes) -> dict[Any, Any]:
-    """Decode the fields of an account or a manifest. Raises ManifestError: invalid, or of another version."""
+    """Decode the fields of an account or a manifest. Raises ManifestError if invalid or of a different version."""
     try:
         told = decode(content)
     except ValueError as error:

@@ -14,7 +14,7 @@ import torch
 from elastic_ray.checkpoints.automatic import DIRECTORY, CorruptStateError, StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
-from elastic_ray.state.registered_state import ModuleExtras
+from elastic_ray.state.registered import ModuleExtras
 from elastic_ray.state.unread import read_all
 from elastic_ray.sync.sharded.embedding import ShardedEmbedding
 
@@ -31,8 +31,8 @@ def load_model_state(
 ) -> dict[str, torch.Tensor]:
     """Return a model's parameters and buffers from a job's automatic checkpoint, and load them into ``model``.
 
-    Nothing in a checkpoint is executed. The checkpoint may come from any number of workers, and from a sharded model.
-    This process reads the whole model into CPU memory, and needs neither Ray nor a GPU.
+    Nothing in a checkpoint is executed. The checkpoint may have been written by any number of workers, and may contain
+    a sharded model. This process reads the entire model into CPU memory, and needs neither Ray nor a GPU.
 
     >>> import elastic_ray as er
     >>> result = trainer.fit()  # doctest: +SKIP
@@ -40,21 +40,21 @@ def load_model_state(
     >>> state = er.load_model_state(result.checkpoint, model)  # doctest: +SKIP
 
     Args:
-        checkpoint: ``Result.checkpoint`` of a job that reports no checkpoints. If the job reports checkpoints, the
-            ``Result`` itself, for the last automatic checkpoint. Or a run's directory or URI
-            (``JobHandle.storage_path``), or a copy of its ``automatic`` folder.
+        checkpoint: ``Result.checkpoint`` of a job that reports no checkpoints. If the job reports checkpoints, pass the
+            ``Result`` itself to load the last automatic checkpoint. A run's directory or URI
+            (``JobHandle.storage_path``), or a copy of its ``automatic`` folder, also works.
         model: model to load into, built as in the train function before it was wrapped; None only returns the tensors.
-        number: index of the model, in the order in which the train function wraps its models.
+        number: index of the model, in the order the train function wraps its models.
 
     Returns:
         Tensors keyed by name, on the CPU; tied parameters appear once, under their first name. Without a ``model``, the
         weights of its ``ShardedEmbedding`` modules are named ``"rows/0/0"`` and so on.
 
     Raises:
-        FileNotFoundError: there is no complete automatic checkpoint. A reported checkpoint does not count.
-        CorruptStateError: the checkpoint differs from what was written.
-        KeyError: the checkpoint has no model of this number.
-        RuntimeError: ``model`` has other parameters.
+        FileNotFoundError: no complete automatic checkpoint exists. Reported checkpoints do not count.
+        CorruptStateError: the checkpoint has changed since it was written.
+        KeyError: the checkpoint has no model with this number.
+        RuntimeError: ``model`` has different parameters.
     """
     storage, state = find_state(checkpoint)
     trees = open_checkpoint(storage, state)  # what is divided among ranks, optimizers' states too, is not read yet
@@ -105,7 +105,7 @@ def _models(storage: RunStorage, state: StateFile) -> dict[str, torch.Tensor]:
 
 
 def find_state(checkpoint: Source) -> tuple[RunStorage, StateFile]:
-    """Return a run's newest complete automatic checkpoint and its storage. Raises FileNotFoundError: there is none."""
+    """Return a run's newest complete automatic checkpoint and its storage. Raises FileNotFoundError if none exists."""
     filesystem = getattr(checkpoint, "filesystem", None)
     if filesystem is None:
         storage = RunStorage(os.fspath(checkpoint))  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _table_names(model: torch.nn.Module | None, keys: Sequence[str], where: str) -> list[str]:
-    """Return the weight names of a model's sharded tables. Raises RuntimeError: ``model`` has more or fewer tables."""
+    """Return the weight names of a model's sharded tables. Raises RuntimeError if ``model`` has more or fewer."""
     if model is None:
         return list(keys)
     modules = [(name, part) for name, part in model.named_modules() if isinstance(part, ShardedEmbedding)]
@@ -152,7 +152,7 @@ def _table_names(model: torch.nn.Module | None, keys: Sequence[str], where: str)
 
 
 def _load(model: torch.nn.Module, state: dict[str, torch.Tensor], where: str) -> None:
-    """Copy tensors into a model. Raises RuntimeError: the model has other tensors."""
+    """Copy tensors into a model. Raises RuntimeError if the model has different tensors."""
     tables = {name: part for name, part in model.named_modules() if isinstance(part, ShardedEmbedding)}
     state = dict(state)
     for name, part in tables.items():

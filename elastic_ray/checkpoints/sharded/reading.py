@@ -39,9 +39,6 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 
     Large tensors of which each rank needs only its rows or tiles are returned as `UnreadTensor`, to be read later. All
     parts are read once and compared with their checksums; they must stay in storage until these tensors are read.
-
-    Args:
-        least_bytes: tensors smaller than this [bytes] are read at once, which is cheaper than reading them later.
     """
 
     def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:
@@ -103,7 +100,7 @@ def check_whole(storage: RunStorage, state: StateFile) -> None:
 
 
 def _parts(storage: RunStorage, state: StateFile, manifest: Manifest) -> list[PartFile]:
-    """Return the parts of a checkpoint, in rank order. Raises CorruptStateError: one has another size than written."""
+    """Return a checkpoint's parts, in rank order. Raises CorruptStateError if a part's size has changed."""
     files = [PartFile(storage, posixpath.join(state.path, part_name(rank))) for rank in range(len(manifest.files))]
     for file, (_, size) in zip(files, manifest.files, strict=True):
         if (there := _size(storage, file.path)) != size:
@@ -112,7 +109,7 @@ def _parts(storage: RunStorage, state: StateFile, manifest: Manifest) -> list[Pa
 
 
 def _scatter(file: PartFile, sha256: str, pieces: Sequence[tuple[int, memoryview]] = ()) -> None:
-    """Read a part into ``pieces`` (see `PartFile.scatter`). Raises CorruptStateError: its checksum differs."""
+    """Read a part into ``pieces`` (see `PartFile.scatter`). Raises CorruptStateError if its checksum differs."""
     if file.scatter(pieces) != sha256:
         raise CorruptStateError(f"{file.path} does not have the checksum of what was written")
 
@@ -165,7 +162,6 @@ def _itemsize(tensor: StoredTensor) -> int:
 
 
 def _size(storage: RunStorage, path: str) -> int:
-    """Return the size of a file [bytes]; raises FileNotFoundError if it does not exist."""
     found = storage.filesystem.get_file_info(path)
     if not found.is_file:
         raise FileNotFoundError(f"there is no file {path}")
@@ -181,7 +177,7 @@ class PartFile:
         self._sums = array.array("I")
 
     def scatter(self, pieces: Sequence[tuple[int, memoryview]] = ()) -> str:
-        """Read the whole file, copy the given ranges of bytes into buffers, and return its SHA-256 in hexadecimal."""
+        """Read the entire file, copy the given byte ranges into buffers, and return its SHA-256 in hexadecimal."""
         digest, at = hashlib.sha256(), 0
         waiting = sorted(pieces, key=lambda piece: piece[0])
         blocks = _Blocks()
@@ -203,10 +199,7 @@ class PartFile:
         return digest.hexdigest()
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Read bytes of the file into `target`, using only a few blocks of memory; call :meth:`scatter` first.
-
-        Raises CorruptStateError: the bytes have changed since :meth:`scatter`. OSError: they cannot be read.
-        """
+        """Read bytes of the file into `target` in few blocks of memory; call :meth:`scatter` first."""
         end = offset + len(target)
         at, stop = offset // BLOCK_BYTES * BLOCK_BYTES, min(self._size, -(-end // BLOCK_BYTES) * BLOCK_BYTES)
         with self._storage.filesystem.open_input_file(self.path) as raw:
@@ -241,7 +234,7 @@ class _Blocks:
                 self._running, self._left = 0, BLOCK_BYTES
 
     def sums(self) -> array.array[int]:
-        """Return the checksums of all blocks; the last block may be short."""
+        """Return each block's checksum; the last block may be short."""
         return self._sums + array.array("I", [self._running] if self._left < BLOCK_BYTES else [])
 
 

@@ -22,10 +22,10 @@ class Rectangle:
 
 
 def rectangles(shape: tuple[int, ...], start: int, length: int) -> Iterator[Rectangle]:
-    """Yield the fewest rectangles, in order, that together make up a run of consecutive elements.
+    """Yield the smallest set of rectangles, in order, that make up a run of consecutive elements.
 
-    For d dimensions there are at most 2 d - 1: the rest of the first row, whole rows, and the beginning of the last
-    row; each of the two partial rows is divided in the same way. A tensor without elements is one rectangle.
+    For d dimensions there are at most 2 d - 1: the rest of the first row, complete rows, and the start of the last row;
+    each of the two partial rows is divided in the same way. A tensor without elements is one rectangle.
     """
     if not shape:
         yield Rectangle(0, (), ())

@@ -1,4 +1,4 @@
-"""SHELL: saves this rank's part of a checkpoint, or all of it: copied between steps, written in a thread."""
+"""SHELL: saves this rank's part of a checkpoint, or all of it; copies between steps and writes in a thread."""
 
 from __future__ import annotations
 
@@ -43,20 +43,14 @@ Kind = tuple[torch.Size, torch.dtype, bool]
 
 
 class CopyBuffers:
-    """Preallocated buffers for copies of tensors.
-
-    Writing to fresh memory is several times slower, so the buffers are allocated and touched in advance.
-    """
+    """Preallocated buffers for copies of tensors, since writing to fresh memory is several times slower."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
         self.made = 0
 
     def fit(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return a buffer of equal shape and dtype for each tensor, in order; None if any tensor has no buffer.
-
-        Some buffers may remain unused, because gradients exist at some steps only.
-        """
+        """Return a buffer for each tensor, in order; None if one has none. Some stay unused: gradients come and go."""
         free = collections.defaultdict(list)
         for buffer in reversed(self._buffers):
             free[buffer.shape, buffer.dtype].append(buffer)
@@ -64,7 +58,7 @@ class CopyBuffers:
         return found if len(found) == len(tensors) else None
 
     def make(self, kinds: Sequence[Kind]) -> None:
-        """Replace all buffers by new ones of the given kinds. Raises MemoryError: there is not enough memory."""
+        """Replace all buffers with new ones of the given kinds. Raises MemoryError if memory is insufficient."""
         self.made += 1
         self._buffers = []  # old and new buffers must not take memory at the same time
         why = ""
@@ -110,7 +104,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip archive: lengths o
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedPart:
-    """State for this rank to write: its part, or the whole state if ``order`` is None."""
+    """State for this rank to write: its part, or the entire state if ``order`` is None."""
 
     order: SaveOrder | None
     resume_point: ResumePoint
@@ -148,11 +142,11 @@ class PartSaver:
         self._fits = -1  # how often memory had been made when it was known to fit this group's part
 
     def start(self) -> None:
-        """Prepare for a new group, in which this rank may write a different part of the state."""
+        """Prepare for a new group, where this rank may write a different part of the state."""
         self._groups, self._fits = self._groups + 1, -1
 
     def standing(self) -> Readiness:
-        """Return whether this rank can write its part, judging by what is prepared; prepares nothing more."""
+        """Return whether this rank can write its part with what is already prepared; prepares nothing more."""
         if self._looking is None:
             return Readiness.NOT_YET
         self._poll(wait=False)
@@ -166,7 +160,7 @@ class PartSaver:
         self._never = why
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Return whether this rank can write its part of a checkpoint: ready, not yet, or never.
+        """Return if this rank can write its part of a checkpoint now, later, or never.
 
         Unless ``now``, memory for a copy of the state is needed as well; if it is missing, its allocation starts. With
         ``now``, training does not continue during the save, so that no copy is needed.
@@ -225,15 +219,15 @@ class PartSaver:
         self._making = self._calls.start("making memory for a checkpoint", make)
 
     def capture(self, order: SaveOrder | None, resume_point: ResumePoint, *, copy: bool) -> CapturedPart | None:
-        """Capture this rank's state for :meth:`write`; None if memory for a copy must be allocated first.
+        """Capture this rank's state for :meth:`write`; return None if memory for a copy must be allocated first.
 
-        None occurs only without ``order``; the allocation then runs in the background.
+        None is returned only without ``order``; the allocation then runs in the background.
 
         Args:
-            order: the ranks' agreement on this checkpoint; None if this rank alone writes the whole state.
+            order: the ranks' agreement on this checkpoint; None if this rank alone writes the entire state.
             copy: copy the state, because training continues while it is written.
 
-        Raises MemoryError: there is not enough memory for a copy.
+        Raises MemoryError if there is not enough memory for a copy.
         """
         states = self._states
         trees = states.capture_part(order.rank, order.world_size) if order is not None else states.capture_to_save()
@@ -269,10 +263,7 @@ class PartSaver:
         ]
 
     def write(self, part: CapturedPart, go_on: Callable[[], bool]) -> StateFile | None:
-        """Write a captured part. Rank 0 then waits for the other ranks' parts and completes the checkpoint.
-
-        Returns the checkpoint on rank 0, None on other ranks.
-        """
+        """Write a captured part; rank 0 awaits the others' parts and returns the completed checkpoint, others None."""
         order, steps = part.order, part.resume_point.steps
         tensors = [_on_cpu(each) for each in part.tensors]
         if order is None:
@@ -301,7 +292,6 @@ class PartSaver:
 
 
 def _tensors(named: Sequence[NamedPieces]) -> list[Any]:
-    """Return the tensors to be copied, in order."""
     return [tensor for each in named for _, tensor in each.pieces.held]
 
 
@@ -318,12 +308,7 @@ def write_state(
     *,
     go_on: Callable[[], bool] = lambda: True,
 ) -> StateFile:
-    """Write captured states (``SharedState.capture``) as a checkpoint of one part, completely or not at all.
-
-    Args:
-        trees: states keyed by name; their tensors must not change meanwhile.
-        go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
-    """
+    """Write captured states (``SharedState.capture``) as a checkpoint of one part, completely or not at all."""
     skeleton, tensors = split_tree(trees)
     return _write_alone(storage, skeleton, [_on_cpu(each) for each in tensors], resume_point, go_on)
 
@@ -335,7 +320,7 @@ def _write_alone(
     resume_point: ResumePoint,
     go_on: Callable[[], bool],
 ) -> StateFile:
-    """Write the whole state as the part of rank 0; if writing fails, nothing is left behind."""
+    """Write the entire state as rank 0's part; if writing fails, nothing is left behind."""
     steps = resume_point.steps
     directory = new_path(storage, steps, uuid.uuid4().hex[:8])
     try:
@@ -358,10 +343,6 @@ def write_part(
     go_on: Callable[[], bool] = lambda: True,
 ) -> Part:
     """Write a rank's part and then, for ranks other than 0, the file that describes the part.
-
-    Args:
-        tensors: tensors to which indices in ``skeleton`` refer, in CPU memory; they must not change meanwhile.
-        go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
 
     Raises UnsafeStateError: ``skeleton`` holds more than indices of tensors and plain values.
     """
@@ -404,7 +385,7 @@ def write_part(
 
 
 def plain_values(skeleton: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield path and value of each leaf of a state tree that is not a tensor; a list without tensors is one leaf."""
+    """Yield the path and value of each non-tensor leaf in a state tree; a list without tensors is one leaf."""
     if isinstance(skeleton, Mapping) and skeleton:
         for key, value in skeleton.items():
             yield from plain_values(value, (*path, key))
@@ -424,7 +405,7 @@ def _has_tensors(node: Any) -> bool:
 
 
 def _write_tensor(stream: CheckedStream, rank: int, named: NamedPieces) -> StoredTensor:
-    """Write the elements of a tensor that this rank holds, as rectangles."""
+    """Write this rank's elements of a tensor, as rectangles."""
     pieces = named.pieces
     stored = []
     for start, tensor in sorted(pieces.held, key=lambda held: held[0]):
@@ -452,7 +433,7 @@ def _write_tensor(stream: CheckedStream, rank: int, named: NamedPieces) -> Store
 
 
 def _archived(stream: CheckedStream, value: Any) -> tuple[tuple[int, int], int]:
-    """Write torch's archive of a value; returns its position and size, and the position of a tensor's bytes."""
+    """Write torch's archive of a value; return its position and size, and the position of a tensor's bytes."""
     archive, begin = io.BytesIO(), stream.size
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         value = value.clone()  # a view would bring all of its storage along

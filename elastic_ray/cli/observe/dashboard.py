@@ -1,4 +1,4 @@
-"""``elastic-ray dashboard``: serves the web page that shows which job has which slots, since when, and why."""
+"""``elastic-ray dashboard``: serves a web page that shows which job has which slots, since when, and why."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ DEFAULT_PORT = 8270
 def dashboard(port: int, host: str, path: str | None, simulation: str | None, read_only: bool, attached: bool) -> None:
     """Serve a web page with the cluster's slots, the allocation over time, and jobs with reasons for their sizes.
 
-    By default only this machine can open the page; from elsewhere, forward the port (ssh -L). The printed token permits
-    resizing, releasing and stopping jobs; with another --host, nothing is shown without the token.
+    By default the page can only be opened on this machine; from elsewhere, forward the port (ssh -L). The printed token
+    permits resizing, releasing and stopping jobs; with another --host, nothing is shown without the token.
     """
     if path is not None and simulation is not None:
         raise click.UsageError("--from and --simulation cannot be given together: a page has one source")

@@ -1,4 +1,4 @@
-"""``elastic-ray metrics``: prints the configuration that Prometheus and Grafana need to show jobs and cluster."""
+"""``elastic-ray metrics``: prints the configuration that Prometheus and Grafana need to show jobs and the cluster."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def read_dashboard(*, honor_labels: bool = False) -> str:
 
 @click.group(short_help="For Prometheus and Grafana.")
 def metrics() -> None:
-    """Print the files that Prometheus and Grafana need to show jobs and cluster (docs/metrics.md)."""
+    """Print the files that Prometheus and Grafana need to show jobs and the cluster (docs/metrics.md)."""
 
 
 @metrics.command(short_help="Print the Grafana dashboard as JSON.")
 @click.option("--honor-labels", is_flag=True, help="For a Prometheus that scrapes Ray with `honor_labels: true`.")
 def dashboard(honor_labels: bool) -> None:
-    """Print the Grafana dashboard as JSON, to import it (elastic-ray metrics dashboard > dashboard.json).
+    """Print the Grafana dashboard as JSON, for import (elastic-ray metrics dashboard > dashboard.json).
 
     Ray's own Grafana finds the dashboard automatically once a job has run.
     """

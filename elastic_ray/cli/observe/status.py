@@ -21,9 +21,9 @@ from placement.text import ago
 @click.option("--events", "last", default=5, show_default=True, type=click.IntRange(min=0), help="Events to show.")
 @json_option
 def status(job: str, last: int, as_json: bool) -> None:
-    """Show a job, the nodes of its workers, and the reason for its size. Exit code 1 if the job has failed.
+    """Show a job, the nodes its workers run on, and the reason for its size. Exit code 1 if the job has failed.
 
-    For a sweep, show the trials that run or ended within the last hour, best first.
+    For a sweep, show the trials that are running or ended within the last hour, best first.
     """
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
@@ -63,7 +63,7 @@ def status(job: str, last: int, as_json: bool) -> None:
 
 
 def _trials_of(name: str) -> list[JobRow]:
-    """Return the trials of the sweep with this name, or of the only sweep that the submission of this name started."""
+    """Return the trials of the sweep with this name, or of the only sweep started by the submission ``name``."""
     rows = read_rows()
     if any(row.job == name for row in rows):
         return []
@@ -104,7 +104,7 @@ def _show_ended(row: JobRow, as_json: bool) -> None:
 
 
 def _only(snapshot: Any, job: str) -> Any:
-    """Return the snapshot with all jobs but one removed; None if there is no snapshot."""
+    """Return the snapshot reduced to one job; None if there is no snapshot."""
     if snapshot is None:
         return None
     return dataclasses.replace(snapshot, jobs={name: each for name, each in snapshot.jobs.items() if name == job})

@@ -25,9 +25,10 @@ from elastic_ray.cli.listings import (
     with_metric,
 )
 from elastic_ray.cli.observe.top_lines import SORTS, TOP_COLUMNS, sorted_rows, top_cells, top_lines
-from elastic_ray.cli.output import PHASE_STYLES, metric_option, on_terminal, plain_table, say
+from elastic_ray.cli.output import PHASE_STYLES, metric_option, on_terminal, say
 from elastic_ray.cli.overview import NO_ALLOCATOR, headline
 from elastic_ray.cli.sweeps import grouped
+from placement.text import plain_table
 
 
 @click.command(short_help="Watch jobs and nodes.")
@@ -38,7 +39,7 @@ from elastic_ray.cli.sweeps import grouped
 )
 @metric_option
 def top(interval: float, once: bool, by: str, metric: str) -> None:
-    """Watch jobs and nodes, as many jobs as fit the terminal, until q or Ctrl-C.
+    """Watch nodes and as many jobs as fit on the terminal, until q or Ctrl-C is pressed.
 
     In a pipe, everything is printed once and in full. TRAINS is the share of the time since submission spent training.
     """
@@ -79,7 +80,7 @@ class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
 
 
 class _Scroll(_Pipe):
-    """Output as plain text that fits the terminal, each update below the previous one."""
+    """Output as plain text that fits the terminal, with each update below the previous one."""
 
     def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow]) -> None:
         """Print the jobs and nodes once."""
@@ -88,7 +89,7 @@ class _Scroll(_Pipe):
 
 
 class _Screen(_Pipe):
-    """Output that fills the whole terminal and is redrawn in place."""
+    """Output that fills the entire terminal and is redrawn in place."""
 
     def __init__(self, by: str = "phase", metric: str = "") -> None:
         from rich.live import Live

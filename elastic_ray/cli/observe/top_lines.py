@@ -26,17 +26,8 @@ _MOST_FIRST = 24  # columns of a name
 _LEAST_LAST = 8  # columns of the last cell, which is cut to the room there is
 _GAP = 2
 _ORDER = (
-    "sweep",
-    "running",
-    "starting",
-    "waiting",
-    "paused",
-    "silent",
-    "submitted",
-    "script",
-    "failed",
-    "stopped",
-    "finished",
+    *("sweep", "running", "starting", "waiting", "paused", "silent", "submitted", "script"),
+    *("failed", "stopped", "finished"),
 )
 _NODES_FROM = 12  # lines of a terminal that has room for nodes
 
@@ -90,11 +81,7 @@ def top_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return the header and rows as lines of at most ``width`` characters, with as many leading columns as fit.
-
-    The last column is always cut to fit, and the first if there is little room; other columns are shown in full or not
-    at all.
-    """
+    """Return the header and rows as lines of at most ``width`` characters, with as many leading columns as fit."""
     lines = [tuple(columns), *(tuple(printable(cell) for cell in row) for row in rows)]
     widths = [max(cell_len(line[i]) for line in lines) for i in range(len(columns))]
     shown = [min(widths[0], _MOST_FIRST, max(1, width - (_GAP + _LEAST_LAST)) if width < 3 * _MOST_FIRST else width)]

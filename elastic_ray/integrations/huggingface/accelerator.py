@@ -13,6 +13,7 @@ from typing import Any
 
 import accelerate
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
@@ -28,11 +29,7 @@ from elastic_ray.run.registry import HookPoint
 
 
 class OnMainProcess(accelerate.Accelerator):
-    """Mixin with the methods of ``Accelerator`` that run only on certain ranks of the job.
-
-    Accelerate itself sees each worker as a single process. The first worker with rank 0 starts the trackers. If rank 0
-    moves to another worker, that worker starts the trackers when it first logs.
-    """
+    """Mixin with the methods of ``Accelerator`` that run only on certain ranks of the job."""
 
     _trackers_wanted: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -55,7 +52,7 @@ class OnMainProcess(accelerate.Accelerator):
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorate a function to run on each node's worker of local rank ``local_process_index`` only."""
+        """Decorate a function to run only on each node's worker with local rank ``local_process_index``."""
         return self._where(function, lambda: get_context().get_local_rank() == local_process_index)
 
     def _where(self, function: Callable[..., Any] | None, here: Callable[[], bool]) -> Any:
@@ -114,7 +111,7 @@ class Accelerator(OnMainProcess, Collectives):
     Args:
         max_batch_size: Largest global batch [samples] of the first loader that is prepared, as in
             ``AdaptiveDataLoader.autoscale_batch_size``. None keeps its batch fixed; other loaders always keep theirs.
-        local_bsz_bounds: Fewest and most samples that one worker processes at once; None for no bound.
+        local_bsz_bounds: Fewest and most samples that one worker processes at once; None if unbounded.
         gradient_accumulation: True if a step may have several micro-batches.
         elastic_options: Arguments of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
         options: Arguments of ``accelerate.Accelerator``. ``gradient_accumulation_steps`` multiplies the batch of the
@@ -171,7 +168,7 @@ class Accelerator(OnMainProcess, Collectives):
 
     @property
     def local_process_index(self) -> int:
-        """Rank of this worker among those on its node."""
+        """Rank of this worker on its node."""
         return get_context().get_local_rank()
 
     @property
@@ -206,7 +203,7 @@ class Accelerator(OnMainProcess, Collectives):
             return self.prepare_data_loader(each)
         if isinstance(each, torch.optim.Optimizer):
             theirs = self.prepare_optimizer(each, device_placement)
-        elif _is_scheduler(each):
+        elif isinstance(each, (LRScheduler, ReduceLROnPlateau)):
             theirs = self.prepare_scheduler(each)
         else:
             return each
@@ -214,7 +211,7 @@ class Accelerator(OnMainProcess, Collectives):
         return theirs
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Return a model that, when training starts, is wrapped together with its optimizer for gradient averaging.
+        """Return a model that is wrapped with its optimizer when training starts, for gradient averaging.
 
         With ``evaluation_mode``, the model is never wrapped.
         """
@@ -269,7 +266,7 @@ class Accelerator(OnMainProcess, Collectives):
         return wrapper
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> AccelerateLoader:
-        """Return a loader that divides the batches of ``data_loader`` (now global batches) among all workers."""
+        """Return a loader that divides the batches of ``data_loader`` (now global batches) between all workers."""
         seed = self.dataloader_config.data_seed or 0
         loader = self._batch_options.shared(data_loader, seed=seed)
         self._batch_options.apply(loader)
@@ -293,13 +290,13 @@ class Accelerator(OnMainProcess, Collectives):
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Return a context in which gradients of ``model`` accumulate on this worker, without being averaged."""
+        """Return a context where gradients of ``model`` accumulate on this worker, without being averaged."""
         with model.no_sync():
             yield
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Do nothing: the job splits steps into micro-batches, and :attr:`sync_gradients` is True on the last."""
+        """Do nothing; the job splits steps into micro-batches, and :attr:`sync_gradients` is True on the last one."""
         yield
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -366,7 +363,7 @@ class Accelerator(OnMainProcess, Collectives):
             resume_at(current_session(), place)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Raise NotImplementedError: batches differ between runs, and ``load_state`` restores the position instead."""
+        """Raise NotImplementedError; batches differ between runs, and ``load_state`` restores the position instead."""
         raise NotImplementedError(
             "skip_first_batches() is not supported under elastic-ray, because batch sizes change: load_state() before "
             "the first epoch continues after the last sample that was used, without it"
@@ -383,16 +380,11 @@ class Accelerator(OnMainProcess, Collectives):
             self._models = prepared
 
     def split_between_processes(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise NotImplementedError: the number of processes changes during the job."""
+        """Raise NotImplementedError, because the number of processes changes during the job."""
         raise NotImplementedError(
             "split_between_processes() is not supported under elastic-ray, because the number of processes changes: "
             "prepare a DataLoader with shuffle=False, whose samples all workers share"
         )
-
-
-def _is_scheduler(each: Any) -> bool:
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    return isinstance(each, (torch.optim.lr_scheduler.LRScheduler, plateau))
 
 
 def _steps(optimizer: Any, module: torch.nn.Module) -> bool:
@@ -402,6 +394,6 @@ def _steps(optimizer: Any, module: torch.nn.Module) -> bool:
 
 
 def _stepped_by(scheduler: Any) -> Any:
-    """Return the plain optimizer of a scheduler, which may have been made for a prepared optimizer."""
+    """Return a scheduler's plain optimizer, even if the scheduler was made for a prepared optimizer."""
     optimizer = getattr(scheduler, "optimizer", None)
     return getattr(optimizer, "optimizer", optimizer)

@@ -12,10 +12,7 @@ from elastic_ray.loop.api import current_session, get_context
 
 
 class _ElasticArguments:
-    """Training arguments whose ranks are the worker's current ranks in the job.
-
-    They are pickled as the original class, for example when saved with a checkpoint.
-    """
+    """Training arguments with the worker's current ranks in the job; they are pickled as the original class."""
 
     @property
     def process_index(self) -> int:
@@ -24,7 +21,7 @@ class _ElasticArguments:
 
     @property
     def local_process_index(self) -> int:
-        """Rank of this worker among those on its node."""
+        """Rank of this worker on its node."""
         return get_context().get_local_rank()
 
     @property
@@ -55,7 +52,7 @@ def accumulated(theirs: TrainingArguments) -> int:
 
 
 def check_arguments(args: Any) -> None:
-    """Raise ValueError for training arguments that are not supported while workers come and go."""
+    """Raise ValueError for training arguments that are not supported while workers join and leave."""
     found = {
         "deepspeed": getattr(args, "deepspeed", None),
         "fsdp": getattr(args, "fsdp", None),
@@ -130,7 +127,7 @@ _REFUSED = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for ``accelerate.Accelerator`` arguments that are not supported while workers come and go."""
+    """Raise ValueError for ``accelerate.Accelerator`` arguments that are not supported while workers join and leave."""
     found = {name: options.get(name) is not None for name in _OF_ACCELERATOR}
     handlers = {type(each).__name__ for each in options.get("kwargs_handlers") or ()}
     found["DistributedDataParallelKwargs"] = "DistributedDataParallelKwargs" in handlers

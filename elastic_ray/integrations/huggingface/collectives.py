@@ -17,7 +17,7 @@ from elastic_ray.loop.api import current_session
 
 
 class SavesAlone:
-    """Mixin with a context (``_alone``) in which this worker saves without communicating with other workers."""
+    """Mixin with a context (``_alone``) where this worker saves without communicating with other workers."""
 
     _saves_alone = False
 
@@ -84,11 +84,11 @@ class Collectives(SavesAlone, accelerate.Accelerator):
         return True
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which rank 0 runs the block before the other ranks do."""
+        """Return a context that makes rank 0 run the block before the other ranks do."""
         return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which each node's first worker runs the block before the other workers do."""
+        """Return a context that makes each node's first worker run the block before the other workers do."""
         return self._first(self.is_local_main_process)
 
     @contextlib.contextmanager
@@ -114,7 +114,7 @@ def _all_tensors(tree: Any) -> bool:
 
 
 def _joined(parts: tuple[Any, ...]) -> Any:
-    """Concatenate the tensors of all ranks; return values of other types as a list."""
+    """Concatenate tensors from all ranks; return values of other types as a list."""
     if not isinstance(parts[0], torch.Tensor):
         return list(parts)
     return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in parts])

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
-    """Return a loader that divides the trainer's training data among all workers."""
+    """Return a loader that divides the trainer's training data between all workers."""
     dataset, args = trainer.train_dataset, trainer.args
     if dataset is None:
         raise ValueError("Trainer: training requires a train_dataset")
@@ -58,7 +58,7 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
 
 
 def shared_loader(loader: Any, batch_options: BatchOptions) -> er.AdaptiveDataLoader:
-    """Return the trainer's training loader, which users may override, with its batches divided among all workers."""
+    """Return the trainer's training loader, which users may override, with its batches divided between all workers."""
     ours = isinstance(loader, er.AdaptiveDataLoader)
     shared: er.AdaptiveDataLoader = loader if ours else batch_options.shared(_of_torch(loader))
     shared.join(current_session())
@@ -93,7 +93,7 @@ def counts_items(compute_loss: Callable[..., Any]) -> bool:
 
 
 def _arguments(code: types.CodeType) -> int:
-    """Return the index of ``**kwargs`` among a function's variable names."""
+    """Return the index of ``**kwargs`` in a function's variable names."""
     return code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
 
 

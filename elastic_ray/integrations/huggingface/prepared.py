@@ -16,7 +16,7 @@ from elastic_ray.loop.api import current_session
 
 
 def step_through_ours(theirs: Any) -> None:
-    """Make accelerate's prepared optimizer call the ``step`` of the wrapper that was put around its model later.
+    """Make accelerate's prepared optimizer call the ``step`` of the wrapper later put around its model.
 
     With a gradient scaler, accelerate stores ``optimizer.step`` when it prepares the optimizer and restores it at each
     step, so the stored method is replaced here.
@@ -31,9 +31,6 @@ class AccelerateModel(LateWrapped):
 
     Scripts prepare models, optimizers and schedulers in one call or in several, in any order. Only at the first epoch
     is it certain which of them belong together.
-
-    Args:
-        make_wrapper: Function that returns the wrapped model, or None while the model's optimizer is not prepared.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class StepProgress:
         }
 
     def roll_back(self, remembered: dict[str, Any]) -> None:
-        """Restore the trainer's state that :meth:`remember` returned before the step that is repeated."""
+        """Restore the trainer's state that :meth:`remember` returned before the repeated step."""
         set_scalars(self._trainer, remembered)
         del self._trainer.state.log_history[remembered["logs"] :]
         theirs = self._trainer
@@ -102,7 +102,6 @@ def _makes_its_own(callback: Any) -> bool:
 
 
 def _callbacks(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the callbacks that export state, each with a key of its index and class name."""
     for number, each in enumerate(trainer.callback_handler.callbacks):
         if isinstance(each, ExportableState):
             yield f"{number}:{type(each).__name__}", each

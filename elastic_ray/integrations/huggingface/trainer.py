@@ -52,17 +52,17 @@ _PLATEAU = (torch.optim.lr_scheduler.ReduceLROnPlateau,)
 
 
 class ElasticTrainerMixin(SavesAlone, _Theirs):
-    """Mixin that runs ``transformers.Trainer``, or a subclass, as an elastic job; put it first among the bases.
+    """Mixin that runs ``transformers.Trainer``, or a subclass, as an elastic job; list it first in the bases.
 
     ``per_device_train_batch_size`` becomes the global batch, which all workers share, however many there are. Every
-    worker evaluates all of the data; rank 0 saves and logs. A causal-LM loss is weighted exactly by tokens, over ranks
-    and micro-batches. ``max_steps`` and schedulers count steps of the initial batch, so that training ends after the
+    worker evaluates all the data; rank 0 saves and logs. A causal-LM loss is weighted exactly by tokens, over ranks and
+    micro-batches. ``max_steps`` and schedulers count steps of the initial batch, so that training ends after the
     intended number of samples even if the batch grows.
 
     Args:
         max_batch_size: Largest global batch [samples], as in ``AdaptiveDataLoader.autoscale_batch_size``. None keeps
             the batch fixed.
-        local_bsz_bounds: Fewest and most samples that one worker processes at once; None for no bound.
+        local_bsz_bounds: Fewest and most samples that one worker processes at once; None if unbounded.
         gradient_accumulation: True if a step may have several micro-batches.
         elastic_options: Arguments of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
         args: Positional arguments of the extended class.
@@ -123,10 +123,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         theirs.unwrap_model = unwrap_model
 
     def _gather_in_steps(self) -> None:
-        """Make accelerate's collectives span all workers in a training step; TRL, for example, uses them there.
-
-        Outside training steps they stay within this worker, because every worker evaluates all of the data.
-        """
+        """Let accelerate's collectives span all workers in a training step (as TRL's do), and this worker elsewhere."""
         theirs: Any = self.accelerator
 
         def routed(alone: Callable[..., Any], together: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +136,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     # --- data
 
     def get_train_dataloader(self) -> er.AdaptiveDataLoader:
-        """Return a training loader that divides its global batches among all workers."""
+        """Return a training loader that divides its global batches between all workers."""
         return train_loader(self)
 
     # --- the loop
@@ -380,7 +377,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self.tr_weight = 0.0
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
-        """Log, save and evaluate as Trainer does, with the loss of all workers and rank 0's buffers everywhere."""
+        """Log, save and evaluate as Trainer does, with the loss over all workers and rank 0's buffers everywhere."""
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._average_loss()
         if current_session().ledger.failed:  # drawn again, and all that follows with it
@@ -390,7 +387,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         super()._maybe_log_save_evaluate(self._tr_loss, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Return metrics over all evaluation data; every worker evaluates, and within training all return rank 0's."""
+        """Return metrics over all evaluation data; every worker evaluates, and during training all return rank 0's."""
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         return er.broadcast(metrics) if self.is_in_train else metrics
 

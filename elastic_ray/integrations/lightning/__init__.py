@@ -1,4 +1,4 @@
-"""Lightning integration: a strategy for ``lightning.Trainer``, and one for Fabric."""
+"""Lightning integration: a strategy for ``lightning.Trainer``, and another for Fabric."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
     Args:
         max_batch_size: Largest global batch [samples] of the first loader that is set up, as in
             ``AdaptiveDataLoader.autoscale_batch_size``. None keeps its batch fixed; other loaders always keep theirs.
-        local_bsz_bounds: Fewest and most samples that one worker processes at once; None for no bound.
+        local_bsz_bounds: Fewest and most samples that one worker processes at once; None if unbounded.
         gradient_accumulation: True if a step may have several micro-batches.
         options: Arguments of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
 
@@ -84,7 +84,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
         return wrapped, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Raise RuntimeError: a model and its optimizer must be set up together."""
+        """Raise RuntimeError, because a model and its optimizer must be set up together."""
         raise RuntimeError(self._err_msg_joint_setup_required())
 
     def module_to_device(self, module: torch.nn.Module) -> None:
@@ -92,7 +92,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
         module.to(self.root_device)
 
     def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
-        """Return a loader that divides the batches of ``dataloader`` (now global batches) among all workers."""
+        """Return a loader that divides the batches of ``dataloader`` (now global batches) between all workers."""
         loader = adaptive(dataloader, self._batch)
         self._batch = BatchOptions()  # one loader of a train loop adapts
         return loader
@@ -123,7 +123,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
 
 class _BackwardSync(_BackwardSyncControl):
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Return a context in which gradients are not averaged over ranks if ``enabled``, otherwise an empty one."""
+        """Return a context that disables gradient averaging over ranks if ``enabled``, otherwise an empty context."""
         if not isinstance(module, er.AdaptiveDataParallel):
             raise TypeError(f"no_backward_sync() takes what fabric.setup() gave, but got {type(module).__name__}")
         return module.no_sync() if enabled else nullcontext()

@@ -24,11 +24,11 @@ class UnreadStream:
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the loader that this object stands for."""
+        """Return the state dict of the loader that this object replaces."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state dict into the loader that this object stands for."""
+        """Load a state dict into the loader that this object replaces."""
         self.loader.load_state_dict(state)
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +57,7 @@ class ElasticFetcher(_DataFetcher):
 
     @property
     def exhausted(self) -> bool:
-        """True if the pass has no further batch; reading this property fetches the next batch.
+        """True if the pass has no more batches; reading this property fetches the next batch.
 
         Fetching commits the previous step, or rolls it back (with everything the loop counted during it) and draws its
         batch again.
@@ -84,12 +84,12 @@ class ElasticFetcher(_DataFetcher):
 
     @property
     def at_limit(self) -> bool:
-        """True if the epoch's limit of batches is reached and no step is in progress; False if there is no limit."""
+        """True if the epoch's batch limit has been reached and no step is in progress; False without a limit."""
         return self.most is not None and self.fetched >= self.most and not current_session().ledger.accumulating
 
     @property
     def left_early(self) -> bool:
-        """True if the pass was ended before its last batch and before the limit of batches."""
+        """True if the pass was ended before its last batch and before the batch limit."""
         passes, size = current_session().progress.passes, self.loader.current_batch_size
         steps = sized_len(self.loader)
         if not passes or not passes[-1].done or self.at_limit or steps is None:
@@ -104,11 +104,11 @@ class ElasticFetcher(_DataFetcher):
         return self.done
 
     def finish(self) -> None:
-        """Mark the pass as done, because the loader has no further batch."""
+        """Mark the pass as done, because the loader has no more batches."""
         self.done = True
 
     def batches_of_epoch(self, had: int) -> float:
-        """Return the epoch's number of micro-batches, if ``had`` of them have been started; infinite if unknown."""
+        """Return the epoch's number of micro-batches, of which ``had`` have been started; infinite if unknown."""
         left = self.loader.batches_left
         if left is None:
             return float("inf")

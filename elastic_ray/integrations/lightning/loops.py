@@ -244,7 +244,7 @@ class ElasticFitLoop(_FitLoop):
             theirs.ready = theirs.started = theirs.processed = theirs.completed = epoch
 
     def on_advance_end(self) -> None:
-        """End the epoch, together with all other workers."""
+        """End the epoch at the same time as all other workers."""
         super().on_advance_end()
         self.logged.report(self.trainer.callback_metrics)
         assert self._epochs is not None
@@ -259,7 +259,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
 
     @property
     def done(self) -> bool:
-        """True if the epoch ends now; a worker that joined mid-epoch first checks whether further batches exist."""
+        """True if the epoch ends now; a worker that joined mid-epoch first checks for more batches."""
         return not self._came_later and super().done
 
     def reset(self) -> None:
@@ -278,7 +278,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         theirs.fetched = self.batch_progress.current.ready
 
     def advance(self, data_fetcher: Any) -> None:
-        """Train one micro-batch; a step's last one is trained again if a failure voided the step."""
+        """Train one micro-batch; a step's last micro-batch is trained again if a failure voided the step."""
         set_rank()
         self._came_later = False
         if data_fetcher.exhausted:  # this worker has come after the last batch, or its end was not known before
@@ -306,10 +306,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             self._train_batch(data_fetcher)
 
     def _train_batch(self, data_fetcher: Any) -> None:
-        """Run Lightning's ``advance`` until a micro-batch counts; end-of-batch hooks are skipped for a lost one.
-
-        Raises StopIteration if ``on_train_batch_start()`` ends the epoch.
-        """
+        """Run Lightning's ``advance`` until a micro-batch counts; end-of-batch hooks are skipped for a lost one."""
         while True:
             try:
                 return super().advance(data_fetcher)
@@ -323,7 +320,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
                     raise
 
     def _end_of_data(self) -> None:
-        """Move schedulers that count epochs, unless they have already moved at this epoch's last step."""
+        """Step the schedulers that count epochs, unless this epoch's last step has already done so."""
         session, epoch = current_session(), self.trainer.current_epoch
         if self.moved_epochs > epoch or session.ledger.accumulating:
             return

@@ -42,7 +42,7 @@ def reduced(value: Any, group: Any, op: Any) -> Any:
 
 
 def adaptive(given: Any, options: BatchOptions) -> er.AdaptiveDataLoader:
-    """Return the user's loader, converted so that its batches are global and divided among all workers."""
+    """Return the user's loader, converted so that its batches are global and divided between all workers."""
     loader = options.shared(given)
     options.apply(loader)
     if loader is not given and get_context().get_world_rank() == 0:
@@ -66,7 +66,7 @@ class OneDevice:
         return True
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return equally shaped tensors of all workers, stacked; in an evaluation, stack this worker's tensor only."""
+        """Return equal-shaped tensors from all workers, stacked; in an evaluation, stack only this worker's tensor."""
         if not self._shares:
             return tensor[None]
         _check_group(group)
@@ -87,7 +87,7 @@ class OneDevice:
             er.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return ``obj`` of rank ``src`` on all ranks; accepts tensors, plain values and paths, and never pickles."""
+        """Return rank ``src``'s ``obj`` on all ranks; accepts tensors, plain values and paths, and never pickles."""
         if self._gone:
             return obj
         return Path(er.broadcast(str(obj), src)) if isinstance(obj, PurePath) else er.broadcast(obj, src)
@@ -163,17 +163,17 @@ class ElasticRayEnvironment(ClusterEnvironment):
         return get_context().get_world_size()
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the job sets the size."""
+        """Do nothing, because the job sets the size."""
 
     def global_rank(self) -> int:
         """Return this worker's rank."""
         return get_context().get_world_rank()
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the job sets the rank."""
+        """Do nothing, because the job sets the rank."""
 
     def local_rank(self) -> int:
-        """Return this worker's rank among those on its node."""
+        """Return this worker's rank on its node."""
         return get_context().get_local_rank()
 
     def node_rank(self) -> int:

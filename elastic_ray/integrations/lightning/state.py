@@ -57,7 +57,7 @@ class StepState:
         self._trainer = trainer
 
     def remember(self) -> dict[str, Any]:
-        """Return the trainer's current state on this rank, which the caller must copy, for :meth:`roll_back`."""
+        """Return the trainer's current state on this rank, for :meth:`roll_back`; the caller must copy it."""
         trainer = self._trainer
         results = trainer.fit_loop.epoch_loop._results
         return {
@@ -70,7 +70,7 @@ class StepState:
         }
 
     def roll_back(self, remembered: dict[str, Any]) -> None:
-        """Restore the trainer's state that :meth:`remember` returned before the step that is repeated."""
+        """Restore the trainer's state that :meth:`remember` returned before the repeated step."""
         set_counters(self._trainer, remembered["loops"])
         _call_callbacks_load_state_dict(self._trainer, {"callbacks": remembered["callbacks"]})
         theirs: Any = self._trainer
@@ -171,7 +171,7 @@ def _is_live(metric: _ResultMetric) -> bool:
 
 
 def _described(metric: _ResultMetric) -> dict[str, Any]:
-    """Return the name, averaging settings and attribute from which other ranks recreate the metric."""
+    """Return the name, averaging settings and attribute that other ranks need to recreate the metric."""
     meta = metric.meta
     return {
         "attribute": None if metric.is_tensor else meta.metric_attribute,

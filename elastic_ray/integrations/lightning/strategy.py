@@ -41,12 +41,12 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     The job grows, shrinks and survives lost workers within ``fit``. Each sample is used once per epoch, and callbacks,
     loop counters and logged values are preserved. The ``train_dataloader``'s ``batch_size`` is the global batch, which
-    all workers share. Every worker evaluates all of the data, so all workers have the same results.
+    all workers share. Every worker evaluates all the data, so all workers have the same results.
 
     Args:
         max_batch_size: Largest global batch [samples], as in ``AdaptiveDataLoader.autoscale_batch_size``. None keeps
             the batch fixed.
-        local_bsz_bounds: Fewest and most samples that one worker processes at once; None for no bound.
+        local_bsz_bounds: Fewest and most samples that one worker processes at once; None if unbounded.
         gradient_accumulation: True if a step may have several micro-batches.
         checkpoint_io: Same as in other Lightning strategies.
         precision_plugin: Same as in other Lightning strategies.
@@ -107,7 +107,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments for Lightning's evaluation sampler that make each worker evaluate all of the data."""
+        """Arguments for Lightning's evaluation sampler that make each worker evaluate all the data."""
         return {"num_replicas": 1, "rank": 0}
 
     def setup(self, trainer: Trainer) -> None:
@@ -166,10 +166,10 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         self.model.to(self.root_device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a training loader whose batches are divided among all workers; other loaders are returned unchanged.
+        """Return a training loader that divides its batches between all workers; return other loaders unchanged.
 
         Raises:
-            TypeError: The training loader has another type, whose samples cannot be divided among workers.
+            TypeError: The training loader has a different type, whose samples cannot be divided between workers.
         """
         if not self._shares:
             return dataloader
@@ -218,12 +218,12 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             self._model = wrapped
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return a value reduced as by ``elastic_ray.all_reduce`` in training; in evaluations, return it unchanged."""
+        """Return a value reduced like ``elastic_ray.all_reduce`` in training; in evaluations, return it unchanged."""
         return reduced(tensor, group, reduce_op) if self._shares else tensor
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Return a context in which gradients accumulate on this rank, without averaging over ranks."""
+        """Return a context where gradients accumulate on this rank, without averaging over ranks."""
         if isinstance(self.model, er.AdaptiveDataParallel):
             with self.model.no_sync():
                 yield
@@ -240,7 +240,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
 
 def _check(trainer: Any) -> None:
-    """Raise ValueError for trainer settings that are not supported while workers come and go."""
+    """Raise ValueError for trainer settings that are not supported while workers join and leave."""
 
     def has(kind: type) -> bool:
         return any(isinstance(each, kind) for each in trainer.callbacks)

@@ -1,4 +1,4 @@
-"""SHELL: the actor that executes a job's Ray Data datasets and reports to workers where their rows are stored.
+"""SHELL: the actor that executes a job's Ray Data datasets and tells workers which nodes store their rows.
 
 Each job has one coordinator, on the head node. It only holds references: workers fetch the blocks themselves. Its
 state is soft: if its process dies, Ray starts a new one, which executes the epoch again and skips the rows that the
@@ -11,18 +11,194 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
+import ray.cloudpickle
+from ray.data import ExecutionResources, FileShuffleConfig, RandomSeedConfig
 from ray.exceptions import ActorDiedError, RayError
 
 from elastic_ray.integrations.ray_data.packing import PackedDatasets, forget, unpack
-from elastic_ray.integrations.ray_data.row_window import Reader, Readers, RowSpan
-from elastic_ray.integrations.ray_data.stream import RowStream, StreamClosed
+from elastic_ray.integrations.ray_data.row_window import Reader, Readers, RowSpan, RowWindow
 from placement.ray_cluster.named_actors import create_on_head, find_actor
 from placement.text import log_plainly
+
+_AHEAD = 2  # blocks read beyond what readers want: the next ones are there when they ask
+
+
+class StreamClosed(Exception):
+    """Error raised if a stream is closed because it has no readers any more."""
+
+
+class RowStream:
+    """Rows of one epoch of a dataset, in order, read by a thread only as far as readers need them."""
+
+    def __init__(
+        self,
+        packed: bytes,
+        *,
+        epoch: int,
+        seed: int,
+        left: Mapping[str, float],
+        floor: int,
+        changed: Callable[[], object],
+    ) -> None:
+        self.epoch = epoch
+        self._seed, self._left = seed, left
+        self._packed, self._changed = packed, changed
+        self._window = RowWindow(floor)
+        self._wanted = 0
+        self._executor: Any = None
+        self._error: Exception | None = None
+        self._closed = False
+        self._lock = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"ray data, epoch {epoch}", daemon=True)
+        self._thread.start()
+
+    @property
+    def generation(self) -> int:
+        """Generation (number of the group of ranks) of the newest reader of the stream; -1 without readers."""
+        return self._window.generation
+
+    @property
+    def floor(self) -> int:
+        """Position before which rows have been released."""
+        return self._window.floor
+
+    @property
+    def failed(self) -> bool:
+        """True if reading the dataset has failed."""
+        return self._error is not None
+
+    @property
+    def total(self) -> int | None:
+        """Number of rows in the whole epoch; None until the epoch's end has been read."""
+        return self._window.end if self._window.ended else None
+
+    def want(self, reader: Reader, end: int) -> None:
+        """Request rows up to ``end`` (exclusive) for a reader, and release the rows that no reader needs any more."""
+        with self._lock:
+            self._window.record(reader)
+            self._wanted = max(self._wanted, end)
+            self._lock.notify_all()
+
+    def has(self, end: int) -> bool:
+        """True if rows up to ``end``, or up to the end of the epoch, have been read."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise StreamClosed
+            return self._window.ended or self._window.end >= end
+
+    def spans(self, first: int, end: int) -> tuple[RowSpan, ...]:
+        """Return the spans (runs of rows in one block) that contain any row from ``first`` to ``end`` (exclusive)."""
+        with self._lock:
+            return self._window.spans(first, end)
+
+    def leave(self, client: str) -> bool:
+        """Mark the reader of ``client`` as finished; return True if all readers are finished."""
+        with self._lock:
+            return self._window.leave(client)
+
+    def close(self) -> None:
+        """End the reading of the dataset; blocks of rows are released together with this object."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._lock.notify_all()
+        executor = self._executor
+        if executor is not None:
+            threading.Thread(target=executor.shutdown, args=(True,), daemon=True).start()
+
+    def _run(self) -> None:
+        """Read until the epoch ends or the stream is closed; runs in the stream's thread."""
+        try:
+            self._read()
+        except Exception as error:
+            with self._lock:
+                if not self._closed:
+                    self._error = error
+        finally:
+            if self._closed and self._executor is not None:
+                self._executor.shutdown(True)  # it may have come after the stream was closed
+        self._changed()
+
+    def _read(self) -> None:
+        """Add the execution's blocks to the window, pausing whenever enough blocks are ahead of the readers."""
+        theirs: Any = ray.cloudpickle.loads(self._packed)
+        hold_order(theirs, epoch=self.epoch, seed=self._seed)
+        leave_room(theirs, self._left)
+        bundles, _, self._executor = theirs._execute_to_iterator()
+        for bundle in bundles:
+            for entry, piece in zip(bundle.blocks, bundle.slices, strict=True):
+                first, end = (0, _rows(entry)) if piece is None else (piece.start_offset, piece.end_offset)
+                with self._lock:
+                    self._window.add(end - first, entry.ref, first)
+            self._changed()
+            with self._lock:
+                self._lock.wait_for(lambda: self._closed or self._window.ahead(self._wanted) < _AHEAD)
+                if self._closed:
+                    return
+        with self._lock:
+            self._window.finish()
+
+
+def _rows(entry: Any) -> int:
+    """Return the number of rows of a block."""
+    rows = entry.metadata.num_rows
+    if rows is None:
+        raise RuntimeError("Ray Data did not report the number of rows of a block, which is needed to distribute rows")
+    return int(rows)
+
+
+def hold_order(dataset: Any, *, epoch: int, seed: int) -> None:
+    """Fix the row order of the dataset's next execution, in place, as the order of ``epoch``; pass a copy.
+
+    Ray Data counts a dataset's executions, and seeded shuffles depend on that count, which is set to the epoch here.
+    Shuffles without a seed get ``seed``. Random numbers drawn in user functions are not controlled.
+    """
+    for operator in dataset._logical_plan.dag.post_order_iter():
+        _seed_operator(operator, seed)
+    theirs = dataset.context
+    theirs._execution_idx = epoch
+    theirs.enable_progress_bars = False
+    theirs = theirs.execution_options
+    theirs.preserve_order = True
+
+
+def leave_room(dataset: Any, left: Mapping[str, float]) -> None:
+    """Reserve the CPUs and GPUs in ``left`` for the job's workers, but leave at least one CPU to the dataset.
+
+    Otherwise Ray Data's tasks would use every free CPU, and the job could not grow. Resources that the user has already
+    excluded stay excluded.
+    """
+    theirs: Any = dataset.context.execution_options
+    there: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    cpus = max(0.0, min(left.get("CPU", 0.0), there.get("CPU", 0.0) - 1.0))
+    room = ExecutionResources(cpu=cpus, gpu=left.get("GPU", 0.0))
+    theirs._set_exclude_resources(theirs.exclude_resources.add(room))
+
+
+def _seed_operator(operator: Any, seed: int) -> None:
+    """Set the seed of an operator in Ray Data's plan if it shuffles or samples without one."""
+    theirs: Any
+    for theirs in (getattr(operator, "seed_config", None), *(getattr(operator, "fn_args", None) or ())):
+        if isinstance(theirs, RandomSeedConfig) and theirs.seed is None:
+            theirs.seed, theirs.reseed_after_execution = seed, True
+    make = getattr(operator, "shuffle_config_factory", None)
+    made: list[Any] = [make(), make()] if make is not None else [None]  # shuffle="files" makes a new seed each time
+    if made[0] is not None and (made[0].seed is None or made[0].seed != made[1].seed):
+        object.__setattr__(operator, "shuffle_config_factory", lambda: FileShuffleConfig(seed=seed))
+    theirs = getattr(operator, "datasource", None)
+    shuffle = getattr(theirs, "_shuffle", None)
+    if shuffle == "files" or (isinstance(shuffle, FileShuffleConfig) and shuffle.seed is None):
+        theirs._shuffle = FileShuffleConfig(seed=seed)
+
 
 logger = logging.getLogger("elastic_ray.data")
 
@@ -48,7 +224,7 @@ class RowsWanted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowsFound:
-    """Locations of rows as ordered spans, and the epoch's total number of rows (None until its end was read)."""
+    """Locations of rows as ordered spans, and the epoch's total number of rows (None until fully read)."""
 
     spans: tuple[RowSpan, ...]
     total: int | None
@@ -57,12 +233,7 @@ class RowsFound:
 def start_coordinator(
     name: str, packed: PackedDatasets, controller: Any, runtime_env: Mapping[str, Any] | None
 ) -> None:
-    """Start a job's dataset coordinator: the actor that executes the job's datasets and locates their rows.
-
-    Args:
-        runtime_env: Runtime environment of the job's workers, which may provide modules that the datasets' functions
-            import.
-    """
+    """Start a job's dataset coordinator: the actor that executes the job's datasets and locates their rows."""
     options = {"runtime_env": dict(runtime_env)} if runtime_env else {}
     create_on_head(DatasetCoordinator, name, packed, controller, max_restarts=-1, **options)
 
@@ -110,11 +281,7 @@ class DatasetCoordinator:
         return None if rows is None else int(rows)
 
     async def rows(self, wanted: RowsWanted) -> RowsFound:
-        """Wait until the wanted rows have been read, and return their locations.
-
-        No locations are returned if the reader has left or sent a newer request meanwhile. Raises Exception if the
-        dataset is unreadable.
-        """
+        """Wait until the wanted rows have been read, and return their locations."""
         stream = self._stream_for(wanted)
         while not await self._has(stream, wanted):
             if not self._readers.is_latest(wanted.reader):
@@ -144,7 +311,7 @@ class DatasetCoordinator:
         return stream.floor <= wanted.first
 
     async def _news(self) -> bool:
-        """Wait for progress of any stream; return False if there was none within ``_SLOW_S`` seconds."""
+        """Wait for progress in any stream; return False if none is made within ``_SLOW_S`` seconds."""
         news = self._loop.create_future()
         self._waiting.add(news)
         try:
@@ -160,7 +327,6 @@ class DatasetCoordinator:
             self._close(stream)
 
     def _wake(self) -> None:
-        """Wake all calls that wait for progress."""
         waiting, self._waiting = self._waiting, set()
         for news in waiting:
             if not news.done():
@@ -246,10 +412,7 @@ class DatasetCoordinator:
 
 
 def _unpacked(packed: PackedDatasets) -> tuple[dict[str, bytes], str]:
-    """Return the unpacked datasets and an error message, empty on success, to be raised at the first request.
-
-    An actor that fails to start cannot report the reason.
-    """
+    """Return the unpacked datasets and an error message (empty on success), to be raised at the first request."""
     try:
         return unpack(packed), ""
     except Exception as error:

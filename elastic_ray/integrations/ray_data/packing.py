@@ -82,7 +82,7 @@ def check_datasets(datasets: Any) -> dict[str, Any]:
 
 
 def name_coordinator(job: str) -> str:
-    """Return a new name for the dataset coordinator of a job, different for each run of the job."""
+    """Return a new name for a job's dataset coordinator, different for each run of the job."""
     return f"data:{job}:{secrets.token_hex(4)}"
 
 
@@ -90,7 +90,7 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
     """Return datasets checked by :func:`check_datasets`, packed for :func:`unpack` in another process.
 
     This process must be connected to Ray. The seed for shuffles depends only on the job's name, so that a resubmitted
-    job continues in the same order. ``left`` holds the amounts of resources to reserve for the job's workers.
+    job continues in the same order. ``left`` holds the resource amounts to reserve for the job's workers.
     """
     readable = _readable(datasets)
     pickled, stored = _pickled(readable), ""

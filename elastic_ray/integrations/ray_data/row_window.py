@@ -1,4 +1,4 @@
-"""Window of rows in an ordered stream that some reader may still need, and the stream's readers (pure)."""
+"""Window of an ordered stream's rows that some reader may still need, and the stream's readers (pure)."""
 
 from __future__ import annotations
 
@@ -48,11 +48,7 @@ class Reader:
 
 
 class RowWindow:
-    """Spans (runs of rows) of a stream from the slowest reader's position to the newest block, in order.
-
-    Args:
-        floor: Rows before this position are discarded on arrival.
-    """
+    """Spans (runs of rows) of a stream from the slowest reader's position to the newest block, in order."""
 
     def __init__(self, floor: int = 0) -> None:
         self._spans: deque[RowSpan] = deque()
@@ -84,10 +80,7 @@ class RowWindow:
         self.ended = True
 
     def record(self, reader: Reader) -> None:
-        """Record a reader's position, and release rows that every rank of the newest group has passed.
-
-        Nothing is released before every rank of that group has sent a request, since a silent rank may need any row.
-        """
+        """Record a reader's position; release rows that all ranks of the newest group, each heard of, have passed."""
         if reader.generation < self.generation:
             return
         there = {**self._readers, reader.client: reader}
@@ -124,7 +117,7 @@ class RowWindow:
 
 
 class Readers:
-    """Registry of the clients that read datasets, each a loader on one rank, and of the stream that each one reads.
+    """Registry of the clients (loaders on one rank) that read datasets, and of the stream that each client reads.
 
     Evaluation within a training loop reads with a second loader, possibly in a newer group than the last request of the
     training loader. A request from any client of a run therefore shows that all clients of the run are alive.
@@ -135,7 +128,7 @@ class Readers:
         self._heard: dict[str, int] = {}
 
     def record(self, reader: Reader, stream: object) -> object | None:
-        """Record that a client requests rows of a stream; return the other stream that it read before, or None."""
+        """Record that a client requests rows from a stream; return the other stream that it read before, or None."""
         _, before = self._reads.get(reader.client, (None, None))
         self._reads[reader.client] = reader, stream
         self._heard[reader.run] = max(reader.generation, self._heard.get(reader.run, reader.generation))
@@ -158,10 +151,7 @@ class Readers:
         return self._reads.get(reader.client, (None, None))[0] is reader
 
     def has_others(self, stream: object, reader: Reader) -> bool:
-        """True if a living client, other than the client of ``reader``, reads the stream.
-
-        A client lives if its run (call of the train function) has sent a request in the reader's generation or later.
-        """
+        """True if a living client, other than the client of ``reader``, reads the stream."""
         there = {run for run, generation in self._heard.items() if generation >= reader.generation} | {reader.run}
         return any(
             each.client != reader.client and each.run in there for each, read in self._reads.values() if read is stream

@@ -46,13 +46,13 @@ def get_dataset_shard(dataset_name: str = "train") -> RayDataShard:
     """Return a dataset of ``ElasticTrainer(datasets={...})``, to be read with an ``AdaptiveDataLoader``.
 
     In each epoch, all workers read one ordered execution of the dataset. The loader assigns rows by position: each row
-    is used once per epoch, however workers come, go and fail. ``docs/data.md`` describes the order and restarts.
+    is used once per epoch, however workers join, leave and fail. ``docs/data.md`` describes the order and restarts.
 
     Args:
         dataset_name: Key of the dataset in ``datasets``.
 
     Raises:
-        KeyError: The job has no dataset of this name.
+        KeyError: The job has no dataset with this name.
         RuntimeError: Called outside the train function of a job with datasets, or the coordinator does not respond.
     """
     run = datasets_of_thread()
@@ -85,11 +85,12 @@ class RayDataShard(IterableDataset[Any]):
         self._coordinator, self._run = coordinator, run
 
     def batch_source(self, collate: Callable[[Any], Any] | None) -> RayDataBatches:
-        """Return the source from which a loader over this dataset gets its batches.
+        """Return the source that supplies batches to a loader over this dataset.
 
         Args:
-            collate: Function that makes a batch, like Ray Data's ``collate_fn``. Its argument is a dict from column to
-                NumPy array, or a table for ``ray.data.collate_fn.ArrowBatchCollateFn`` and ``PandasBatchCollateFn``.
+            collate: Function that makes a batch, like Ray Data's ``collate_fn``. Its argument is a dict of NumPy arrays
+                keyed by column, or a table for ``ray.data.collate_fn.ArrowBatchCollateFn`` and
+                ``PandasBatchCollateFn``.
         """
         return RayDataBatches(self.name, self._coordinator, known_rows=self.known_rows, collate=collate, run=self._run)
 
@@ -123,10 +124,7 @@ def _no_datasets(name: str) -> str:
 
 
 class RayDataBatches:
-    """Source of one rank's batches from one dataset (see ``elastic_ray.data.batches.BatchSource``).
-
-    Keeps track of where the rows of the next steps are stored, and fetches and slices the blocks with this rank's rows.
-    """
+    """Source of one rank's batches from one dataset (see ``elastic_ray.data.batches.BatchSource``)."""
 
     def __init__(
         self, dataset: str, coordinator: Any, *, known_rows: int | None, collate: Callable[[Any], Any] | None, run: str
@@ -162,10 +160,10 @@ class RayDataBatches:
         self._coordinator.leave.remote(self._client)
 
     def close(self) -> None:
-        """Do nothing at the end of the run, because the coordinator ends with the job."""
+        """Do nothing when the run ends, because the coordinator ends with the job."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the step at ``position``; its ``total`` is an estimate until the end of the epoch is known."""
+        """Return the step at ``position``; its ``total`` is an estimate until the epoch's length is known."""
         within = current_session().ledger.round
         self._advance(position if within is None else within.position)  # a round may be drawn again as a whole
         batch_size = max(cut.batch_size, cut.world_size)
@@ -237,10 +235,7 @@ class RayDataBatches:
         )
 
     def _answer(self, call: Any, end: int, ahead: int) -> RowsFound:
-        """Return the answer to a request, repeating the request if Ray has restarted the coordinator.
-
-        Reading may take any time, so there is no timeout while the coordinator lives; the job's user gets warnings.
-        """
+        """Return the answer to a request, without a timeout; repeat the request if Ray restarted the coordinator."""
         asked_s = time.monotonic()
         while not ray.wait([call], timeout=_SLOW_S)[0]:
             current_session().notify(
@@ -324,7 +319,7 @@ def _column(table: Any, name: str) -> Any:
 
 
 def _matrix(chunk: Any) -> Any:
-    """Return equally long lists of numbers as an array [rows, length], or None for any other data."""
+    """Return number lists of equal length as an array [rows, length], or None for any other data."""
     kind = chunk.type
     if not (pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return None
@@ -337,10 +332,7 @@ def _matrix(chunk: Any) -> Any:
 
 
 def tensor(values: np.ndarray[Any, Any]) -> Any:
-    """Return a column as a tensor [rows, ...].
-
-    Values without a torch dtype (text, bytes, times, nulls) become a list instead.
-    """
+    """Return a column as a tensor [rows, ...]; values without a torch dtype (text, bytes, times, nulls) as a list."""
     if values.dtype == object and len(values) and all(isinstance(each, np.ndarray) for each in values):
         shapes = {each.shape for each in values}
         if len(shapes) > 1:

@@ -18,11 +18,11 @@ _AHEAD = 2  # blocks read beyond what readers want: the next ones are there when
 
 
 class StreamClosed(Exception):
-    """Error raised if a stream is closed because it has no readers any more."""
+    """Error raised if a stream is closed because it has no more readers."""
 
 
 class RowStream:
-    """Rows of one epoch of a dataset, in order, read by a thread only as far as readers need them."""
+    """One epoch's rows of a dataset, in order, read by a thread only as far as readers need them."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class RowStream:
 
     @property
     def generation(self) -> int:
-        """Generation (number of the group of ranks) of the newest reader of the stream; -1 without readers."""
+        """Generation (number of the group of ranks) of the stream's newest reader; -1 without readers."""
         return self._window.generation
 
     @property
     def floor(self) -> int:
-        """Position before which rows have been released."""
+        """Position of the first row that has not been released."""
         return self._window.floor
 
     @property
@@ -63,7 +63,7 @@ class RowStream:
 
     @property
     def total(self) -> int | None:
-        """Number of rows in the whole epoch; None until the epoch's end has been read."""
+        """Number of rows in the entire epoch; None until the epoch has been fully read."""
         return self._window.end if self._window.ended else None
 
     def want(self, reader: Reader, end: int) -> None:
@@ -74,7 +74,7 @@ class RowStream:
             self._lock.notify_all()
 
     def has(self, end: int) -> bool:
-        """True if rows up to ``end``, or up to the end of the epoch, have been read."""
+        """True if all rows before ``end``, or the entire epoch, have been read."""
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -93,7 +93,7 @@ class RowStream:
             return self._window.leave(client)
 
     def close(self) -> None:
-        """End the reading of the dataset; blocks of rows are released together with this object."""
+        """Stop reading the dataset; blocks of rows are released with this object."""
         with self._lock:
             if self._closed:
                 return

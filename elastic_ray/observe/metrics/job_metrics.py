@@ -172,11 +172,7 @@ def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> 
 
 
 def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> tuple[Sample, ...]:
-    """Return the samples that these events add to the job's counters and histograms.
-
-    Args:
-        steps: Number of steps committed before the first restart, used if the restart's event lacks this number.
-    """
+    """Return the samples that these events add to the job's counters and histograms."""
     whose, found = labels.values, list[Sample]()
     for event in events:
         reason = _reason(event)

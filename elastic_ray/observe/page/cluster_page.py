@@ -11,7 +11,7 @@ from typing import Any
 from elastic_ray.events import WorkerInfo
 from elastic_ray.observe.page.history import History
 from elastic_ray.observe.page.job_memory import MARKS, JobMemory, noise_scale, pauses, shares_of_time
-from elastic_ray.observe.page.model import JobDetail, PageDecision, PageJob, PageNode, PageSnapshot, PageSource, Strip
+from elastic_ray.observe.page.model import JobDetail, PageDecision, PageNode, PageSnapshot, PageSource, Strip
 from elastic_ray.observe.page.overview import strip, tenant_shares, wanted_nodes
 from elastic_ray.observe.page.rows import finite, job_row, node_row, slots_at, slots_of, slots_per_worker
 from elastic_ray.observe.page.source import ClusterLook, JobAnswer, JobLook
@@ -41,7 +41,7 @@ class ClusterPage:
         self._totals: dict[str, Mapping[str, float]] = {}
         self._since: dict[str, float] = {}
         self._life, self._known = "", 0
-        self._latest: AllocatorLook | None = None
+        self.allocator: AllocatorLook | None = None  # as of the last successful poll
         self._started_s: float | None = None
 
     @property
@@ -120,7 +120,7 @@ class ClusterPage:
             self._memory(job, now_s).decided(state)
             self._history.place(now_s, job, slots_at(state, self._totals), 0)
         self._history.end(now_s, self._history.jobs - look.core.jobs.keys())
-        self._latest = look
+        self.allocator = look
 
     def _read_decision(self, number: int, record: DecisionRecord, look: AllocatorLook) -> None:
         """Add one record to the decision log and to the bars."""
@@ -188,9 +188,9 @@ class ClusterPage:
 
     def snapshot(self, now_s: float, problem: str = "") -> PageSnapshot:
         """Return the page at ``now_s``, without job details; ``problem`` is a message on what could not be polled."""
-        jobs = tuple(self._row(memory) for memory in self._jobs.values())
+        jobs = tuple(map(job_row, self._jobs.values()))
         nodes = tuple(sorted(self._nodes.values(), key=lambda row: (row.gone_s is not None, row.label, row.node)))
-        look = self._latest
+        look = self.allocator
         there = [row for row in nodes if row.gone_s is None]
         return PageSnapshot(
             time_s=now_s,
@@ -206,27 +206,11 @@ class ClusterPage:
             use=self._history.use,
         )
 
-    def _row(self, memory: JobMemory) -> PageJob:
-        """Return a job's row."""
-        return job_row(
-            memory.job,
-            status=memory.status,
-            facts=memory.facts,
-            state=memory.state,
-            ended_s=memory.ended_s,
-            colour=memory.colour,
-        )
-
     def detail(self, job: str, answer: JobAnswer, now_s: float) -> JobDetail | None:
         """Return the details of a job, given the ``answer`` about it; None if the job is unknown or ended long ago."""
         memory = self._jobs.get(job)
-        cluster = self._latest.core.cluster if self._latest is not None else Cluster()
+        cluster = self.allocator.core.cluster if self.allocator is not None else Cluster()
         return job_detail(memory, cluster, answer, now_s) if memory is not None else None
-
-    @property
-    def allocator(self) -> AllocatorLook | None:
-        """State of the allocator as of the last successful poll; None before the first."""
-        return self._latest
 
 
 def _used(look: AllocatorLook | None, totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -67,17 +67,14 @@ class JobMemory:
 
     def _add(self, status: JobStatus, now_s: float) -> None:
         """Add one point to the series."""
-        factor = status.learning_rate_factor
-        noise = noise_scale(self.state)
-        rate = status.throughput or None
         values = (
             now_s,
             self._samples,
             status.batch_size or None,
-            rate,
+            status.throughput or None,
             status.workers,
-            noise,
-            factor,
+            noise_scale(self.state),
+            status.learning_rate_factor,
             numbers_in(status.metrics),
         )
         self._series.append(values)
@@ -115,10 +112,7 @@ def noise_scale(state: JobState | None) -> float | None:
 def pauses(
     events: Iterable[JobEvent], last: Pause | None = None
 ) -> tuple[tuple[float, str, float, dict[str, float]], ...]:
-    """Return (time, kind, seconds, {part: seconds}) of each event that paused training; unknown time is ``other``.
-
-    The last pause also gets a part ``first step``, taken from ``last``, on top of the pause's seconds.
-    """
+    """Return (time, kind, seconds, {part: seconds}) of each event that paused training; unknown time is ``other``."""
     found = []
     for event in events:
         if event.pause_s <= 0:

@@ -62,20 +62,10 @@ class PageJob:
         held_at: Size at which a user holds the job; None leaves the size to the allocator.
         samples_per_s: Throughput; ``goodput`` is throughput times statistical efficiency.
         efficiency: Statistical efficiency of the current batch, at most 1.
-        tokens_per_s, tokens_left: Throughput and remaining work in tokens; None unless the batch is declared in tokens.
-        progress: Completed part of the job, 0 to 1; None without a declared length.
-        eta_s: Seconds to the job's end at its current size; None if unknown.
-        productive: Part of the time since submission that was spent training, 0 to 1.
-        deadline_s, budget_usd: Deadline and budget set by the user.
-        nodes: Planned number of workers, keyed by node id.
         why: Reason for the job's size, what the job waits for, or why it ended.
-        reports: Number of reports made by the train function.
-        sweep: Name of the sweep that the trial belongs to; empty for other jobs.
         rungs: Report counts, ascending, after which the sweep may stop the trial; empty if unknown.
-        parameters: Hyperparameters of a trial, keyed by name.
         score: Value of ``metric`` by which a sweep compares its trials; ``mode`` is "max" if larger is better.
         metric: Metric of the sweep; for other jobs, the metric by which checkpoints are ranked.
-        metrics: Latest reported numbers, keyed by name.
         colour: Colour of the job everywhere on the page, ``#rrggbb``.
     """
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from elastic_ray.events import JobPhase, JobStatus, TrialFacts, numbers_in
+from elastic_ray.observe.page.job_memory import JobMemory
 from elastic_ray.observe.page.model import PageJob, PageNode
-from elastic_ray.observe.page.source import JobFacts, NodeLook
+from elastic_ray.observe.page.source import NodeLook
 from placement.allocator.snapshot import JobState
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, by_node
 from placement.cluster.jobs import JobView
@@ -26,16 +27,9 @@ _OF_STATUS = ("tokens_per_s", "tokens_left", "efficiency", "epoch", "epochs", "s
 _OF_VIEW = ("min_workers", "max_workers", "held_at", "deadline_s", "budget_usd", "tenant", "priority", "submitted_s")
 
 
-def job_row(
-    job: str,
-    *,
-    status: JobStatus | None,
-    facts: JobFacts | None,
-    state: JobState | None,
-    ended_s: float | None,
-    colour: str,
-) -> PageJob:
+def job_row(memory: JobMemory) -> PageJob:
     """Return the row of one job."""
+    status, facts, state, ended_s = memory.status, memory.facts, memory.state, memory.ended_s
     view = state.view if state is not None else None
     told: dict[str, Any] = {}
     if facts is not None:
@@ -59,7 +53,7 @@ def job_row(
     if _phase(status, None) == JobPhase.FINISHED.value:
         told["progress"] = 1.0
     why, phase = _why(status, state), _phase(status, ended_s)
-    return PageJob(job=job, phase=phase, ended_s=ended_s, why=why, colour=colour, **told)
+    return PageJob(job=memory.job, phase=phase, ended_s=ended_s, why=why, colour=memory.colour, **told)
 
 
 def trial_cells(trial: TrialFacts | None, metric: str) -> dict[str, Any]:

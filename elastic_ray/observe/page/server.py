@@ -324,7 +324,6 @@ def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
     """Return a socket that listens at an address of this machine, given as ``host``.
 
     Args:
-        port: Port number; 0 for any free port.
         or_any: True to use any free port if the given one is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -72,10 +72,7 @@ class ActionRefusedError(Exception):
 
 
 class Source(Protocol):
-    """Protocol of a data source of the page.
-
-    All methods may block. They are called from a thread, one at a time except for ``process``.
-    """
+    """Protocol of a source of the page; its methods may block, and are called one at a time (but ``process``)."""
 
     @property
     def period_s(self) -> float | None:
@@ -88,23 +85,13 @@ class Source(Protocol):
         """Return the details of a job; None if the job is unknown."""
 
     def process(self, job: str, rank: int, what: str) -> str:
-        """Return a worker's last output (``what="logs"``) or thread stacks (``"stack"``), even during other calls.
-
-        Raises ActionRefusedError: no such worker exists, or its process cannot be inspected.
-        """
+        """Return a worker's last output (``what="logs"``) or thread stacks (``"stack"``), even during other calls."""
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-        """Return the outlook (expected size and end) of each running job, on the existing nodes and on ``nodes``.
-
-        ``nodes`` is text such as ``T4:4x8``; ``policy`` names the allocation policy used there. Raises InputError: one
-        of the two is invalid, or no job runs.
-        """
+        """Return the outlook (expected size and end) of each running job, on the existing nodes and on ``nodes``."""
 
     def act(self, job: str, action: str, workers: int | None) -> str:
-        """Carry out ``action`` (resize to ``workers``, release, pause, resume or stop) and return what was done.
-
-        Raises ActionRefusedError: the action is not possible.
-        """
+        """Carry out ``action`` (resize to ``workers``, release, pause, resume or stop) and return what was done."""
 
 
 class StoredPage:

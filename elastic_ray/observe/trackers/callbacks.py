@@ -25,6 +25,15 @@ from elastic_ray.observe.trackers.series import JobNumbers, SeenReports, is_chan
 from elastic_ray.sealed import Raised
 from placement.storage.private_files import make_directory, make_own
 
+# Other names by which loggers know a trial's fields: a job is its own experiment, with one trial.
+_SAME = {
+    "logdir": "local_path",
+    "local_experiment_path": "local_path",
+    "experiment_dir_name": "trial_name",
+    "trainable_name": "trial_name",
+    "experiment_tag": "trial_id",
+}
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialView:
@@ -34,12 +43,8 @@ class TrialView:
 
     Attributes:
         trial_id: Id of the run. It stays the same when the controller is replaced.
-        trial_name: The job's name.
-        config: The user's ``train_loop_config``.
         local_path: Directory on the controller's node in which loggers may write.
-        path: The run's directory in storage.
         node_ip: Address of the controller's node; empty if Ray is not initialised.
-        checkpoint: The latest reported ``ray.train.Checkpoint``; None before the first one.
         status: The run's status in Ray Tune's terms: "RUNNING", "TERMINATED" or "ERROR".
     """
 
@@ -52,35 +57,15 @@ class TrialView:
     checkpoint: Any = None
     status: str = "RUNNING"
 
-    @property
-    def logdir(self) -> str:
-        """Former name of ``local_path``, which some loggers still use."""
-        return self.local_path
+    def __getattr__(self, name: str) -> Any:
+        if name in _SAME:
+            return getattr(self, _SAME[name])
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     @property
     def local_dir(self) -> str:
         """Parent directory of ``local_path``."""
         return os.path.dirname(self.local_path)
-
-    @property
-    def local_experiment_path(self) -> str:
-        """Local path of the experiment, which is ``local_path`` because a job is its own experiment."""
-        return self.local_path
-
-    @property
-    def experiment_dir_name(self) -> str:
-        """Directory name of the experiment, which is the job's name because a job is its own experiment."""
-        return self.trial_name
-
-    @property
-    def trainable_name(self) -> str:
-        """Name by which some loggers group trials: the job's name."""
-        return self.trial_name
-
-    @property
-    def experiment_tag(self) -> str:
-        """Tag of the trial within its experiment: the trial id, since there is only one trial."""
-        return self.trial_id
 
     @property
     def evaluated_params(self) -> dict[str, Any]:
@@ -137,10 +122,7 @@ class Callbacks:
 
 
 class CallbackTracker:
-    """Tracker that passes a run's reports and events to one user callback.
-
-    The callback receives each report only once, even if the run returns to a checkpoint and repeats some reports.
-    """
+    """Tracker that passes a run's reports (each once, though the run may repeat it) and events to one user callback."""
 
     def __init__(self, callbacks: Callbacks, index: int, run: TrackedRun) -> None:
         self._callbacks, self._index, self._run = callbacks, index, run
@@ -211,7 +193,6 @@ class CallbackTracker:
                 self._keep()
 
     def _keep(self) -> None:
-        """Update ``note``, from which the next controller's tracker restores its state."""
         self._note["told"] = self._seen.last
         if self._target is not None and (state := self._target.state()) is not None:
             self._note["state"] = state

@@ -36,17 +36,12 @@ _HANGS_S = 30.0
 
 
 class Tracker(Protocol):
-    """Protocol of a tracker, which receives a run's reports, numbers and events.
-
-    All methods are called from one thread, one at a time. Each may raise.
-    """
+    """Protocol of a tracker of reports, numbers and events, called from one thread at a time; each call may raise."""
 
     def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
         """Start the run; called before all other methods.
 
         Args:
-            step: Number of optimizer steps committed before this point.
-            reports: Number of reports made before this point.
             again: True if an earlier controller started the run; training may have continued in the meantime.
             events: Earlier events of the job, if the previous controller recorded them.
         """
@@ -323,7 +318,6 @@ class RunTrackers:
         self._notify_callbacks(lambda tracker: tracker.failed(errors))
 
     def _notify_callbacks(self, tell: Callable[[CallbackTracker], None]) -> None:
-        """Queue the call ``tell`` for the tracker of every callback."""
         for thread, tracker in zip(self._threads[-len(self._callbacks) :], self._callbacks, strict=False):
             thread.call("after_exception", functools.partial(tell, tracker))
 
@@ -349,10 +343,7 @@ class RunTrackers:
                 self._tell(f"{problem}. Training continues without it")
 
     async def finish(self, phase: JobPhase, error: BaseException | Raised | None) -> None:
-        """End all trackers with the job, waiting at most ``ElasticConfig(tracker_timeout_s)`` for callbacks.
-
-        TensorBoard gets at most a few seconds, because its writer only waits for storage, which may hang.
-        """
+        """End all trackers with the job, waiting at most ``ElasticConfig(tracker_timeout_s)`` for callbacks."""
         if not self._begun:
             return  # it has ended before it was known where it begins
         self._release()

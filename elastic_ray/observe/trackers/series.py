@@ -17,21 +17,9 @@ REPORT = f"{PREFIX}report"
 
 _MARKS = frozenset(
     {
-        EventKind.STARTED,
-        EventKind.RESIZE,
-        EventKind.FAILURE,
-        EventKind.RESTART,
-        EventKind.PREEMPTED,
-        EventKind.PAUSED,
-        EventKind.RESUMED,
-        EventKind.BATCH,
-        EventKind.BATCH_KEPT,
-        EventKind.STRATEGY,
-        EventKind.STRAGGLER,
-        EventKind.OUT_OF_MEMORY,
-        EventKind.RECOVERED,
-        EventKind.NOT_FINITE,
-        EventKind.FINISHED,
+        *(EventKind.STARTED, EventKind.RESIZE, EventKind.FAILURE, EventKind.RESTART, EventKind.PREEMPTED),
+        *(EventKind.PAUSED, EventKind.RESUMED, EventKind.BATCH, EventKind.BATCH_KEPT, EventKind.STRATEGY),
+        *(EventKind.STRAGGLER, EventKind.OUT_OF_MEMORY, EventKind.RECOVERED, EventKind.NOT_FINITE, EventKind.FINISHED),
     }
 )
 _STARTS = frozenset({EventKind.STARTED, EventKind.RECOVERED})

@@ -273,10 +273,7 @@ class TensorBoardWriter:
             self._mark(step, event)
 
     def flush(self) -> None:
-        """Write the pending records if they are due.
-
-        Raises OSError: writing fails. The records are kept, up to a limit on their size, and written later.
-        """
+        """Write the pending records if they are due; after an error they are kept, up to a limit, and written later."""
         self._files.write()
 
     def finish(self, phase: JobPhase) -> None:

@@ -109,10 +109,7 @@ class Objective(Protocol):
 def offers(
     view: JobView, types: Sequence[NodeType], lasts_h: Mapping[str, float], cache: GoodputCache
 ) -> tuple[NodeTypeOption, ...]:
-    """Return the job's options on all node types, ordered by cost per useful sample at its smallest size.
-
-    A job whose ``spot`` is ``mixed`` runs its minimum on the cheapest on-demand nodes of the same GPU type.
-    """
+    """Return the job's options on all node types, ordered by cost per useful sample at its smallest size."""
     fitting = [kind for kind in types if kind.max_nodes and kind.slots(view)]
     on_demand = {kind.gpu_type: kind for kind in sorted(fitting, key=lambda each: -_usd(each, view)) if not kind.spot}
     found = []

@@ -97,18 +97,13 @@ def improve(
         candidates.append(alternatives.placements_of(fill(alternatives.options, stay)))
     better = search.best(candidates)
     # With several types it saved GPU-hours, but jobs took longer on the one trace that it was tried on.
-    one_type = len(instance.pools) == 1
-    if better is None and stay is not None and one_type and _some_idle(alternatives.options, stay):
+    options, one_type = alternatives.options, len(instance.pools) == 1
+    if better is None and stay is not None and one_type and (options.capacities - options.used(stay) > _ROUNDING).any():
         search = dataclasses.replace(search, utility=utility.where_gpus_idle())
         alternatives = search.alternatives()
         picks = fill(alternatives.options, stay)
         better = search.best([alternatives.placements_of(picks, moving=moving) for moving in (True, False)])
     return better, waiting
-
-
-def _some_idle(options: Options, picks: Ints) -> bool:
-    """True if these options leave capacity of any GPU type unused."""
-    return bool((options.capacities - options.used(picks) > _ROUNDING).any())
 
 
 def _may_wait(instance: OptionTable, utility: SpeedValue, present: Sequence[Placement]) -> list[bool]:

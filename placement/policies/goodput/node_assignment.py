@@ -51,9 +51,6 @@ def grow_in_place(
 ) -> list[dict[int, int]]:
     """Assign nodes to each job's workers without moving current workers; a job grows on its own nodes first.
 
-    Args:
-        sizes: Workers of each job; a job whose size is below its current workers keeps its current workers.
-
     Returns the workers of each job, keyed by node index: fewer than its size if there is not enough room.
     """
     free = slots.copy()

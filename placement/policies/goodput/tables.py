@@ -321,7 +321,6 @@ class SpeedValue:
         ``concave_value``.
 
         Args:
-            fewer: True if the option gives a running job no more workers than it has now.
             same: True if the option changes nothing for the job, so that no discount applies.
         """
         part = discount(speed, self.left_s, self.cost_s, self.horizon_s, self.arrivals_per_s)

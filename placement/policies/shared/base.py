@@ -217,9 +217,6 @@ def decide_by_worth(
     Each worth is multiplied by ``JobView.weight``; a negative worth, which is a cost, is divided by it.
 
     Args:
-        worth: Function that returns the worth of one more worker (None for no more), given a job, its speeds on 0..n
-            workers and its size.
-        say: Function that returns the reason for a job's size, given its workers and the worth of one more.
         slow_factor: Avoid nodes where steps take at least this many times longer; None uses all nodes.
     """
     healthy = cluster if slow_factor is None else without_slow(jobs, cluster, slow_factor)

@@ -119,11 +119,7 @@ def use_idle(
     settler: StablePlacer,
     places: list[dict[int, int]],
 ) -> None:
-    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within a minute.
-
-    Modifies ``places``, each job's workers by node index. Jobs with a fixed size, or on ``MOST_NODES`` nodes, do not
-    grow.
-    """
+    """Give idle slots to jobs, one by one, while the speed-up repays the cost of the change within a minute."""
     for i, view in enumerate(running):
         limit = growth_limit(view)
         gain = 1.0 + view.resize_cost_s / _HORIZON_S + 1e-9
@@ -177,11 +173,7 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
 
 
 def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
-    """Return the shapes (nodes, workers) to consider: all sizes up to one full node, then multiples of a full node.
-
-    Each size, from the job's minimum to ``most``, uses the fewest nodes; ``slots`` is how many workers fit on each
-    node.
-    """
+    """Return the shapes (nodes, workers) to consider: all sizes up to one full node, then multiples of a full node."""
     roomy = np.cumsum(sorted(slots, reverse=True))
     if not len(roomy) or roomy[-1] < view.min_workers:
         return ()
@@ -226,10 +218,7 @@ class WorstFitPlacer:
         return dict(view.allocation)
 
     def spread(self, view: JobView, workers: int) -> Mapping[str, int] | None:
-        """Reserve room on the roomiest nodes of the GPU type with the most room; return workers keyed by node id.
-
-        Ties between nodes go to the first id. If no type has enough room, reserve nothing and return None.
-        """
+        """Reserve room on the roomiest nodes of the GPU type with the most room; return workers keyed by node id."""
         fits = self.free.slots(view)
         sums = {gpu: int(fits[self._of(gpu)].sum()) for gpu in dict.fromkeys(self._types)}
         roomiest = max(sums, key=lambda gpu: sums[gpu], default="")

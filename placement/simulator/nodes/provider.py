@@ -40,10 +40,7 @@ class AutoscaledCluster:
         return f"Autoscaling({fields})"
 
     def check(self, rules: Rules, disturbances: Disturbances) -> None:
-        """Raise InputError unless these rules and disturbances support autoscaling.
-
-        They do not if, for example, permanent nodes would fail or slow down.
-        """
+        """Raise InputError if autoscaling does not support these rules or disturbances, such as failing nodes."""
         if rules.round_s is not None:
             raise InputError(f"rules must be 'live' for autoscale, but got {rules.name!r}")
         if disturbances.node_mtbf_h or disturbances.slow_every_h:

@@ -45,11 +45,7 @@ class Outlook:
 
 
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
-    """Return the nodes described by a cluster string such as ``t4:2x4``; the type ``cpu`` counts CPUs instead of GPUs.
-
-    Nodes have plenty of any other resources that the jobs in ``views`` need. Raises InputError if the string cannot be
-    parsed.
-    """
+    """Return the nodes of a cluster string such as ``t4:2x4``; the type ``cpu`` counts CPUs instead of GPUs."""
     others = {name for view in views for name in view.bundle if name not in ("GPU", "CPU")}
     return Cluster(nodes=tuple(_furnished(node, others) for node in parse_cluster(text).nodes))
 
@@ -83,8 +79,14 @@ def outlook(
         stay: True if the jobs already run on these nodes, so that the result describes their current workers; False if
             they all start from scratch.
     """
+    config = dataclasses.replace(
+        _CONFIG,
+        tenants=constraints.tenants,
+        one_multi_node_job_per_node=constraints.one_multi_node_job_per_node,
+        avoid_slow_nodes=constraints.avoid_slow_nodes,
+    )
     try:
-        core = AllocatorCore(make_policy(policy), _config(constraints))
+        core = AllocatorCore(make_policy(policy), config)
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from error
     core.handle(NodesChanged(cluster=cluster), now_s)
@@ -142,20 +144,8 @@ def _present_row(view: JobView, cluster: Cluster, decided: Outlook) -> Outlook:
     return _row(view, view.allocation, reason, _rate(view, view.allocation, cluster))
 
 
-def _config(constraints: Constraints) -> AllocatorConfig:
-    return dataclasses.replace(
-        _CONFIG,
-        tenants=constraints.tenants,
-        one_multi_node_job_per_node=constraints.one_multi_node_job_per_node,
-        avoid_slow_nodes=constraints.avoid_slow_nodes,
-    )
-
-
 def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | None:
-    """Return iterations at M0 per second, preferring measured times to the model, as policies do.
-
-    Returns None without a model.
-    """
+    """Return iterations at M0 per second, by measured times before the model, as policies do; None without a model."""
     by_id = cluster.by_id()
     gpu = min((by_id[node].gpu_type for node in by_node(nodes) if node in by_id), default="")
     model = model_of(view, gpu)
@@ -168,10 +158,7 @@ def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | 
 
 
 def _missing(view: JobView) -> float:
-    """Return the number of iterations until the job ends.
-
-    Infinity if unknown, because no epochs are declared or the length of an epoch is not known yet.
-    """
+    """Return the iterations until the job's end; infinity if epochs, or the length of one, are unknown."""
     progress = view.progress
     if progress is None or not (progress.epoch_ends or progress.usual_epoch):
         return math.inf

@@ -109,10 +109,7 @@ def _draw(report: SimulationReport, axis: Any, end_h: float) -> None:
 
 
 def _lanes(report: SimulationReport, sizes: Mapping[str, int]) -> Iterator[tuple[Bar, list[tuple[int, int]]]]:
-    """Yield every bar with its GPU lanes, as (first lane, number of lanes) pairs.
-
-    The lanes are contiguous if there is room.
-    """
+    """Yield every bar with its GPU lanes as (first lane, number of lanes), contiguous if there is room."""
     busy: dict[str, list[tuple[float, frozenset[int]]]] = {node: [] for node in sizes}
     for bar in sorted(bars(report), key=lambda bar: (bar[2], bar[0], bar[1])):
         node, _, start_s, end_s, workers = bar

@@ -234,10 +234,7 @@ class Times(Protocol):
         ...
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
-        """Return the time for a step without accumulation, and the part of it spent on synchronisation [s].
-
-        ``counts`` is the number of workers on each node, and ``local_bsz`` the samples per worker and micro-step.
-        """
+        """Return the time of a step without accumulation, and the part of it spent on synchronisation [s]."""
         ...
 
 

@@ -159,10 +159,7 @@ def _application(name: str, jobs: Sequence[RecordedJob], gpu: str) -> Applicatio
 
 
 def _cluster(life: Life, views: Sequence[JobView], gpu: str) -> str:
-    """Return the largest recorded cluster as a string such as ``t4:2x4``, counted in workers that fit.
-
-    Nodes that a unit spans count as one.
-    """
+    """Return the largest recorded cluster, such as ``t4:2x4``, in workers; nodes that a unit spans count as one."""
     bundles = {tuple(sorted(view.bundle.items())) for view in views}
     if len(bundles) > 1:
         raise InputError(f"jobs of a recorded workload must have workers of one kind, but have {len(bundles)}")

@@ -8,8 +8,7 @@ import math
 import random
 from collections.abc import Mapping
 
-from placement.cluster.jobs import Oracle, SpotUse, TraceJobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import Oracle, Progress, SpotUse, TraceJobView
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.forecast import HOLDS_S, BatchForecast, NoiseTrend
@@ -22,10 +21,7 @@ from placement.simulator.world.rules import Location, Rules
 
 
 def rigid_batch(batch: int, replicas: int, app: Application, most_local: int) -> tuple[int, int]:
-    """Return (atomic batch, accumulation steps) for splitting a global batch, by the Pollux artifact's rule.
-
-    An atomic batch (the samples that one of the ``replicas`` processes in one pass) is at most ``most_local``.
-    """
+    """Return (atomic batch of at most ``most_local``, accumulation steps) of a batch, as the Pollux artifact does."""
     local = math.ceil(batch / replicas - _EPS)
     accum = math.ceil(local / most_local - _EPS) - 1
     if replicas == 1 and batch > app.init_batch_size:
@@ -65,10 +61,7 @@ def fitted(observations: tuple[Observation, ...], fixed_batch: bool) -> Throughp
 def best_batch(
     model: GoodputModel, nodes: int, replicas: int, max_batch_size: int, least: int, most: int
 ) -> tuple[int, int]:
-    """Return (atomic batch, accumulation steps) with the highest goodput; atomic batch 0 if nothing fits.
-
-    ``least`` and ``most`` bound the atomic batch: a worker's samples in one pass.
-    """
+    """Return (atomic batch from ``least`` to ``most``, accumulation steps) of most goodput; batch 0 if none fits."""
     _, atomic_bsz, accum_steps = model.best(
         nodes, replicas, max_batch_size=max_batch_size, atomic_bsz_range=(least, most), accumulation=True
     )
@@ -213,19 +206,16 @@ class SimulatedJob:
         self.location = self.training = None
         self.joined_s = math.inf
 
-    def see_slow(self, nodes: Mapping[str, float]) -> None:
-        """Set the job's slow nodes, each with the factor that it slows steps down by; the slowest sets the pace.
+    def see_slow(self, nodes: Mapping[str, float], *, loss: float) -> None:
+        """Set the job's slow nodes, each with the factor by which steps take longer on it; the slowest sets the pace.
 
-        After leaving a slow node, the job still reports it for a while, since it no longer measures anything there.
+        After leaving a slow node, the job still reports it for a while, since it measures nothing on it any more.
+        ``loss`` is the part of its speed that another job on its nodes' links costs it.
         """
         held = {} if self.location is None else self.location.nodes
         self._slow = {node: seen for node, seen in self._slow.items() if node not in held}
         self._slow |= {node: (factor, math.inf) for node, factor in nodes.items()}
-        self.slowdown = max(nodes.values(), default=1.0)
-
-    def see_shared_link(self, loss: float) -> None:
-        """Reduce the job's speed by the fraction ``loss``, because another job uses the network links of its nodes."""
-        self.slowdown /= 1.0 - loss
+        self.slowdown = max(nodes.values(), default=1.0) / (1.0 - loss)
 
     def _slow_nodes(self) -> dict[str, float]:
         """Return the slow nodes that the job holds or remembers, with their factors."""
@@ -238,7 +228,6 @@ class SimulatedJob:
         return {node: factor for node, (factor, _) in sorted(self._slow.items())}
 
     def _join(self) -> None:
-        """Add the new workers, which have started, to the group between two steps."""
         self.training, self.joined_s = self.location, math.inf
         self.restart_left_s = max(self.restart_left_s, self.rules.join_s)
         self._choose_batch()
@@ -465,10 +454,7 @@ class MixedSteps:
         return sum(map(sum, self.shares.values())) * (self.accum_steps + 1)
 
     def measure(self, app: Application, counts: tuple[int, ...]) -> tuple[float, MixedObservation]:
-        """Return the true step time [s] with ``counts`` workers on each node, and the job's measurement of that step.
-
-        All workers wait for the slowest type and the slowest link.
-        """
+        """Return the step time [s] and the job's measurement; all workers wait for the slowest type and link."""
         grads, syncs = dict[str, float](), []
         for gpu, shares in self.shares.items():
             step_s, sync_s = app.step_times[gpu].times(counts, max(shares))

@@ -62,10 +62,7 @@ class ChangeCost:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Intervals of heartbeats and decisions in an event-driven simulation.
-
-    The defaults are coarse, for traces of hours and days.
-    """
+    """Intervals of heartbeats and decisions in an event-driven simulation; coarse by default, for traces of days."""
 
     heartbeat_s: float = 30.0  # time between two heartbeats of a job [s]
     measured_s: float = 10.0  # of training until a new size has been measured, and is told [s]
@@ -108,11 +105,7 @@ class Rules(abc.ABC):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """Return the cost of moving a job's workers from ``before`` (None if it has none) to ``after``.
-
-        ``training`` holds the workers that are currently training, excluding those still starting; None if there are
-        none.
-        """
+        """Return the cost of moving a job's workers from ``before`` (None if it has none) to ``after``."""
 
     @abc.abstractmethod
     def expected_restart_s(self, application: str) -> float:

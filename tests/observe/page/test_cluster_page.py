@@ -23,8 +23,8 @@ from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
 from placement.allocator.snapshot import AllocatorLook
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.autoscaling.objectives.base import WantedSize
+from placement.cluster.jobs import Progress
 from placement.cluster.node_record import NodeFailure, NodeRecord
-from placement.cluster.progress import Progress
 from placement.errors import InputError
 from placement.planning.tenants import Tenant
 from placement.policies import make_policy

@@ -23,13 +23,13 @@ def write(folder: Path, end: str = "the job has finished") -> None:
     folder.mkdir(parents=True)
     storage = RunStorage(str(folder))
     steps = [(EventKind.STARTED, 0, 2, "starts"), (EventKind.RESIZE, 2, 3, "grows"), (EventKind.FINISHED, 3, 0, end)]
-    storage.append_events(
+    storage.events.append(
         [
             JobEvent(kind=kind, time_s=100.0 * n, from_workers=a, to_workers=b, reason=why, pause_s=0.1).to_json()
             for n, (kind, a, b, why) in enumerate(steps, start=1)
         ]
     )
-    storage.append_reports([Report(index=n, metrics={"loss": 1 / n}, workers=2).to_json() for n in range(1, 4)])
+    storage.reports.append([Report(index=n, metrics={"loss": 1 / n}, workers=2).to_json() for n in range(1, 4)])
 
 
 def test_runs_below_a_path_are_shown_with_sizes(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_files_tell_parameters_and_rungs(tmp_path: Path) -> None:
         )
         batch = {"to_batch_size": 96, "efficiency": 0.75}
         changed = JobEvent(kind=EventKind.BATCH, time_s=2.0, from_workers=1, to_workers=1, reason="", detail=batch)
-        storage.append_events([started.to_json(), changed.to_json()])
-        storage.append_reports([Report(index=3, metrics={"eval": {"loss": 0.5}}, workers=1).to_json()])
+        storage.events.append([started.to_json(), changed.to_json()])
+        storage.reports.append([Report(index=3, metrics={"eval": {"loss": 0.5}}, workers=1).to_json()])
     one, two = RunFiles(str(tmp_path)).poll(0.0).jobs
     assert (one.sweep, one.parameters, one.metric, one.mode, one.rungs) == (
         "s",

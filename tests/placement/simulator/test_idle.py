@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from placement.cluster.jobs import JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress
 from placement.simulator.nodes.clusters import parse_cluster
 from placement.simulator.world.state import IdleWatch
 from tests.placement.views import model, view

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import Progress
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
 from placement.planning.constraints import Constraints

@@ -14,8 +14,7 @@ from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
 from placement.allocator.recording import Life, read_recording, replay
 from placement.cluster.cluster import Cluster, Node
-from placement.cluster.jobs import JobView
-from placement.cluster.progress import Progress
+from placement.cluster.jobs import JobView, Progress
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes, MemoryNeed
 from placement.errors import InputError
 from placement.goodput.fitting import Observation

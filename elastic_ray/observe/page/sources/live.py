@@ -139,10 +139,7 @@ class LiveCluster:
         self._answers = {job: each for job, each in self._answers.items() if job in here}
 
     def _ask_controllers(self) -> tuple[JobLook, ...]:
-        """Return the answers of the controllers whose turn it is.
-
-        A controller that does not answer in time is asked again in its next turn.
-        """
+        """Return the answers of the controllers whose turn it is; a late one is asked again in its next turn."""
         actors = sorted(self._controllers)
         if len(actors) > _MOST_ASKED:
             begin = self._turn % len(actors)
