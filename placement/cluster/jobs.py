@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -279,8 +279,9 @@ class JobView:
 
     def at_most(self, workers: int) -> JobView:
         """Return a copy of the view in which the job needs, uses, is held at and wishes for at most ``workers``."""
-        limited = {name: getattr(self, name) for name in ("min_workers", "max_workers", "held_at", "wished")}
-        return dataclasses.replace(self, **{k: None if v is None else min(v, workers) for k, v in limited.items()})
+        names = ("min_workers", "max_workers", "held_at", "wished")
+        limits: dict[str, Any] = {name: min(n, workers) for name in names if (n := getattr(self, name)) is not None}
+        return dataclasses.replace(self, **limits)
 
     def placed(self, allocation: Mapping[str, int]) -> JobView:
         """Return a copy of the view with this ``allocation`` (workers keyed by node id)."""
