@@ -425,7 +425,7 @@ class OptimizerWatch:
 
         Raises RuntimeError: It steps a model that is not wrapped, or is wrapped with another optimizer.
         """
-        if optimizer in self.known or optimizer in self._checked:
+        if not self._group.generation or optimizer in self.known or optimizer in self._checked:
             return
         most = max(self._group.world_size, self._group.most_workers)
         wrapped, name = list(self.known), type(optimizer).__name__

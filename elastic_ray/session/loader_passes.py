@@ -284,6 +284,8 @@ class LoaderPasses:
         """Count a step on this rank alone, and end the round after its last step; same result as :meth:`edge`."""
         run, ledger = self._run, self._run.ledger
         if failure is not None:
+            if not abandoned:
+                ledger.undo_sums(step)  # a loss in a pass within it has dropped the copies of the round's start
             return self._lose_round(failure, abandoned=abandoned)
         hashes = step.hashed() if step.hashed is not None else None
         ledger.commit(step, run.group.generation, run.registry.models.gain, hashes)

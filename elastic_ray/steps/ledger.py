@@ -237,10 +237,11 @@ class StepLedger:
             self._samples_left = 0
 
     def abandon(self, left: PassProgress) -> None:
-        """Record that user code left the pass ``left`` in the middle of a step, by ``break`` or an exception."""
-        if any(step.loader_pass is left for step in (*self._outer, self._inner) if step is not None):
-            self.abandoned += 1
-            self._update()
+        """Record that user code left the pass ``left``, and all within it, in a step, by ``break`` or an exception."""
+        for around, step in enumerate((*self._outer, self._inner)):
+            if step is not None and step.loader_pass is left:
+                self.abandoned = max(self.abandoned, self.depth - around)
+                self._update()
 
     def pop_abandoned(self) -> LoaderStep | None:
         """Return the innermost abandoned step, which must now be committed; None if no abandoned step is left."""
@@ -398,14 +399,14 @@ class StepLedger:
         """
         lost = self.lost_within(waits=waits)
         self.state.roll_back(self.depth)
-        self._undo_sums(step)
+        self.undo_sums(step)
         if lost.nested:
             self._updates_asked = step.updates_before
         else:
             self._discard_nested(step)
         return lost
 
-    def _undo_sums(self, step: LoaderStep) -> None:
+    def undo_sums(self, step: LoaderStep) -> None:
         """Restore the accumulators' sums to those before the steps nested in a lost step, which are made again."""
         if step.sums_before is not None:
             self.state.progress.sums = step.sums_before
@@ -487,7 +488,7 @@ class StepLedger:
             self.lose_round()
         elif self._left is None or self._left.depth > depth:
             self.state.roll_back(depth)
-        self._undo_sums(step)
+        self.undo_sums(step)
         self._discard_nested(step)
         self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
 

@@ -280,8 +280,8 @@ class JobView:
     def at_most(self, workers: int) -> JobView:
         """Return a copy of the view in which the job needs, uses, is held at and wishes for at most ``workers``."""
         names = ("min_workers", "max_workers", "held_at", "wished")
-        limited: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return dataclasses.replace(self, **{k: None if v is None else min(v, workers) for k, v in limited.items()})
+        limits: dict[str, Any] = {name: min(n, workers) for name in names if (n := getattr(self, name)) is not None}
+        return dataclasses.replace(self, **limits)
 
     def placed(self, allocation: Mapping[str, int]) -> JobView:
         """Return a copy of the view with this ``allocation`` (workers keyed by node id)."""

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import elastic_ray as er
 from elastic_ray.adaptation import Policy, PolicyView
 from elastic_ray.run.current import session_of_thread
+from elastic_ray.sync import LocalSGD
 from tests.loop.changing import Kill, run_job
 
 SAMPLES, BATCH, STEPS, EPOCHS = 24, 6, 2, 3
@@ -236,12 +237,12 @@ def test_loss_after_two_breaks_gives_up_both_passes(moment: str, joins: tuple[in
     assert f"its {2 * BATCH} samples are not used" in told or moment == "edge"
 
 
-def evaluates_within(*, leaves: bool) -> tuple[int, float, float]:
+def evaluates_within(*, leaves: bool = False, **options: Any) -> tuple[int, float, float]:
     """Evaluates in an epoch's second step, and may leave its loop then: the steps, the samples of each loop."""
     torch.manual_seed(1)
     model: Any = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = er.AdaptiveDataParallel(model, optimizer)
+    model = er.AdaptiveDataParallel(model, optimizer, **options)
     rows = TensorDataset(torch.arange(SAMPLES).float()[:, None] / 10)
     loader, inner = (er.AdaptiveDataLoader(rows, batch_size=BATCH) for _ in range(2))
     trained = evaluated = 0.0
@@ -274,8 +275,15 @@ def evaluates_within(*, leaves: bool) -> tuple[int, float, float]:
 def test_lost_step_with_an_evaluation_counts_once(
     leaves: bool, moment: str, counted: tuple[int, ...], joins: tuple[int, ...]
 ) -> None:
-    outcome = run_job(lambda: evaluates_within(leaves=leaves), [Kill(1, 2, moment, joins=joins)], first=(1, 2))
+    script = [Kill(1, 2, moment, last=True, joins=joins)]
+    outcome = run_job(lambda: evaluates_within(leaves=leaves), script, first=(1, 2))
     assert {each[: len(counted)] for each in outcome.results.values()} == {counted}
+
+
+def test_averaged_step_with_an_evaluation_counts_once() -> None:
+    script = [Kill(1, 2, "backward", last=True)]
+    outcome = run_job(lambda: evaluates_within(strategy=LocalSGD(period=1)), script, first=(1, 2))
+    assert set(outcome.results.values()) == {(8, 2 * SAMPLES, 2 * SAMPLES)}
 
 
 def accumulates_within() -> float:

@@ -252,6 +252,7 @@ def unwrapped(which: str) -> list[str]:
     wrapped = er.AdaptiveDataParallel(model, optimizer) if which != "none" else model
     dataset = rows(24)
     loader = er.AdaptiveDataLoader(dataset, batch_size=8)
+    stranger.step()  # what all workers do alike before they join is theirs
     for _epoch in er.remaining_epochs_until(2):
         if which == "own":
             stranger = torch.optim.SGD(other.parameters(), 0.01)

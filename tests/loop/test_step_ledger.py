@@ -197,7 +197,8 @@ def test_left_steps_are_given_back_once_innermost_first(ledger: StepLedger, stat
     outer, inner = begun(ledger, state), begun(ledger, state)
     ledger.abandon(PassProgress())
     assert ledger.pop_abandoned() is None, "none of these"
-    ledger.abandoned = ledger.depth
+    ledger.abandon(outer.loader_pass)
+    ledger.abandon(inner.loader_pass)  # whose iterator was kept for longer
     assert ledger.pop_abandoned() is inner
     ledger.end()
     assert ledger.pop_abandoned() is outer
