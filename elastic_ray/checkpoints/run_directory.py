@@ -117,17 +117,23 @@ class RunStorage:
 
     def create(self) -> None:
         """Create the directory and a marker file that lets workers check that they see the same directory."""
-        try:
+        with self._named_if_unwritable():
             make_directory(self.filesystem, self.path, private=self.private)
             if self.private and self.local:
                 check_own(self.path)
             write_checked(self, posixpath.join(self.path, MARKER_FILE), lambda stream: None)
+
+    @contextlib.contextmanager
+    def _named_if_unwritable(self) -> Iterator[None]:
+        """Add the directory and a way out to an OSError, such as that of a full disk."""
+        try:
+            yield
         except ForeignDirectoryError:
             raise
         except OSError as error:
             raise OSError(
                 f"the run's directory {self.path!r} ({self.filesystem.type_name}) cannot be written: "
-                f"{error}; set RunConfig(storage_path) to a directory or bucket this user may write"
+                f"{error}; set RunConfig(storage_path) to a directory or bucket with room that this user may write"
             ) from error
 
     def create_within(self, timeout_s: float) -> None:
@@ -146,7 +152,8 @@ class RunStorage:
     def write_submission(self, text: str) -> None:
         """Store the JSON text needed to submit the job again, replacing an earlier run's text."""
         path = posixpath.join(self.path, SUBMISSION_FILE)
-        replace_file(self.filesystem, path, text.encode(), private=self.private)
+        with self._named_if_unwritable():
+            replace_file(self.filesystem, path, text.encode(), private=self.private)
 
     def read_submission(self) -> bytes:
         """Return the text stored by :meth:`write_submission`; raises FileNotFoundError if no text is stored."""
