@@ -372,7 +372,7 @@ class JobStatus:
 
     @property
     def shown_metric(self) -> str:
-        """Name of the metric to show in listings: the job's own metric, else its first numeric one; empty if none."""
+        """Name of the metric to show in listings: the job's own, or else its first numeric metric; empty if none."""
         return self.metric or next(iter(numbers_in(self.metrics)), "")
 
     @property

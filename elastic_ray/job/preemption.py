@@ -10,7 +10,7 @@ _REMIND_S = 1.0  # a message may be lost with a rerun; the same one again change
 
 
 class Preemption:
-    """Preemption of a job, from the decision to free its nodes until rank 0 has saved the job, or no rank can."""
+    """Preemption of a job, from the decision to free its nodes until rank 0 has saved it, or no rank can save it."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -33,7 +33,7 @@ class Preemption:
         self._then = then
 
     def remind(self, now_s: float) -> bool:
-        """True if the request to save is due to be sent (again) to the workers; it then counts as sent."""
+        """True if the request to save must be sent (again) to the workers now; it then counts as sent."""
         due = self.active and now_s - self._reminded_s >= _REMIND_S
         if due:
             self._reminded_s = now_s
@@ -58,6 +58,6 @@ class Preemption:
         return now_s - self._since_s
 
     def end(self) -> Allocated | None:
-        """End the preemption and return the allocation to apply; None if there was no preemption."""
+        """End the preemption and return the allocation to apply; None if no preemption was active."""
         then, self._then = self._then, None
         return then

@@ -45,7 +45,7 @@ class Monitoring:
     def ask(self, monitor: Monitor) -> None:
         """Request the measurements in ``monitor`` from the next group on; call this on all ranks.
 
-        Requests made before the first epoch thus apply from the first step.
+        Requests made before the first epoch therefore apply from the first step.
         """
         self._request = self._request.joined(monitor)
         if monitor.workers:
@@ -70,7 +70,7 @@ class Monitoring:
 
 # No clock but the monotonic one is read here. It measures nothing, and nothing rides, until someone asks.
 class StepMeter:
-    """Meter of this worker's steps, whose values are all-reduced together with the group's control values.
+    """Meter of this worker's steps; its values are all-reduced with the group's control values.
 
     Args:
         traffic: Function that returns the bytes passed to the current group's collectives, keyed by operation; empty
@@ -112,7 +112,7 @@ class StepMeter:
         """Report, for each unit (workers that act as one rank), only the measures of its busiest worker from now on.
 
         Args:
-            gather: Function that returns the values of every worker of this unit, by position.
+            gather: Function that returns the values from all workers of this unit, by position.
         """
         self._gather = gather
 
@@ -124,8 +124,7 @@ class StepMeter:
         """Start timing a training step, before its first micro-batch is fetched.
 
         Args:
-            goes_on: True if the step is committed together with the previous one, so that only the mean of both is
-                reported.
+            goes_on: True if the step is committed with the previous one, so that only their mean is reported.
         """
         if goes_on:
             self._of += 1
@@ -134,7 +133,7 @@ class StepMeter:
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
 
     def leave_out(self) -> None:
-        """Exclude the current step from averages, because another worker executes it in place of this one."""
+        """Exclude the current step from averages, because another worker executes it instead of this one."""
         self._of = max(1, self._of - 1)
 
     def waited_for_data(self, seconds: float) -> None:
@@ -234,7 +233,7 @@ class _Looks:
 
 
 def host_bytes() -> int:
-    """Return the resident set size of this process [bytes], or its peak if there is no ``/proc``."""
+    """Return the resident set size of this process [bytes], or its peak if ``/proc`` does not exist."""
     try:
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -260,7 +259,7 @@ def major_faults() -> int:
 
 
 def memory_used() -> float:
-    """Return the largest used fraction (0 to 1) among the memory of the host, the container (cgroup) and the GPU."""
+    """Return the largest used fraction (0 to 1) of the host's, container's (cgroup) and GPU's memory."""
     return max(_host_used(_PROC), _group_used(_PROC, _CGROUPS), _device_used())
 
 
@@ -275,7 +274,7 @@ def _host_used(proc: Path) -> float:
 def _group_used(proc: Path, groups: Path) -> float:
     """Return the used fraction of the control group's memory limit (version 2); 0 without a limit.
 
-    Inactive cached files do not count: the kernel drops them first.
+    Inactive cached files are not counted, because the kernel drops them first.
     """
     for line in _text(proc / "self" / "cgroup").splitlines():
         if not line.startswith("0::"):
@@ -298,7 +297,7 @@ def _device_used() -> float:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a kernel file; empty if there is none."""
+    """Return the text of a kernel file; empty if it does not exist."""
     try:
         return path.read_text()
     except OSError:

@@ -59,7 +59,7 @@ class OnMainProcess(accelerate.Accelerator):
         return self._where(function, lambda: get_context().get_local_rank() == local_process_index)
 
     def _where(self, function: Callable[..., Any] | None, here: Callable[[], bool]) -> Any:
-        """Return `function`, or a decorator for one, that runs only if ``here()`` is true and else returns None."""
+        """Return `function`, or a decorator for it, that runs only if ``here()`` is true; otherwise it returns None."""
         if function is None:
             return functools.partial(self._where, here=here)
 

@@ -207,7 +207,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         return self._finalize_training(trial, samples, begin_s)
 
     def _report_start(self, loader: er.AdaptiveDataLoader, planned: dict[str, int]) -> None:
-        """Log the same training summary as Trainer, which people and tools expect, with the job's current batch."""
+        """Log Trainer's usual training summary, which people and tools expect, with the job's current batch."""
         trainable = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
         said = {
             **planned,

@@ -220,7 +220,7 @@ class ElasticFitLoop(_FitLoop):
 
     @property
     def done(self) -> bool:
-        """True if Lightning's limits are reached, the job's epochs are done, or a policy has ended the training."""
+        """True if Lightning's limits have been reached, all epochs are done, or a policy has ended the training."""
         return not self._came_later and (super().done or (self._epochs is not None and self._epochs.done))
 
     def on_advance_start(self) -> None:

@@ -127,7 +127,7 @@ class DatasetCoordinator:
         return RowsFound(spans=spans, total=stream.total)
 
     async def _has(self, stream: RowStream, wanted: RowsWanted) -> bool:
-        """Wait until a stream has the requested rows; False if it was closed or has already released the first of them.
+        """Wait until a stream has the requested rows; False if it was closed or has already released the first row.
 
         Raises Exception if the dataset could not be read. The stream is then closed, so that a repeated request (for
         example from a rerun of the job) starts a new execution.

@@ -67,7 +67,7 @@ class RowStream:
         return self._window.end if self._window.ended else None
 
     def want(self, reader: Reader, end: int) -> None:
-        """Request rows up to ``end`` (exclusive) for a reader, and release the rows that no reader needs any more."""
+        """Request rows up to ``end`` (exclusive) for a reader, and release rows that no reader needs any longer."""
         with self._lock:
             self._window.record(reader)
             self._wanted = max(self._wanted, end)

@@ -46,7 +46,7 @@ class ClusterPage:
 
     @property
     def known(self) -> tuple[str, int]:
-        """Id of the allocator that answered last, and the number of the latest of its decisions on this page."""
+        """Id of the allocator that answered last, and the number of its latest decision on this page."""
         return self._life, self._known
 
     def take(self, look: ClusterLook) -> None:
@@ -79,7 +79,7 @@ class ClusterPage:
         return self._jobs[job]
 
     def _update_nodes(self, look: ClusterLook) -> None:
-        """Update the nodes; mark nodes that start to drain or are gone."""
+        """Update the nodes; mark nodes that have started to drain or are gone."""
         if not look.nodes:
             return
         seen = look.allocator.core.cluster.by_id() if look.allocator is not None else {}
@@ -161,7 +161,7 @@ class ClusterPage:
                 self._history.end(record.time_s, gone & there.keys())
 
     def _read_ends(self, look: ClusterLook) -> None:
-        """End jobs that neither the allocator nor a controller knows; only the most recent ones are kept."""
+        """End jobs that neither the allocator nor a controller knows; only the most recent jobs are kept."""
         known = look.allocator.core.jobs.keys() if look.allocator is not None else frozenset()
         for job, memory in self._jobs.items():
             told = memory.status is not None and memory.status.phase.ended
@@ -187,7 +187,7 @@ class ClusterPage:
         self._since = {kind: since_s for kind, since_s in self._since.items() if short.get(kind)}
 
     def snapshot(self, now_s: float, problem: str = "") -> PageSnapshot:
-        """Return the page at ``now_s``, without job details; ``problem`` is a message on what could not be polled."""
+        """Return the page at ``now_s``, without job details; ``problem`` says what could not be polled."""
         jobs = tuple(self._row(memory) for memory in self._jobs.values())
         nodes = tuple(sorted(self._nodes.values(), key=lambda row: (row.gone_s is not None, row.label, row.node)))
         look = self._latest
@@ -265,7 +265,7 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
 
 
 def _worker(info: WorkerInfo, slow_nodes: Mapping[str, float]) -> tuple[Any, ...]:
-    """Return a line of the workers' table; a slowness measured for the worker takes precedence over its node's."""
+    """Return a line for the workers' table; a slowness measured for the worker takes precedence over its node's."""
     slowness = info.slowness if info.slowness is not None else slow_nodes.get(info.node)
     gpu = info.gpu_memory_used_bytes, info.gpu_memory_reserved_bytes
     return info.rank, info.node, info.pid, info.generation, info.silence_s, slowness, *gpu

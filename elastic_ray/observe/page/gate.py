@@ -144,7 +144,7 @@ class Doors:
         return len(self._connections)
 
     def open(self, key: Hashable, peer: str, now_s: float) -> Hashable | None:
-        """Add a connection of ``peer``; if too many are open, remove and return the longest idle one, else None."""
+        """Add a connection from ``peer``; if too many are open, remove and return the longest idle one, else None."""
         of_peer = [each for each, one in self._connections.items() if one.peer == peer]
         self._connections[key] = _Connection(peer, now_s)
         if len(of_peer) >= self._most_of_one:

@@ -35,11 +35,11 @@ class JobMemory:
 
     @property
     def series(self) -> tuple[Point, ...]:
-        """Numbers of the job over time, oldest first."""
+        """The job's numbers over time, oldest first."""
         return tuple(self._series)
 
     def decided(self, state: JobState) -> None:
-        """Store the allocator's current state of the job, and clear the record that the job has ended."""
+        """Store the allocator's current state for the job, and clear the record that the job has ended."""
         self.state, self.ended_s = state, None
 
     def ended(self, now_s: float) -> None:
@@ -61,7 +61,7 @@ class JobMemory:
         return tuple(event for event in look.events if event.kind in MARKS)
 
     def new_checkpoints(self) -> list[tuple[float, str]]:
-        """Return (time, path) of each checkpoint that was seen after the previous call of this method."""
+        """Return (time, path) for each checkpoint seen since the previous call of this method."""
         found, self._checkpoints = self._checkpoints, []
         return found
 
@@ -115,7 +115,7 @@ def noise_scale(state: JobState | None) -> float | None:
 def pauses(
     events: Iterable[JobEvent], last: Pause | None = None
 ) -> tuple[tuple[float, str, float, dict[str, float]], ...]:
-    """Return (time, kind, seconds, {part: seconds}) of each event that paused training; unknown time is ``other``.
+    """Return (time, kind, seconds, {part: seconds}) for each event that paused training; unknown time is ``other``.
 
     The last pause also gets a part ``first step``, taken from ``last``, on top of the pause's seconds.
     """
@@ -137,5 +137,5 @@ def pauses(
 def shares_of_time(
     events: Iterable[JobEvent], status: JobStatus | None, submitted_s: float, until_s: float
 ) -> dict[str, float]:
-    """Return the seconds since submission by what the job did (training, pausing, waiting and so on), keyed by name."""
+    """Divide the time since submission [s] by activity (training, pausing, waiting and so on), keyed by name."""
     return named_parts(time_spent(events, submitted_s, until_s) if status is None else status)

@@ -1,4 +1,4 @@
-"""Model of the page as frozen values, most of which are table rows in ``GET /api/snapshot``.
+"""Model of the page as frozen values, mostly table rows in ``GET /api/snapshot``.
 
 Times are in seconds since the epoch (in a simulation, since its start), rates in samples per second, money in USD.
 """
@@ -35,7 +35,7 @@ class SlotCount:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Strip:
-    """Summary of the cluster, shown in one line at the top of the page."""
+    """One-line summary of the cluster at the top of the page."""
 
     slots: tuple[SlotCount, ...] = ()  # by GPU type
     running: int = 0  # jobs that have workers; ``waiting``: jobs that have none; ``held``: at a size set by hand
@@ -59,22 +59,22 @@ class PageJob:
     Attributes:
         phase: A value of ``JobPhase``; ``silent`` if the controller does not answer, ``ended`` if it is gone.
         target: Number of workers that the allocator plans for the job.
-        held_at: Size at which a user holds the job; None leaves the size to the allocator.
+        held_at: Size that a user holds the job at; None leaves the size to the allocator.
         samples_per_s: Throughput; ``goodput`` is throughput times statistical efficiency.
         efficiency: Statistical efficiency of the current batch, at most 1.
         tokens_per_s, tokens_left: Throughput and remaining work in tokens; None unless the batch is declared in tokens.
         progress: Completed part of the job, 0 to 1; None without a declared length.
-        eta_s: Seconds to the job's end at its current size; None if unknown.
+        eta_s: Seconds until the job ends at its current size; None if unknown.
         productive: Part of the time since submission that was spent training, 0 to 1.
         deadline_s, budget_usd: Deadline and budget set by the user.
         nodes: Planned number of workers, keyed by node id.
-        why: Reason for the job's size, what the job waits for, or why it ended.
+        why: Reason for the job's size, what the job is waiting for, or why it ended.
         reports: Number of reports made by the train function.
         sweep: Name of the sweep that the trial belongs to; empty for other jobs.
         rungs: Report counts, ascending, after which the sweep may stop the trial; empty if unknown.
         parameters: Hyperparameters of a trial, keyed by name.
-        score: Value of ``metric`` by which a sweep compares its trials; ``mode`` is "max" if larger is better.
-        metric: Metric of the sweep; for other jobs, the metric by which checkpoints are ranked.
+        score: Value of ``metric`` that a sweep uses to compare its trials; ``mode`` is "max" if larger is better.
+        metric: Metric of the sweep; for other jobs, the metric that ranks checkpoints.
         metrics: Latest reported numbers, keyed by name.
         colour: Colour of the job everywhere on the page, ``#rrggbb``.
     """
@@ -152,7 +152,7 @@ class PageDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """Row of one tenant (such as a team), identified by ``tenant``; shares are of its most used resource, 0 to 1."""
+    """Row of one tenant (such as a team), identified by ``tenant``; shares refer to its most used resource, 0 to 1."""
 
     tenant: str
     weight: float  # beside the others'
