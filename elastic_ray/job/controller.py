@@ -350,7 +350,7 @@ class JobController:
         return self._job.saved(message)
 
     async def greet(self, worker: str, token: str) -> ControllerAnswer:
-        """Return whether process ``worker`` (empty: an idle one) with its secret ``token`` is this controller's own."""
+        """Return whether process ``worker`` (empty: an idle one) with secret ``token`` belongs to this controller."""
         if self._reconnection is not None:
             return ControllerAnswer.INTRODUCE if worker else ControllerAnswer.STRANGER
         return ControllerAnswer.KNOWN if self._job.group.actors.knows(worker, token) else ControllerAnswer.STRANGER

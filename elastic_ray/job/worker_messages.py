@@ -176,7 +176,7 @@ class WorkerMessages:
             self._observe(message.report)
 
     def _observe(self, report: StepReport) -> None:
-        """Handle rank 0's report on its steps; a changed number of wanted workers is sent to the allocator at once."""
+        """Handle rank 0's report on its steps; inform the allocator at once if the number of wanted workers changed."""
         wish = self._planner.wish
         before = self._planner.observe(report)
         if self._planner.wish != wish:

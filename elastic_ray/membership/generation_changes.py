@@ -191,7 +191,7 @@ class GenerationChanges(Roster):
             self._end(self._all_lost(cause))
 
     def _behind(self, survivors: Sequence[WorkerRecord]) -> bool:
-        """True if a worker that restarts in its process holds a newer state than `survivors`, none of them members."""
+        """True if a worker restarting in its process holds a newer state than `survivors`, none of them members."""
         if any(w.phase is WorkerPhase.MEMBER for w in survivors):
             return False
         newest = max(w.state_generation for w in survivors)

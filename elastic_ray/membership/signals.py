@@ -57,7 +57,7 @@ class Lost(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed(Signal):
-    """Signal that a collective of group number ``generation`` failed on the worker, which waits for the next group."""
+    """Signal that a collective of group ``generation`` failed on the worker, which is waiting for the next group."""
 
     generation: int
     cause: str

@@ -18,7 +18,7 @@ class NonFiniteParametersError(FloatingPointError):
 def check_choice(nonfinite: object) -> str:
     """Return the user's choice for non-finite gradients after checking it.
 
-    Raises ValueError: The choice is not one of ``NONFINITE``.
+    Raises ValueError if the choice is not one of ``NONFINITE``.
     """
     if nonfinite not in NONFINITE:
         raise ValueError(f"nonfinite must be one of {', '.join(NONFINITE)}, but got {nonfinite!r}")

@@ -54,7 +54,7 @@ class JobRecord:
         self.looked = False  # whether it is known what storage has
 
     def found(self, stored: StoredProgress) -> tuple[str, ...]:
-        """Apply the run's checkpoints found in storage; return paths of checkpoints that are no longer kept.
+        """Apply the run's checkpoints found in storage; return the paths of checkpoints that are no longer kept.
 
         Storage overrides the state in memory: a message about a new checkpoint may have been lost, or a user may have
         deleted a checkpoint.
@@ -92,13 +92,13 @@ class JobRecord:
 
     @property
     def newest_checkpoint(self) -> str:
-        """Path of the checkpoint from which a restart would continue; empty before the first checkpoint."""
+        """Path of the checkpoint that a restart would continue from; empty before the first checkpoint."""
         states = self.states
         return states[0].path if states else self.restart_point[0] or ""
 
     @property
     def resume_point(self) -> ResumePoint | None:
-        """Resume point of a restart; None if the job would start from scratch."""
+        """Resume point for a restart; None if the job would start from scratch."""
         states = self.states
         return states[0].resume_point if states else self.restart_point[1]
 
@@ -197,7 +197,7 @@ class JobRecord:
         return report
 
     def catch_up(self, lines: Iterable[str], first_report: int, reports: Iterable[Report]) -> None:
-        """Continue the files of the previous controller, whose events are already in this record.
+        """Continue the previous controller's files; its events are already in this record.
 
         Args:
             lines: Event lines that are missing from ``events.jsonl``.
@@ -233,7 +233,7 @@ class JobRecord:
     def end(
         self, phase: JobPhase, *, error: BaseException | Raised | None, return_value: Sealed | None, message: str
     ) -> None:
-        """Record the job's end: its final phase, error, return value, and a message that explains the end."""
+        """Record how the job ended: its final phase, error, return value, and a message that explains the end."""
         self.phase, self.message = phase, message
         left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
         self._outcome = JobOutcome(
@@ -248,7 +248,7 @@ class JobRecord:
         )
 
     def outcome(self) -> JobOutcome | None:
-        """Return the job's outcome; None before its end."""
+        """Return the job's outcome; None until the job has ended."""
         return self._outcome
 
 

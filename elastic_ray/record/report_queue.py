@@ -32,7 +32,7 @@ class BoundedLog(Generic[T]):
         return number in self._things
 
     def get(self, number: int) -> T | None:
-        """Return the item with this number; None if no such item was stored or it is no longer kept."""
+        """Return the item with this number; None if no such item was stored, or if it is no longer kept."""
         return self._things.get(number)
 
     def gone(self, number: int) -> bool:
@@ -40,7 +40,7 @@ class BoundedLog(Generic[T]):
         return self._full and number < self.low
 
     def put(self, number: int, thing: T) -> None:
-        """Store an item, replacing an earlier item of the same number."""
+        """Store an item, replacing an earlier item with the same number."""
         self.first = min(self.first or number, number)
         if self.gone(number):
             return
@@ -119,7 +119,7 @@ class ReportQueue:
     Only the latest reports are kept; earlier ones must be read from the run's file, see :meth:`gone`.
 
     Args:
-        taken: Number of the report from whose checkpoint this run continues; reports are numbered on from it.
+        taken: Number of the report whose checkpoint this run continues from; numbering continues from there.
         ahead: Number of undelivered reports that training may make before it waits for the reader; None for no limit.
     """
 
@@ -137,7 +137,7 @@ class ReportQueue:
             self._wake()
 
     def start_after(self, taken: int) -> None:
-        """Set the number ``taken`` of the report after which the run continues; call this before reports are added."""
+        """Set the number ``taken`` of the report that the run continues after; call this before reports are added."""
         self._taken = max(self._taken, taken)
 
     def wanted(self, after: int | None) -> int:
@@ -179,7 +179,7 @@ class ReportQueue:
         return self._reports.get(after + 1)
 
     def _past_a_hole(self, number: int, now_s: float) -> Report | None:
-        """Return the next report after a missing one that has been missing for a while; None until then.
+        """Return the report after a missing one, once that has been missing for a while; None until then.
 
         A missing report was lost when its controller died.
         """

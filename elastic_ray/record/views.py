@@ -47,7 +47,7 @@ def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
 def check_size(workers: int, spec: JobSpec, planner: BatchPlanner) -> None:
     """Raise ValueError if the job cannot be held at this number of workers.
 
-    The number must lie in the job's range and be an allowed size, and the loader must have work for all workers.
+    The number must be in the job's range and be an allowed size, and the loader must have work for all workers.
     """
     most = max_workers(spec, planner)
     allowed = spec.scheduling.allowed_sizes
@@ -76,7 +76,7 @@ def allocator_view(
     paused: str = "",
     node_failures: tuple[NodeFailure, ...] = (),
 ) -> JobView:
-    """Return the job's view for the allocator; until workers report, its progress comes from ``resume_point``."""
+    """Return the job's view for the allocator; until workers report, ``resume_point`` provides its progress."""
     limits = planner.loader.limits if planner.loader is not None else None
     most, wished = _wished(spec, planner, held_at)
     return JobView(
@@ -130,7 +130,7 @@ def allocator_view(
 
 
 def _forecast(planner: BatchPlanner) -> BatchForecast | None:
-    """Return the batch sizes at which the job will be held, if its policies know them."""
+    """Return the batch sizes that the job will be held at, if its policies know them."""
     coming = planner.latest.coming if planner.latest is not None and planner.held_batch is not None else ()
     return BatchForecast(steps=coming) if coming else None
 
@@ -147,7 +147,7 @@ def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[
 
 
 def _atomic_bsz_range(planner: BatchPlanner) -> tuple[int, int] | None:
-    """Return the bounds of a worker's batch on the current GPU type; None if there are none."""
+    """Return the bounds on a worker's batch for the current GPU type; None if unbounded."""
     bounds = planner.tuner.atomic_bsz_range if planner.tuner is not None else None
     return (bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None
 
@@ -162,7 +162,7 @@ def _progress(spec: JobSpec, planner: BatchPlanner, resume_point: ResumePoint | 
 
 
 def _run_progress(planner: BatchPlanner, resume_point: ResumePoint | None) -> Progress | None:
-    """Return the run's progress; before its first report, the progress at which it starts."""
+    """Return the run's progress; before its first report, the progress it starts with."""
     if planner.latest is not None:
         return planner.latest.progress
     return RunProgress.from_resume_point(resume_point).summary() if resume_point is not None else None
@@ -220,7 +220,7 @@ def job_status(
 
 
 def _waits_for(spec: JobSpec, record: JobRecord, machine: JobMembership) -> str:
-    """Return what the job waits for; empty if it is running."""
+    """Return what the job is waiting for; empty if it is running."""
     return waits_for(
         spec,
         record.phase,
@@ -305,7 +305,7 @@ def members(
     """Return the members of the current generation in rank order, without those whose process is unknown.
 
     Args:
-        ratios: Time of each worker for equal work, divided by the group's median, keyed by worker.
+        ratios: Each worker's time for equal work, divided by the group's median, keyed by worker.
     """
     spec = machine.current
     if spec is None or record.phase.ended:

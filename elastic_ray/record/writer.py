@@ -1,4 +1,4 @@
-"""SHELL: access of a job's controller to storage, in separate threads so that the controller never waits for it."""
+"""SHELL: a job controller's access to storage, in separate threads so that the controller never waits for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _THREADS = 4  # one each may hang: writing events and reports, looking for check
 
 
 class _BacklogWriter:
-    """Writer of one backlog, one call at a time; a call that hangs is awaited, because it may still write its lines."""
+    """Writer for one backlog, one call at a time; a hanging call is awaited, because it may still write its lines."""
 
     def __init__(self, what: str, backlog: Backlog, append: Callable[[tuple[str, ...]], None]) -> None:
         self.what, self.backlog = what, backlog
@@ -127,7 +127,7 @@ class RecordWriter:
             self._do(f"deleting {path}", functools.partial(self._storage.delete_checkpoint, path))
 
     def finish_states(self) -> None:
-        """Delete an ended job's automatic checkpoints, except the last one if the job's settings keep that one."""
+        """Delete an ended job's automatic checkpoints, except the last one if the job's settings keep it."""
         last = self._record.last_state
         if last is None:
             self._do("deleting automatic checkpoints", lambda: delete_states(self._storage))
@@ -146,7 +146,7 @@ class RecordWriter:
             logger.warning("job %s: %s failed: %s", self._spec.job, what, error)
 
     async def poll(self, timeout_s: float) -> StoredProgress:
-        """Read the stored state of the run, retrying after failures."""
+        """Read the run's stored state, retrying after failures."""
         until_s, pause_s = time.monotonic() + timeout_s, 0.2
         trial = self._spec.trial
         while True:
@@ -199,10 +199,10 @@ class RecordWriter:
         return next((report for index, report in self._block.items() if index >= number), None)
 
     async def catch_up(self, first_report: int) -> tuple[Report, ...]:
-        """Continue the files of a controller that died, and append the recorded events that these files lack.
+        """Continue a dead controller's files, and append recorded events that these files lack.
 
         Args:
-            first_report: Number of the run's first report, as known to that controller; 0 if there was none.
+            first_report: Number of the run's first report, as known to that controller; 0 if none was made.
 
         Returns the latest reports, which are also added to the record.
         """

@@ -272,7 +272,7 @@ def _worker(info: WorkerInfo, slow_nodes: Mapping[str, float]) -> tuple[Any, ...
 
 
 def _gain(told: Explanation | None, goodput: float | None) -> float | None:
-    """Return the goodput that one more worker would add [samples/s], by the allocator's speeds; None if unknown."""
+    """Return the goodput that one more worker would add [samples/s] at the allocator's speeds; None if unknown."""
     if told is None or told.speed_with_one_more is None or told.speed <= 0 or goodput is None:
         return None
     return goodput * (told.speed_with_one_more / told.speed - 1.0)

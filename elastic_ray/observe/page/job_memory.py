@@ -137,5 +137,5 @@ def pauses(
 def shares_of_time(
     events: Iterable[JobEvent], status: JobStatus | None, submitted_s: float, until_s: float
 ) -> dict[str, float]:
-    """Divide the time since submission [s] by activity (training, pausing, waiting and so on), keyed by name."""
+    """Return the seconds spent on each activity since submission (training, pausing, waiting...), keyed by name."""
     return named_parts(time_spent(events, submitted_s, until_s) if status is None else status)

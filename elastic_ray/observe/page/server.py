@@ -416,7 +416,7 @@ def _room() -> tuple[int, int]:
 
 
 def read_assets() -> Mapping[str, tuple[bytes, str]]:
-    """Return (content, content type) of every asset, keyed by file name; only these names are ever served."""
+    """Return (content, content type) for each asset, keyed by file name; only these names are ever served."""
     folder = files("elastic_ray.observe.page") / "assets"
     found = {}
     for each in folder.iterdir():

@@ -57,7 +57,7 @@ class ClusterLook:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswer:
-    """Answers about one job that are requested only while somebody is viewing the job's details."""
+    """Answers about one job, requested only while somebody is viewing its details."""
 
     workers: tuple[WorkerInfo, ...] = ()
     explanation: Explanation | None = None  # the allocator's; None where it does not know the job
@@ -72,7 +72,7 @@ class ActionRefusedError(Exception):
 
 
 class Source(Protocol):
-    """Protocol of a data source of the page.
+    """Protocol of a data source for the page.
 
     All methods may block. They are called from a thread, one at a time except for ``process``.
     """
@@ -90,25 +90,25 @@ class Source(Protocol):
     def process(self, job: str, rank: int, what: str) -> str:
         """Return a worker's last output (``what="logs"``) or thread stacks (``"stack"``), even during other calls.
 
-        Raises ActionRefusedError: no such worker exists, or its process cannot be inspected.
+        Raises ActionRefusedError if no such worker exists, or its process cannot be inspected.
         """
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
         """Return the outlook (expected size and end) of each running job, on the existing nodes and on ``nodes``.
 
-        ``nodes`` is text such as ``T4:4x8``; ``policy`` names the allocation policy used there. Raises InputError: one
-        of the two is invalid, or no job runs.
+        ``nodes`` is text such as ``T4:4x8``; ``policy`` names the allocation policy used there. Raises InputError if
+        either is invalid, or no job is running.
         """
 
     def act(self, job: str, action: str, workers: int | None) -> str:
         """Carry out ``action`` (resize to ``workers``, release, pause, resume or stop) and return what was done.
 
-        Raises ActionRefusedError: the action is not possible.
+        Raises ActionRefusedError if the action is not possible.
         """
 
 
 class StoredPage:
-    """Page of stored data, as a :class:`Source` whose data never changes."""
+    """Page of stored data, as a :class:`Source` that never changes."""
 
     def __init__(self, snapshot: PageSnapshot, details: Mapping[str, JobDetail]) -> None:
         self._snapshot, self._details = snapshot, details

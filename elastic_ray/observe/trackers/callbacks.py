@@ -28,7 +28,7 @@ from placement.storage.private_files import make_directory, make_own
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialView:
-    """Read-only view of a job that has the attributes of a ``ray.tune`` trial, for loggers.
+    """Read-only view of a job with the same attributes as a ``ray.tune`` trial, for loggers.
 
     Views with the same ``trial_id`` compare equal, because loggers use them as dictionary keys.
 
@@ -36,7 +36,7 @@ class TrialView:
         trial_id: Id of the run. It stays the same when the controller is replaced.
         trial_name: The job's name.
         config: The user's ``train_loop_config``.
-        local_path: Directory on the controller's node in which loggers may write.
+        local_path: Directory on the controller's node that loggers may write to.
         path: The run's directory in storage.
         node_ip: Address of the controller's node; empty if Ray is not initialised.
         checkpoint: The latest reported ``ray.train.Checkpoint``; None before the first one.
@@ -74,7 +74,7 @@ class TrialView:
 
     @property
     def trainable_name(self) -> str:
-        """Name by which some loggers group trials: the job's name."""
+        """Name that some loggers use to group trials: the job's name."""
         return self.trial_name
 
     @property
@@ -129,7 +129,7 @@ class Callbacks:
         self._unpacked: tuple[tuple[Any, ...], RunContext] | None = None
 
     def get(self, index: int) -> tuple[Any, RunContext]:
-        """Return the callback at ``index`` and the run's context. Raises any error of unpickling the callbacks."""
+        """Return the callback at ``index`` and the run's context. Raises any error from unpickling the callbacks."""
         with self._lock:
             if self._unpacked is None:
                 self._unpacked = unpack_callbacks(self._packed, self._run_id)
@@ -211,7 +211,7 @@ class CallbackTracker:
                 self._keep()
 
     def _keep(self) -> None:
-        """Update ``note``, from which the next controller's tracker restores its state."""
+        """Update ``note``, which the next controller's tracker uses to restore its state."""
         self._note["told"] = self._seen.last
         if self._target is not None and (state := self._target.state()) is not None:
             self._note["state"] = state
@@ -234,13 +234,13 @@ class _UserCallback:
         self._callback, self._context, self._run = callback, context, run
 
     def start(self, state: str | None) -> frozenset[int]:
-        """Restore the callback's state, if there is one; a ``UserCallback`` has no method for a run's start."""
+        """Restore the callback's state, if any; a ``UserCallback`` has no method for a run's start."""
         if state is not None:
             go_on(self._callback, None, state)
         return frozenset()
 
     def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
-        """Call ``after_report`` with rank 0's metrics, which stand for those of all ranks."""
+        """Call ``after_report`` with rank 0's metrics, which represent all ranks."""
         checkpoint = _checkpoint(report, self._run.storage)
         self._callback.after_report(self._context, [copy.deepcopy(dict(report.metrics))], checkpoint)
 
@@ -255,7 +255,7 @@ class _UserCallback:
         self._callback.after_exception(self._context, dict(errors))
 
     def finish(self, phase: JobPhase) -> None:
-        """Do nothing: a ``UserCallback`` has no method for a run's end."""
+        """Do nothing, because a ``UserCallback`` has no method for a run's end."""
 
     def state(self) -> str | None:
         """Return the state of a callback that has ``get_state`` and ``set_state``; None for other callbacks."""
@@ -263,7 +263,7 @@ class _UserCallback:
 
 
 class _LoggerCallback:
-    """Adapter for a ``ray.tune`` logger, to which the job appears as the only trial of an experiment."""
+    """Adapter for a ``ray.tune`` logger, which sees the job as an experiment's only trial."""
 
     def __init__(self, callback: Any, context: RunContext, run: TrackedRun) -> None:
         self._callback, self._run = callback, run
@@ -313,10 +313,10 @@ class _LoggerCallback:
             self._callback.on_trial_save(report.index, [self._trial], self._trial)
 
     def event(self, event: JobEvent) -> None:
-        """Do nothing: a logger has no method for events."""
+        """Do nothing, because a logger has no method for events."""
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
-        """Do nothing: a logger is notified of a failure at the run's end."""
+        """Do nothing, because a logger is notified of a failure when the run ends."""
 
     def finish(self, phase: JobPhase) -> None:
         """End the trial and the experiment, then copy the logger's files to the run's storage."""
@@ -333,7 +333,7 @@ class _LoggerCallback:
                 copy_directory(local, self._trial.local_path, storage, target)
 
     def state(self) -> str | None:
-        """Return the state from which the logger can resume the same run; None if there is none."""
+        """Return the state that the logger needs to resume the same run; None if it has none."""
         return state_of(self._callback, self._trial)
 
 
@@ -383,7 +383,7 @@ def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
 
 
 def state_of(logger: Any, trial: TrialView | None) -> str | None:
-    """Return the state from which a logger can resume its run; None if this state is missing, too large or not JSON."""
+    """Return the state that a logger needs to resume its run; None if it is missing, too large or not JSON."""
     runs = getattr(logger, "_trial_runs", None)
     if _is(logger, "MLflowLoggerCallback") and isinstance(runs, dict) and trial in runs:
         return f"mlflow:{runs[trial]}"
@@ -401,7 +401,7 @@ def state_of(logger: Any, trial: TrialView | None) -> str | None:
 def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
     """Return the indices of the reports that a logger's MLflow run already has; empty for other loggers.
 
-    They are needed because a process may die after it has logged a report and before the tracker's note records this.
+    They are needed because a process may die after logging a report and before the tracker's note records this.
     """
     runs = getattr(logger, "_trial_runs", None)
     if not _is(logger, "MLflowLoggerCallback") or not isinstance(runs, dict) or trial not in runs:
@@ -432,7 +432,7 @@ class RunContext:
 def pack_callbacks(
     callbacks: Sequence[Any], *, run_config: Any, train_loop_config: Mapping[str, Any] | None, scaling_config: Any
 ) -> bytes:
-    """Return the callbacks pickled by value, like the train function; empty if there are none."""
+    """Return the callbacks pickled by value, like the train function; empty if no callbacks are given."""
     if not callbacks:
         return b""
     for callback in callbacks:
@@ -452,7 +452,7 @@ def unpack_callbacks(packed: bytes, run_id: str) -> tuple[tuple[Any, ...], RunCo
 
     Unpickling runs user code, so call this only in a thread that nothing waits for.
 
-    Raises Exception: any error of the user's code; for example, a module may be missing on the controller's node.
+    Raises any error from the user's code; for example, a module may be missing on the controller's node.
     """
     callbacks, train_loop_config, run_config, scaling_config = pickle.loads(packed)
     context = RunContext(
