@@ -52,7 +52,7 @@ class JobBranches:
         return self._running is not None and not self._running.done()
 
     def tick(self, start: Callable[[JobSpec], Any], now_s: float) -> None:
-        """Start a comparison on idle slots, if ``branch_when_idle`` is set, once steps have doubled since the last."""
+        """Start a comparison on idle slots, with ``branch_when_idle``, once the steps have doubled since the last."""
         if not self._parts.spec.elastic.branch_when_idle or now_s - self._looked_s < _LOOK_S or self._is_running:
             return
         self._looked_s, plan, report = now_s, BranchPlan(), self._planner.latest

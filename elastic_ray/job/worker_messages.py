@@ -231,7 +231,7 @@ class WorkerMessages:
         self.torn = False
 
     def run_ended(self, worker: str, result: RunResult) -> None:
-        """Handle the end of a worker's train function: it returned, left, saved, lost its group, or raised an error."""
+        """Handle the result of a train function: it returned, left, saved, lost its group, or raised an error."""
         trains = self._group.machine.current is not None
         match result:
             case RunFinished(steps=steps) if (error := self._errors.at_end(steps)) is not None:

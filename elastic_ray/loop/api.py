@@ -93,7 +93,7 @@ class ElasticContext:
     """Rank and group of this worker, as in ``ray.train.get_context()``; each method returns the current value.
 
     Before the first epoch no group exists yet, and ranks and sizes describe the group that this worker is expected to
-    join. Among the workers that start or restart a job, exactly one sees rank 0, and one on each node sees local rank
+    join. When workers start or restart a job, exactly one of them sees rank 0, and one on each node sees local rank
     0. Workers that join a running job never see rank 0 before their first epoch. ``if get_world_rank() == 0:
     download()`` is therefore correct before the first epoch too, but the other workers do not wait for rank 0.
     """

@@ -53,7 +53,7 @@ class JobMembership(GenerationChanges):
         self._first_wish_s: float | None = None
 
     def handle(self, stimulus: Stimulus, now_s: float) -> list[Instruction]:
-        """Handle an event and return the resulting instructions in order; after the job's end, none until a reset."""
+        """Handle an event and return the resulting instructions, in order; once the job ends, none until a reset."""
         self._out = []
         if self._ended:
             return self._out

@@ -48,7 +48,7 @@ NO_COMMUNICATION_HOOK = (
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError unless ``options`` is empty; arguments may be DistributedDataParallel's or unknown."""
+    """Raise TypeError for DistributedDataParallel's arguments and unknown ones; accept empty ``options``."""
     for name in options:
         if name in _OF_DDP:
             raise TypeError(f"AdaptiveDataParallel has no {name}=, which is DistributedDataParallel's: {_OF_DDP[name]}")

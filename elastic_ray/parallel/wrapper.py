@@ -346,7 +346,7 @@ class AdaptiveDataParallel(torch.nn.Module):
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
 
     def _too_few(self, torchs: str) -> str:
-        """Return an explanation of BatchNorm's error on one sample: the division that caused it, and how to fix it."""
+        """Return an explanation for BatchNorm's error with one sample: the division that caused it, and the remedy."""
         run = self._run
         step = run.ledger.outermost
         samples = sum(map(sum, step.sizes)) if step is not None else 0

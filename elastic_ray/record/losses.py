@@ -122,7 +122,7 @@ class SizeHistory:
         self._first_s = self.settled_s if state.most_workers else None
 
     def launched(self, now_s: float, at_s: float) -> None:
-        """Record that processes are starting while no group trains; ``at_s`` is ``now_s`` as [s since the epoch]."""
+        """Record that processes are starting without a training group; ``at_s`` is ``now_s`` in [s since the epoch]."""
         if self._launched_s is None:
             self._launched_s, self.launched_at_s = now_s, at_s
 

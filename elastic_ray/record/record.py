@@ -129,7 +129,7 @@ class JobRecord:
             self.phase, self.message = JobPhase.STARTING, "workers are starting"
 
     def starts_again(self, *, waits_because: str | None) -> None:
-        """Record that the job has no workers: new ones are starting, or it waits for the reason ``waits_because``."""
+        """Record that the job has no workers: new ones are starting, or it is waiting because of ``waits_because``."""
         self.phase = JobPhase.STARTING if waits_because is None else JobPhase.WAITING
         self.message = waits_because or ""
 
@@ -150,7 +150,7 @@ class JobRecord:
         self.events = list(events)
 
     def report(self, message: WorkerReport, workers: int = 0) -> tuple[str, ...]:
-        """Store a report of rank 0 from a group of ``workers``; return paths of checkpoints that are no longer kept."""
+        """Store rank 0's report from a group of ``workers``; return paths of checkpoints that are no longer kept."""
         report = report_of(message, workers)
         self._put(report)
         if report.checkpoint is None:

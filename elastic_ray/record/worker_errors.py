@@ -170,7 +170,7 @@ class WorkerErrors:
         return self._last.raised if self._last is not None else None
 
     def settled(self, *, started: bool = False) -> None:
-        """Record that a group trains again; ``started`` is True if it started from a checkpoint or from scratch."""
+        """Record that a group is training again; ``started`` means it started from a checkpoint or from scratch."""
         self._last, self._starts, self._tried = None, [], set()
         self._losses.settled()
         if started:  # its steps may be fewer than those before, and more than enough

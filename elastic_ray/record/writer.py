@@ -101,7 +101,7 @@ class RecordWriter:
         self._record.waits("controller", waiting or self._events.problem or self._reports.problem)
 
     async def finish(self) -> None:
-        """Write the remaining lines and finish deletions, within seconds, because the user waits for the job's end."""
+        """Write remaining lines and finish deletions within seconds, because the user is waiting for the job to end."""
         writers = (self._events, self._reports)
         away = self._calls.waiting() or any(writer.problem for writer in writers)
         until_s = time.monotonic() + (_LAST_WORDS_AWAY_S if away else _LAST_WORDS_S)

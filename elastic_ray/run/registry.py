@@ -214,7 +214,7 @@ class Registry:
         self._of(model).keep_strategy()
 
     def set_topology(self, model: int, topology: str) -> None:
-        """Switch a model's gradients to another reduction topology, under the conditions of :meth:`set_strategy`."""
+        """Switch a model's gradients to a different reduction topology; the rules are as for :meth:`set_strategy`."""
         self._of(model).set_topology(topology)
 
     def _of(self, model: int) -> Participant:
@@ -376,7 +376,7 @@ class Registry:
         """Return a digest, to be compared across ranks, of the models that are averaged after a step; 0 for none.
 
         Args:
-            trained: Number of steps that have trained, or True if the current step has.
+            trained: Number of steps that have trained, or 1 if the current step has, otherwise 0.
         """
         layouts = [(number, each.fix_drift()) for number, each in enumerate(self.gradients) if each.drifts]
         return digest((layouts, trained)) if layouts else 0

@@ -158,7 +158,7 @@ class CallbackTracker:
             self.note = note
 
     def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """Unpickle the callback and notify it that the run starts; for the arguments, see :meth:`Tracker.start`."""
+        """Unpickle the callback and notify it that the run is starting; for arguments, see :meth:`Tracker.start`."""
         callback, context = self._callbacks.get(self._index)
         if not again:
             self._seen = SeenReports(reports)
