@@ -170,7 +170,7 @@ def _token(mode_is_open: bool) -> str:
 
 
 def _refuses(address: str, token: str) -> bool | None:
-    """Return whether a cluster refuses a process that sends this token; None if the cluster does not answer."""
+    """True if a cluster refuses a process that sends this token; None if the cluster does not answer."""
     try:
         import grpc
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc

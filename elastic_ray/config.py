@@ -40,7 +40,7 @@ class ElasticConfig(NamesArguments):
         heartbeat_timeout_s: A worker that sends no heartbeat for this long counts as hung.
         join_timeout_s: Time limit for a new worker to become ready after its resources were reserved. Each time a
             worker is late, the limit doubles (up to eight times this setting), until a worker is ready in time.
-        reserve_timeout_s: Time after which an unfulfilled reservation of resources is cancelled.
+        reserve_timeout_s: Time until an unfulfilled resource reservation is cancelled.
         switch_timeout_s: Time limit for the workers of a new generation (group) to connect and to exchange state.
         collective_timeout_s: Maximum wait in a collective for a slow but living peer. It must exceed the longest step.
         lease_s: If the driver is silent for this long, the job saves its state and ends.
@@ -53,7 +53,7 @@ class ElasticConfig(NamesArguments):
         fixed_batch: If True, keep the batch size constant even if the loader allows the job to adapt it.
         automatic_checkpoints: Save the entire elastic state (models, optimizers, schedulers, the loader's position,
             statistics) to the run's storage periodically and when the job finishes. A job that loses all its workers,
-            or its whole cluster, continues from the last of these checkpoints.
+            or its entire cluster, continues from the last of these checkpoints.
         branch_when_idle: Test larger batches in branches of the job (``JobHandle.branch``), on idle slots that no other
             job can use. A test starts each time the job's number of steps has doubled, from step 400 on.
         keep_last_state: Keep the last automatic checkpoint of a finished job. It is ``Result.checkpoint`` if the job

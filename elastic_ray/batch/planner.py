@@ -348,7 +348,7 @@ class BatchPlanner:
         return self._reconsider() if gpu == self._gpu else None
 
     def close(self) -> None:
-        """Finish the planner at the job's end, adding measurements since the last fit to :attr:`observations`."""
+        """Close the planner when the job ends, adding measurements since the last fit to :attr:`observations`."""
         for gpu, tuner in self._tuners.items():
             self._log_fit(gpu, tuner.snapshot())
 

@@ -120,7 +120,7 @@ class BatchTuner:
         self._watch = GrowthWatch(limits.init_batch_size)
 
     def set_limits(self, limits: BatchLimits) -> None:
-        """Replace the limits within which the batch is chosen, for example by a newly measured critical batch."""
+        """Replace the limits on the choice of the batch, for example with a newly measured critical batch."""
         self.limits = limits
 
     @property

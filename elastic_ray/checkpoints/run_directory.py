@@ -160,7 +160,7 @@ class RunStorage:
     def read_events(self, most: int | None = None) -> tuple[JobEvent, ...]:
         """Return the last ``most`` events written so far, or all if ``most`` is None.
 
-        Events of kind ``pass`` (proof of which samples a pass used) and a line cut short by a crash are left out.
+        Events of kind ``pass`` (proof of the samples that a pass used) and a line cut short by a crash are left out.
         """
         events: deque[JobEvent] = deque(maxlen=most)
         for line in self.event_lines():

@@ -119,7 +119,7 @@ def _ready(ref: Any) -> Any | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobClient:
-    """Client through which a command calls one job's controller (the actor that manages the job)."""
+    """Client that a command uses to call one job's controller (the actor that manages the job)."""
 
     answers: JobAnswers  # what it had answered when it was looked for
     controller: Any  # handle of its actor

@@ -76,7 +76,7 @@ class _Table:
 
 
 class Bootstrap:
-    """Rendezvous server through which the members of a job's generations (groups of workers) find each other.
+    """Rendezvous server that lets the members of a job's generations (groups of workers) find each other.
 
     The server runs in a single event loop. If the server's data is lost, the generation that is forming fails.
 

@@ -58,8 +58,8 @@ class Communicator:
     votes, both wait, and no message ends up in the wrong buffer.
 
     Args:
-        store: Store through which the ranks find each other; None for a group of one. After the group has formed,
-            only NCCL uses it, when two ranks first send to each other.
+        store: Store that the ranks use to find each other; None for a group of one. After the group has formed, only
+            NCCL uses it, when two ranks first send to each other.
         prefix: Unique name of this generation in the store.
         world_size: Number of ranks; no group is formed if it is 1.
         timeout_s: Maximum time a collective waits for a slow peer [s].
@@ -496,7 +496,7 @@ class _Closed:
 class GradientGroup:
     """Collectives of the gradient group, which is used only for synchronisation.
 
-    Wait for the returned works with ``Communicator.wait``. A group of one rank starts no operations.
+    Wait for the returned work objects with ``Communicator.wait``. A group with one rank starts no operations.
 
     Args:
         guard: Runs an operation unless the generation was cancelled, and converts errors to

@@ -42,11 +42,11 @@ class Announcer:
     """Announcements of one rank in one group, which let ranks check that their next collectives match.
 
     Each rank contributes four numbers at its own position: its intent, the number of loader steps it has committed, a
-    fingerprint of its parameters (0 if not requested; the message's number if it waits for a message), and the number
-    of its phase. A phase consists of an announcement (sent or only recorded) and the collectives that it announces; it
-    must end before the next one starts. An announcement that a rank makes while it waits may be outdated when the other
-    ranks make theirs. In that case the phase numbers differ, and all ranks announce again. Methods that wait for other
-    ranks raise CommunicationFailedError if the group breaks.
+    fingerprint of its parameters (0 if not requested; the message number if it is waiting for a message), and the
+    number of its phase. A phase consists of an announcement (sent or only recorded) and the collectives that it
+    announces; it must end before the next one starts. An announcement that a rank makes while waiting may be outdated
+    when the other ranks make theirs. In that case the phase numbers differ, and all ranks announce again. Methods that
+    wait for other ranks raise CommunicationFailedError if the group breaks.
 
     Args:
         communicator: Communicator of a group with at least two ranks.

@@ -496,7 +496,8 @@ class BatchSamplerOrder:
     def epoch_order(self, seed: int, epoch: int) -> Indices:
         """Return the sample indices of an epoch's batches, in order, and set ``ends``, the end positions of batches.
 
-        Raises ValueError if there are no batches or too many, a batch is empty, or an index is outside the dataset.
+        Raises ValueError if the sampler yields no batches, too many or an empty one, or an index is outside the
+        dataset.
         """
         for told in (self._batch_sampler, getattr(self._batch_sampler, "sampler", None)):
             if callable(set_epoch := getattr(told, "set_epoch", None)):

@@ -92,7 +92,7 @@ def _names_one(entry: Any) -> bool:
 
 
 def _of_classes(dataset: Any) -> dict[str, Any]:
-    """Return list and tuple attributes of the dataset's classes, excluding those of torch and Python."""
+    """Return list and tuple attributes of the dataset's classes, excluding torch's and Python's."""
     own = [
         kind for kind in reversed(type(dataset).__mro__) if kind.__module__.split(".")[0] not in ("torch", "builtins")
     ]
@@ -149,7 +149,7 @@ def _table_facts(dataset: Any, name: str) -> Facts:
 
 
 def _plain(item: Any, depth: int = 0) -> Any:
-    """Return the first values of an item in JSON types; None for a value of another type."""
+    """Return the first values of an item in JSON types; None for a value of any other type."""
     kind = type(item)
     if kind is torch.Tensor:
         item = item.detach()

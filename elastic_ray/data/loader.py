@@ -273,7 +273,7 @@ class AdaptiveDataLoader(ResumableLoader):
             self._lead()
 
     def _lead(self) -> None:
-        """Make this loader the one that reports for the job."""
+        """Make this loader report for the job."""
         sample, tokens = describe_sample(self.dataset), self._tokens
         info = LoaderInfo(limits=self._limits, dataset_size=self.dataset_size, sample=sample, tokens=tokens)
         self._session.registry.loaders.lead(self, info, in_processes=self._given.num_workers > 0)
@@ -452,7 +452,7 @@ class AdaptiveDataLoader(ResumableLoader):
         return self._passes - 1
 
     def _next_step(self, epoch: int, loader_pass: PassProgress) -> Sequence[Callable[[], Any]] | None:
-        """Divide the step at the pass's position and start it; None at the end of the pass."""
+        """Divide the step at the pass's position and start it; return None if the pass has ended."""
         session = self._session
         run, adaptation = session.run, session.adaptation
         while True:

@@ -136,7 +136,7 @@ class JobDisplay:
         self.close()
 
     def event(self, job: str, event: JobEvent) -> None:
-        """Show an event at once, except the job's end, which the last status shows."""
+        """Show an event at once, except when the job ends, which the last status shows."""
         if event.kind is not EventKind.FINISHED:
             self._write(event_line(job, event))
 

@@ -192,7 +192,7 @@ def fresh_name(stem: str, now: datetime.datetime) -> str:
 
 
 def pop_name(environment: MutableMapping[str, str]) -> str | None:
-    """Remove the job's name from the environment and return it, so that only one job gets it; None if none is set."""
+    """Remove the job's name from the environment and return it, so that only one job gets it; None if not set."""
     return environment.pop(NAME, "") or None
 
 

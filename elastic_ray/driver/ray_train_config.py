@@ -184,7 +184,7 @@ def read_run(config: RunConfig | None) -> RunOptions:
 
 
 def _callbacks(given: Any) -> tuple[Any, ...]:
-    """Return the callbacks as a tuple; raise TypeError for one that is neither a UserCallback nor a LoggerCallback."""
+    """Return the callbacks as a tuple; raise TypeError for any that is neither a UserCallback nor a LoggerCallback."""
     callbacks: tuple[Any, ...] = tuple(given or ())
     if not callbacks:
         return ()

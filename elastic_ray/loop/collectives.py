@@ -153,7 +153,8 @@ def all_gather(value: T) -> list[T]:
             tensors are moved to the device of this rank's tensors.
 
     Raises:
-        UnsafeStateError: the value contains an object of another type; such objects would need pickle, which is unsafe.
+        UnsafeStateError: the value contains an object of any other type; such objects would need pickle, which is
+            unsafe.
         RanksDisagreeError: the ranks make different calls.
     """
     mine = _plain(value)
@@ -184,7 +185,8 @@ def broadcast(value: T, src: int = 0) -> T:
         src: rank of the worker that provides the value.
 
     Raises:
-        UnsafeStateError: the value contains an object of another type; such objects would need pickle, which is unsafe.
+        UnsafeStateError: the value contains an object of any other type; such objects would need pickle, which is
+            unsafe.
         ValueError: ``src`` is not a rank of the current group.
         RanksDisagreeError: the ranks make different calls.
     """

@@ -148,7 +148,7 @@ class StateVersion:
 
 
 def transfer_rounds(progress: Sequence[StateVersion]) -> list[list[tuple[int, int]]]:
-    """Return rounds of ``(source rank, destination rank)`` after which every rank holds the most advanced state.
+    """Return rounds of ``(source rank, destination rank)`` that give every rank the most advanced state.
 
     Ranks with the most advanced version are holders; all others are receivers. This includes survivors that did not
     complete the last step. In each round, every holder sends to one receiver, so h holders serve n receivers in

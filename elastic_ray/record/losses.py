@@ -22,7 +22,7 @@ class Losses:
     Preemption, which saves the job between two steps, is not a failure.
 
     Args:
-        max_failures: Number of failures after which the job may restart; 0 for no limit while it makes progress, -1 for
+        max_failures: Number of failures that the job may restart after; 0 for no limit while it makes progress, -1 for
             no limit at all.
         restart: True if the job may restart when ``max_failures`` is 0; False if its first failure then ends it.
 

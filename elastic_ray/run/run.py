@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Components of a run. Higher layers receive the entire run, lower layers only the components they need.
+    """Components of a run; higher layers receive all of them, lower layers only the components they need.
 
     Args:
         membership: This worker's side of the membership protocol.

@@ -141,7 +141,7 @@ class Interference(ReadyPolicy):
 
 
 def _sent(name: str, workers: int, nodes: int) -> float | None:
-    """Return how often a link between nodes is busy for as long as it takes to send all gradients once.
+    """Return the time that a link between nodes is busy, in units of the time to send all gradients once.
 
     None for strategies that are not topologies, and on a single node.
     """

@@ -306,7 +306,7 @@ def _tensors(named: Sequence[NamedPieces]) -> list[Any]:
 
 
 def _on_cpu(named: NamedPieces) -> NamedPieces:
-    """Return the tensors in CPU memory; those of a preempted job were not copied."""
+    """Return the tensors in CPU memory; a preempted job's tensors were not copied."""
     held = tuple((start, tensor.cpu()) for start, tensor in named.pieces.held)
     return dataclasses.replace(named, pieces=dataclasses.replace(named.pieces, held=held))
 

@@ -199,7 +199,7 @@ class ElasticFitLoop(_FitLoop):
         states.start_from(begun)
 
     def _count_epochs(self) -> int:
-        """Return the number of epochs to train, on which the job's progress is based."""
+        """Return the number of epochs to train; the job's progress is based on it."""
         known = self.max_epochs if self.max_epochs is not None and self.max_epochs >= 0 else None
         if self.max_steps < 0:
             if known is None:

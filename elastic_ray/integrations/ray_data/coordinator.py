@@ -260,7 +260,7 @@ def _unpacked(packed: PackedDatasets) -> tuple[dict[str, bytes], str]:
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    """True unless the record is one that Ray logs for every such actor; used to filter these records out."""
+    """True unless Ray logs the record for every such actor; used to filter these records out."""
     return _TALKATIVE[record.name] not in record.getMessage()
 
 

@@ -158,7 +158,7 @@ class Readers:
         return self._reads.get(reader.client, (None, None))[0] is reader
 
     def has_others(self, stream: object, reader: Reader) -> bool:
-        """True if a living client, other than the client of ``reader``, reads the stream.
+        """True if a living client, other than ``reader``'s own, is reading the stream.
 
         A client is living if its run (call of the train function) has sent a request in the reader's generation or
         later.

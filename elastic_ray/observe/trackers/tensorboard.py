@@ -200,7 +200,7 @@ _KNOWN = 1000  # reports that are looked for in the files of an earlier controll
 
 
 class TensorBoardWriter:
-    """Writer of one directory of event files, for a run whose controller and rank 0 may be replaced.
+    """Writer for one directory of event files, for a run whose controller and rank 0 may be replaced.
 
     When a run returns to a checkpoint, a restart event invalidates later values, which repeated steps then replace;
     marks are kept. The x axis is the optimizer step, or the report's number if the run reports without making optimizer
