@@ -71,7 +71,7 @@ class PageJob:
         why: Reason for the job's size, what the job is waiting for, or why it ended.
         reports: Number of reports made by the train function.
         sweep: Name of the sweep that the trial belongs to; empty for other jobs.
-        rungs: Report counts, ascending, when the sweep may stop the trial; empty if unknown.
+        rungs: Report counts, ascending, where the sweep may stop the trial; empty if unknown.
         parameters: Hyperparameters of a trial, keyed by name.
         score: Value of ``metric`` that a sweep uses to compare its trials; ``mode`` is "max" if larger is better.
         metric: Metric of the sweep; for other jobs, the metric that ranks checkpoints.
