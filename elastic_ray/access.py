@@ -46,7 +46,7 @@ def join() -> None:
 
 
 def session_warning() -> str:
-    """Return a warning if other accounts on this machine can write to Ray's session folders; empty otherwise.
+    """Return a warning if other accounts on this machine can write to Ray's session folders; otherwise empty.
 
     Ray creates these folders world-writable. Workers import code from them, and Ray's token does not protect them.
     """

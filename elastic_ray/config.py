@@ -1,4 +1,4 @@
-"""User configuration of how a job changes size, and how it is scheduled among other jobs."""
+"""User configuration of how a job changes size, and how it is scheduled relative to other jobs."""
 
 from __future__ import annotations
 

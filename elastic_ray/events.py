@@ -210,7 +210,7 @@ _LARGEST = 1e15
 
 
 def _object(line: str, what: str) -> dict[str, Any]:
-    """Return the JSON object on a line of a run's files; raises ValueError if the line, from any writer, has none."""
+    """Return the JSON object on a line of a run's files; raises ValueError if the line (from any writer) has none."""
     try:
         values = load(line)
     except RecursionError:

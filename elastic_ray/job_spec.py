@@ -13,7 +13,7 @@ from elastic_ray.events import TrialFacts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSpec:
-    """Additional settings of a job that is a sweep's trial, whose declared epochs are only an upper bound."""
+    """Additional settings for a job that is a sweep's trial; its declared epochs are only an upper bound."""
 
     controller: str  # name of its controller after ``job:``, and of this run of the trial, which may have several
     # checkpoint to start from, a path on the job's storage file system; None starts anew. What an earlier run left in

@@ -50,7 +50,7 @@ class SharedValues:
     events: int = 0  # how many events there were
 
     def advance(self, passed_s: float, workers: int, samples: int) -> None:
-        """Add a committed step's time, worker-seconds and ``samples`` to the totals of the run.
+        """Add a committed step's time, worker-seconds and ``samples`` to the run's totals.
 
         Args:
             passed_s: Time since the previous step's end [s]; counted once for each of the ``workers``.
@@ -238,7 +238,7 @@ class PolicyRunner:
             pending.fail(f"load_state_dict: {_described(error)}", ends=True)
 
     def _said(self) -> Sequence[Any]:
-        """Return each policy's requests and failures, and its state; None for a policy without any."""
+        """Return each policy's requests and failures, and its state; None for a policy that has none."""
         said: list[Any] = []
         for number, pending in enumerate(self._pending):
             if not pending or number in self.values.off:
@@ -544,7 +544,7 @@ def flag_and_digest(said: Any) -> list[float]:
 
 
 def _canonical(value: Any) -> str:
-    """Return a text that is the same for equal values, whatever the order of dict keys; tuples count as lists."""
+    """Return a text that is the same for equal values, regardless of the order of dict keys; tuples count as lists."""
     if isinstance(value, Mapping):
         items = sorted(f"{key!r}: {_canonical(item)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"

@@ -1,4 +1,4 @@
-"""Read-only view of a run, passed to policies and equal on all ranks (pure)."""
+"""Read-only view of a run, passed to policies and identical on all ranks (pure)."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class WatchedMetrics:
         self.reports = 0  # how many reports that stands for
 
     def watch(self, names: Sequence[str]) -> None:
-        """Add metrics to watch; call this before the first epoch, on all ranks with the same names."""
+        """Add metrics to watch; call this before the first epoch, with the same names on all ranks."""
         self._names = tuple(sorted({*self._names, *names}))
 
     def restore(self, latest: Mapping[str, float], reports: int) -> None:

@@ -1,4 +1,4 @@
-"""Learning-rate scaling rules: factors on the learning rate for a batch ``scale`` times the initial one.
+"""Learning-rate scaling rules: factors on the learning rate for a batch ``scale`` times the initial batch.
 
 A rule is a pure value. From the scale, the noise of each parameter group and the progress, it computes one factor per
 group. The optimizer wrapper multiplies the rate by the factor inside ``optimizer.step`` and restores it afterwards.
@@ -119,7 +119,7 @@ def adam_options(
 
 
 def bias_correction(beta: float, steps: float, initial_steps: float, scale: float) -> float:
-    """Return c, which keeps Adam's bias correction of a moment exact after changes of the batch.
+    """Return c, which keeps Adam's bias correction of a moment exact after batch changes.
 
         c = (1 - beta^s) / (1 - beta^(scale x t))
 

@@ -34,7 +34,7 @@ def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
 
 
 def checkpoint_interval_s(cost_s: float, mean_time_s: float) -> float:
-    """Return the time from one automatic checkpoint to the next [s], between 10 s and an hour.
+    """Return the time between automatic checkpoints [s], from 10 s to an hour.
 
     The interval is long enough that checkpoints use at most half a percent of the time (up to the limit of an hour).
     """

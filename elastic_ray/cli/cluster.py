@@ -175,7 +175,7 @@ class JobGoneError(click.ClickException):
 
 
 def find_jobs(name: str) -> tuple[JobClient, ...]:
-    """Return clients for the job called ``name``, or else for all jobs of the submission ``name``; empty if none."""
+    """Return clients for the job called ``name``, or else for all jobs in the submission ``name``; may be empty."""
     answers = known_jobs()
     chosen = [each for each in answers if each.job == name]
     chosen = chosen or [each for each in answers if each.comes_from(name)]
@@ -225,7 +225,7 @@ def find_job(name: str) -> JobClient:
 
 
 def ended_jobs() -> tuple[EndedJobNote, ...]:
-    """Return the jobs that ended within the last hour: failed ones first, then the newest.
+    """Return the jobs that ended within the last hour: failed jobs first, then the newest.
 
     Jobs whose notes cannot be read are left out.
     """

@@ -165,7 +165,7 @@ def allocator(job: str | None, last: int, as_json: bool) -> None:
 
 
 def scaling_lines(decision: ScalingDecision) -> list[str]:
-    """Return lines of text about the requested nodes, the changes with their reasons, and notes for jobs' users."""
+    """Return lines of text about the requested nodes, the changes with their reasons, and notes for the jobs' users."""
     nodes = ", ".join(f"{n} {name}" for name, n in decision.nodes.items() if n) or "none"
     lines = [f"nodes wanted: {nodes}; {decision.usd_per_h:.3g} USD/h"]
     lines += [

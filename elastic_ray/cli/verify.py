@@ -28,7 +28,7 @@ _STATES = {True: "proven", False: "UNPROVEN", None: "-"}
 @click.option("--replay", "step", type=click.IntRange(min=1), metavar="STEP", help="Train the steps around it again.")
 @json_option
 def verify(path: str, step: int | None, as_json: bool) -> None:
-    """Check from RUN's files that ranks started equal, epochs used each sample once, and checkpoints are complete.
+    """Check in RUN's files that ranks started equal, epochs used each sample once, and checkpoints are complete.
 
     RUN is the run's directory: RunConfig's storage_path/name. Exit code 1 if anything is unproven.
 

@@ -37,7 +37,7 @@ class BootstrapCall:
 
 
 def call_mac(secret: str, generation: int, worker: str) -> bytes:
-    """Return the message authentication code of a worker's calls in a generation; ``secret`` is the job's secret."""
+    """Return the message authentication code for a worker's calls in a generation; ``secret`` is the job's secret."""
     return sign(secret, "bootstrap", generation, worker)
 
 
@@ -119,7 +119,7 @@ class Bootstrap:
         return self._units.setdefault(worker, _Table())
 
     def _table(self, generation: int) -> _Table:
-        """Return the table of a generation, creating it if needed; raises BootstrapRefusedError if it is too old."""
+        """Return a generation's table, creating it if needed; raises BootstrapRefusedError if it is too old."""
         if generation not in self._tables:
             self._tables[generation] = _Table()
             for old in sorted(self._tables)[:-_GENERATIONS_KEPT]:

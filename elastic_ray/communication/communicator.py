@@ -325,7 +325,7 @@ class Communicator:
         return [[int(v) for v in row] for row in mine]
 
     def broadcast_bytes(self, content: bytes, root: int, *, with_gradients: bool = False) -> bytes:
-        """Return the ``content`` of rank ``root`` on every rank; ``with_gradients`` uses the gradient group."""
+        """Return rank ``root``'s ``content`` on every rank; ``with_gradients`` uses the gradient group."""
         length = self.gather_ints([len(content)], with_gradients=with_gradients)[root][0]
         told = torch.zeros(length, dtype=torch.uint8)
         if self.rank == root and content:

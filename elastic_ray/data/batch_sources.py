@@ -49,7 +49,7 @@ def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchS
 
 
 def order_of(given: LoaderArguments) -> EpochOrder:
-    """Return the order of samples that the loader's arguments imply, for the dataset's current length."""
+    """Return the sample order implied by the loader's arguments, for the dataset's current length."""
     if given.batch_sampler is not None:
         return BatchSamplerOrder(given.batch_sampler, samples=len(given.dataset))
     return order_for(given.dataset, shuffle=given.shuffles, sampler=given.sampler)

@@ -1,4 +1,4 @@
-"""SHELL over torch's DataLoader: fetches one rank's batches, however the group changes during a pass."""
+"""SHELL over torch's DataLoader: fetches one rank's batches, regardless of group changes during a pass."""
 
 from __future__ import annotations
 
@@ -517,7 +517,7 @@ class BatchSamplerOrder:
 
 
 class WholeBatches(MapBatches):
-    """Source that gives each rank one undivided batch per step; in the last step some ranks may get none.
+    """Source that gives each rank one undivided batch per step; in the last step, some ranks may get none.
 
     Args:
         batch_size: samples per batch; ignored if the order is a ``BatchSamplerOrder``.

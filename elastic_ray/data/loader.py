@@ -279,7 +279,7 @@ class AdaptiveDataLoader(ResumableLoader):
         self._session.registry.loaders.lead(self, info, in_processes=self._given.num_workers > 0)
 
     def _recount(self, tokens: TokenBatch) -> None:
-        """Convert the declared batch in tokens to samples again, using the tokens that the loop has counted so far.
+        """Convert the batch declared in tokens to samples again, using the tokens counted by the loop so far.
 
         Raises:
             RuntimeError: the loop has trained a step without counting its tokens.

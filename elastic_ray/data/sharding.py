@@ -95,7 +95,7 @@ _FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)  # of we
 
 
 class Order(Protocol):
-    """Protocol of sample indices in the order of use: an array, or an object that computes any requested part."""
+    """Protocol for sample indices in the order of use: an array, or an object that computes any requested part."""
 
     def __len__(self) -> int:
         """Return the number of indices."""

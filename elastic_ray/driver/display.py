@@ -109,7 +109,7 @@ def _number(value: float) -> str:
 
 
 class JobDisplay:
-    """Display of statuses and events: on a terminal a live line with events above it, elsewhere plain lines.
+    """Display for statuses and events: on a terminal, a live line with events above it; elsewhere, plain lines.
 
     A context manager. The display must never stop a job, so a broken stream only ends the display.
     """
@@ -244,7 +244,7 @@ class Interrupts:
 
 
 def without_traceback(error: BaseException) -> None:
-    """Make Python print no traceback if this exception stays uncaught, because its meaning has been printed."""
+    """Prevent Python from printing a traceback if this exception is not caught, as its meaning was printed already."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:

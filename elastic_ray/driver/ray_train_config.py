@@ -1,4 +1,4 @@
-"""Reader of Ray Train's configuration for an elastic job: each field is used, or refused with a reason."""
+"""Reader of Ray Train's configuration for an elastic job: each field is either used or refused with a reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(RunSettings):
-    """Values read from ``RunConfig``; ``name`` is None unless the user chose one, ``callbacks`` are unchanged."""
+    """Values read from ``RunConfig``; ``name`` is None unless the user chose a name; ``callbacks`` are unchanged."""
 
     name: str | None
     callbacks: tuple[Any, ...]

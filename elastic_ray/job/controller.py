@@ -97,7 +97,7 @@ def _name_of(spec: JobSpec) -> str:
 
 
 def _warm(spec: JobSpec) -> Any | None:
-    """Return a warm controller that now runs this job; None if none is available.
+    """Return a warm controller that is now running this job; None if none is available.
 
     A warm controller that does not answer is killed, so that it cannot start the job later.
     """
@@ -269,7 +269,7 @@ class JobController:
         await self._change(lambda: self._job.resume())
 
     async def weigh(self, weight: float) -> None:
-        """Set the weight of this job's speed relative to other jobs, instead of ``SchedulingConfig.weight``."""
+        """Set how much this job's speed matters relative to other jobs, instead of ``SchedulingConfig.weight``."""
         await self._change(lambda: self._job.weigh(weight))
 
     async def branch(self, plan: BranchPlan) -> None:
@@ -301,7 +301,7 @@ class JobController:
         await self._persist_state()
 
     async def _persist_state(self) -> None:
-        """Write the state to the journal before a driver is answered, so that the change survives this process."""
+        """Write the state to the journal before answering a driver, so that the change survives this process."""
         self._job.journal_state()
         await asyncio.to_thread(self._journal.flush, _NOTE_S)
 

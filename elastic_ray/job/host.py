@@ -134,7 +134,7 @@ class ControllerHosts:
         return Hosted(host, name)
 
     async def _take_up(self, host: Any, spec: JobSpec, deadline_s: float) -> bool:
-        """Ask a host to run a trial; retry while the host is unavailable, as it may already have started the trial."""
+        """Request that a host run a trial; retry while it is unavailable, as it may already have started the trial."""
         owner = calling_owner("")
         while True:
             try:

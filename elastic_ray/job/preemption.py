@@ -1,4 +1,4 @@
-"""Preemption of a job, between an allocation without nodes and the save (pure; times are arguments)."""
+"""Preemption of a job, from an allocation without nodes until the save (pure; times are arguments)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Preemption:
         return self._then is not None
 
     def start(self, then: Allocated, now_s: float) -> None:
-        """Start to preempt the job; ``then`` is the allocation to apply once the job is saved."""
+        """Start preempting the job; ``then`` is the allocation to apply once the job is saved."""
         self._then, self.reason = then, then.reason
         self._since_s, self._reminded_s = now_s, float("-inf")
 
@@ -40,7 +40,7 @@ class Preemption:
         return due
 
     def failed(self, now_s: float, training: Collection[str]) -> str:
-        """Return the reason why no rank will save the job; empty while one still may.
+        """Return the reason why no rank will save the job; empty while any rank may still save it.
 
         Args:
             training: Members that have not stopped yet; includes rank 0 until it has saved.

@@ -48,7 +48,7 @@ class Notifier:
             self._background.start(self.notify("waiting", f"it has waited for {waited_s / 60:.0f} min: {message}"))
 
     async def notify(self, what: str, reason: str) -> None:
-        """Send event ``what`` with its reason to the webhook, if any, and wait for the answer, with a time limit."""
+        """Send event ``what`` with its reason to the webhook, if any, and wait for the answer, up to a time limit."""
         if not self._url:
             return
         job = self._spec.job

@@ -130,7 +130,7 @@ class JobSupervisor:
         self.allocator.soon()
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of this job's speed relative to other jobs, instead of ``SchedulingConfig.weight``."""
+        """Set how much this job's speed matters relative to other jobs, instead of ``SchedulingConfig.weight``."""
         self._weight = weight
         self.allocator.soon()
 
@@ -404,7 +404,7 @@ class JobSupervisor:
         self._journal.record(dataclasses.replace(state, revivals=self._revivals))
 
     def recover(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
-        """Continue with the previous controller's workers that survived; fail a job whose controller dies too often."""
+        """Continue with the previous controller's surviving workers; fail a job whose controller dies too often."""
         if self.record.phase.ended:
             return
         if len(self._revivals) > _MOST_REVIVALS:
@@ -511,7 +511,7 @@ class BatchChanges:
             self._events.emit(EventKind.BATCH_KEPT, notice)
 
     def advise(self, priors: Mapping[str, Prior]) -> None:
-        """Pass measurements of other jobs that train the same model, keyed by GPU type, to the batch planner."""
+        """Pass measurements from other jobs that train the same model, keyed by GPU type, to the batch planner."""
         self._carry_out(self._planner.advise(priors))
 
     def _carry_out(self, change: tuple[BatchChoice, str] | None) -> None:

@@ -213,7 +213,7 @@ class WorkerMessages:
         self._group.take(message)
 
     def _memory_advice(self) -> str:
-        """Return a clause on the declared memory need for a failure message; empty if none is declared."""
+        """Return a clause about the declared memory need, for a failure message; empty if none is declared."""
         need = self._spec.scheduling.memory
         return "" if need is None else f"; {need.after_failure(max(1, self._group.machine.world_size))}"
 

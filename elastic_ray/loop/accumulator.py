@@ -59,7 +59,7 @@ class Accumulator(Mapping[str, float]):
         self._number = 0 if session.synced else -next(NUMBERS)  # of one that an import makes before there is a run
 
     def _join_present_run(self) -> None:
-        """Attach to the current run: if a process trains several times, sums belong to the run that adds to them."""
+        """Attach to the current run; if a process trains several times, sums belong to the run that adds to them."""
         present = session_of_thread()
         if present is None or present is self._session:
             return

@@ -1,4 +1,4 @@
-"""Public functions of a train loop: session, rank and group of the worker, reports, and shared state."""
+"""Public functions of a train loop: the worker's session, rank and group, reports, and shared state."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _run_after(earlier: Session) -> Session:
 
 
 def _take_along(leading: weakref.ref[Any], session: Session) -> None:
-    """Move a loader made outside the train function to the next run, unless that run has a loader of its own."""
+    """Move a loader made outside the train function to the next run, unless that run has its own loader."""
     loader = leading()
     if loader is not None and session.registry.loaders.info is None:
         loader.join(session)

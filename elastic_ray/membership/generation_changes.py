@@ -80,7 +80,7 @@ class GenerationChanges(Roster):
             self._bereave(record, cause, now_s)
 
     def _rest_after_joiner(self, now_s: float) -> None:
-        """Delay the next joiner after a failed one; the delay doubles with each recent failure."""
+        """Delay the next joiner after a joiner has failed; the delay doubles with each recent failure."""
         recent = now_s - self._joiner_rested_s <= self.config.remember_s
         self._failed_joiners = self._failed_joiners + 1 if recent else 1
         rest_s = min(self.config.backoff_s * 2 ** min(self._failed_joiners - 1, 20), self.config.remember_s)

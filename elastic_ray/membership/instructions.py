@@ -1,4 +1,4 @@
-"""Instructions of the membership machine to the code that carries them out (plain values)."""
+"""Instructions from the membership machine to the code that carries them out (plain values)."""
 
 from __future__ import annotations
 

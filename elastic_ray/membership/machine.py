@@ -163,7 +163,7 @@ class JobMembership(GenerationChanges):
         self._target, self._reason, self._draining = target, goal.reason, goal.draining
 
     def _replace(self, wish: Replace, now_s: float) -> None:
-        """Mark members that must leave once others are ready, unless no others were available recently."""
+        """Mark members that must leave once others are ready, unless none have been available recently."""
         for record in self.workers.values():
             wanted = record.worker in wish.workers and now_s >= self._replace_after_s
             record.replaced = wanted and record.phase is WorkerPhase.MEMBER
@@ -196,7 +196,7 @@ class JobMembership(GenerationChanges):
             record.rebuilt = True  # it starts over, and its Rerun was overtaken
 
     def _left(self, worker: str, now_s: float) -> None:
-        """Handle a worker whose train function has unwound after leaving its generation."""
+        """Handle a worker whose train function has ended after the worker left its generation."""
         record = self.workers.pop(worker, None)
         if record is None:
             return
@@ -263,7 +263,7 @@ class JobMembership(GenerationChanges):
             self._flight_deadline(self.in_flight, now_s)
 
     def _reconcile(self, now_s: float) -> None:
-        """Request workers, release surplus ones and announce a generation, to approach the target."""
+        """Request workers, release surplus workers and announce a generation, to approach the target."""
         if self.returned:
             return  # the job is ending
         leavers, unwanted = surplus(self, self._target)

@@ -128,7 +128,7 @@ ControllerMessage = GenerationSpec | Cancel | BatchProposal | CriticalBatch | St
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateVersion:
-    """Version of a worker's training state. A higher version is further advanced in training."""
+    """Version of a worker's training state. A higher version is further along in training."""
 
     step: int = 0  # committed optimizer steps (loader iterations)
     optimizers_stepped: int = 0  # optimizers already stepped within the step in progress (a GAN has two)

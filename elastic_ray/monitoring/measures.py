@@ -67,7 +67,7 @@ class WorkerMeasures:
 
     @property
     def wire_mib_per_s(self) -> float:
-        """Data passed to collectives per second of the previous step [MiB/s]; 0 before a step has been timed."""
+        """Data passed to collectives per second in the previous step [MiB/s]; 0 before a step has been timed."""
         return self.wire_mib / self.step_s if self.step_s > 0 else 0.0
 
 

@@ -52,7 +52,7 @@ class Monitoring:
             self.meter.ask()
 
     def record_report(self, metrics: Mapping[str, object], number: int) -> None:
-        """Record the number ``metrics["loss"]`` of the run's report ``number``; ignore a report without a loss."""
+        """Record the number ``metrics["loss"]`` from the run's report ``number``; ignore a report without a loss."""
         loss = metrics.get("loss")
         if isinstance(loss, (int, float)) and not isinstance(loss, bool):
             self.loss = number, float(loss)

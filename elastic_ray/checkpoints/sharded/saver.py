@@ -80,7 +80,7 @@ class CopyBuffers:
 
 
 def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
-    """Return the kinds of the tensors: shape, dtype, and whether they are on a GPU."""
+    """Return each tensor's kind: its shape, dtype, and whether it is on a GPU."""
     return [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
 
 

@@ -316,7 +316,7 @@ class Accelerator(OnMainProcess, Collectives):
             super().save(obj, f, safe_serialization)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Save the training state and the position in the data to a folder, on rank 0 only; return the folder."""
+        """Save the training state and the data position to a folder, on rank 0 only; return the folder."""
         if not self.is_main_process:
             return output_dir
         if self.project_configuration.automatic_checkpoint_naming:
@@ -374,7 +374,7 @@ class Accelerator(OnMainProcess, Collectives):
 
     @contextlib.contextmanager
     def _plain_models(self) -> Iterator[None]:
-        """Substitute the plain models in the block, because accelerate saves and loads those."""
+        """Substitute the plain models inside the block, because accelerate must save and load those."""
         prepared = self._models
         self._models = [plain_model(each) for each in prepared]
         try:

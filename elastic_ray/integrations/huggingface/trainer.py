@@ -371,7 +371,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     # --- logs, evaluation, checkpoints
 
     def _average_loss(self) -> None:
-        """Set ``_tr_loss`` to the mean loss over workers, times the number of steps that Trainer divides it by."""
+        """Set ``_tr_loss`` to the mean loss over workers, times the number of steps that Trainer divides by."""
         total, weight = er.all_reduce(
             torch.tensor([float(self._tr_loss), self.tr_weight], dtype=torch.float64)
         ).tolist()

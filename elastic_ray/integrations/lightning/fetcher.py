@@ -15,7 +15,7 @@ _NOTHING = object()
 
 
 class UnreadStream:
-    """Stand-in for a loader over a dataset without length, which keeps Lightning's setup from reading the stream."""
+    """Stand-in for a loader over a dataset without a length that keeps Lightning's setup from reading the stream."""
 
     def __init__(self, loader: er.AdaptiveDataLoader) -> None:
         self.loader = loader

@@ -242,7 +242,7 @@ class ElasticFitLoop(_FitLoop):
 
 
 class ElasticEpochLoop(_TrainingEpochLoop):
-    """Epoch loop that starts at the job's position in the epoch; all workers end each step together."""
+    """Epoch loop that starts at the job's position in the epoch; all workers end each step at the same time."""
 
     _came_later = False  # within the epoch, so that its counts are others'
     moved_epochs = 0  # at whose ends schedulers that count epochs have moved
@@ -343,7 +343,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             theirs.fit_loop.logged.report(theirs.callback_metrics)
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        """Decide as Lightning does; if ``val_check_interval`` is a time, rank 0's clock decides."""
+        """Decide as Lightning does; if ``val_check_interval`` is a time, use rank 0's clock."""
         checks = super()._should_check_val_fx(data_fetcher)
         by_time = getattr(self.trainer, "_val_check_time_interval", None)  # from Lightning 2.6 on
         return checks if by_time is None else bool(er.broadcast(checks))

@@ -187,7 +187,7 @@ class DatasetCoordinator:
         return stream
 
     def _is_stale(self, stream: RowStream, wanted: RowsWanted) -> bool:
-        """True if the stream will not be read any more: its readers are gone, or its epoch was skipped."""
+        """True if the stream will not be read again, because its readers are gone or its epoch was skipped."""
         if stream.generation < 0:
             return stream.epoch < wanted.epoch
         return stream.generation < wanted.reader.generation and not self._readers.has_others(stream, wanted.reader)

@@ -145,7 +145,7 @@ def _rows(entry: Any) -> int:
 
 
 def hold_order(dataset: Any, *, epoch: int, seed: int) -> None:
-    """Fix the row order of the dataset's next execution, in place, as the order of ``epoch``; pass a copy.
+    """Fix the row order of the dataset's next execution, in place, as the order for ``epoch``; pass a copy.
 
     Ray Data counts a dataset's executions, and seeded shuffles depend on that count, which is set to the epoch here.
     Shuffles without a seed get ``seed``. Random numbers drawn in user functions are not controlled.
@@ -160,7 +160,7 @@ def hold_order(dataset: Any, *, epoch: int, seed: int) -> None:
 
 
 def leave_room(dataset: Any, left: Mapping[str, float]) -> None:
-    """Reserve the CPUs and GPUs in ``left`` for the job's workers, but leave at least one CPU to the dataset.
+    """Reserve the CPUs and GPUs in ``left`` for the job's workers, but leave at least one CPU for the dataset.
 
     Otherwise Ray Data's tasks would use every free CPU, and the job could not grow. Resources that the user has already
     excluded stay excluded.
