@@ -80,7 +80,7 @@ class Faults:
     def hang(
         self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
     ) -> Faults:
-        """Return the script with a fault added that stops the worker with SIGSTOP: it looks alive but sends nothing."""
+        """Return the script with a fault added that stops the worker with SIGSTOP: it seems alive but sends nothing."""
         return Faults((*self.script, Fault("hang", moment, rank, step, worker)))
 
     def out_of_memory(

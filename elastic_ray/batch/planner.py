@@ -327,7 +327,7 @@ class BatchPlanner:
         self._fresh = True
 
     def due(self, now_s: float) -> TunerSnapshot | None:
-        """Return the observations to fit now; None if none are new, or the last fit is younger than ``fit_every_s``."""
+        """Return observations to fit now; None if none are new, or the last fit was less than ``fit_every_s`` ago."""
         if self.tuner is None or not self._fresh or now_s - self._fitted_s < self._fit_every_s:
             return None
         self._fresh, self._fitted_s = False, now_s

@@ -376,5 +376,5 @@ def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[t
 
 
 def batches_of(count: int, *, rank: int, world_size: int) -> int:
-    """Return how many of a pass's ``count`` undivided batches `rank` gets if the group keeps its size throughout."""
+    """Return how many of a pass's ``count`` undivided batches `rank` gets if the group's size does not change."""
     return len(range(rank, count, world_size))

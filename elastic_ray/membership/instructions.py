@@ -28,7 +28,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Instruction to free a worker's resources; its process is killed if ``kill``, else it returns to the warm pool."""
+    """Instruction to free a worker's resources; kill its process if ``kill``, otherwise return it to the warm pool."""
 
     worker: str
     kill: bool

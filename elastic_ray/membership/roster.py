@@ -132,7 +132,7 @@ class Roster:
         return dict(Counter(w.node for w in self.workers.values()))
 
     def present(self) -> dict[str, int]:
-        """Return the number of workers on each node, keyed by node, except those leaving or marked for replacement."""
+        """Return the number of workers, keyed by node, except workers leaving or marked for replacement."""
         return dict(Counter(w.node for w in self.workers.values() if w.stays))
 
     def watched(self) -> set[str]:

@@ -34,7 +34,7 @@ class Finished(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun(Signal):
-    """Signal that the worker ran out of memory and reruns its train function; ``has_state`` if it keeps its state."""
+    """Signal that the worker ran out of memory and is rerunning; ``has_state`` if it keeps its state."""
 
     has_state: bool = True
 

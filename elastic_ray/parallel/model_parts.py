@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Optimizer], torch.optim.Optimizer]:
-    """Return the optimizers given for a model as a list, and one optimizer that represents all of them.
+    """Return a model's optimizers as a list, and one optimizer that represents all of them.
 
     Raises:
         TypeError: An optimizer is missing, or of the wrong type.

@@ -26,7 +26,7 @@ def check_choice(nonfinite: object) -> str:
 
 
 def describe_gradients(model: int, step: int, ranks: Sequence[int], nonfinite: str) -> str:
-    """Return a message on non-finite gradients of model number ``model`` on ``ranks`` (empty: unknown) at ``step``."""
+    """Return a message about non-finite gradients of model number ``model`` on ``ranks`` (may be empty) at ``step``."""
     where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
     done = {"skip": "the update was left out", "raise": "training ends"}.get(nonfinite, "they were applied")
     return f"gradients of model {model} were NaN or infinite{where} in step {step}; {done}"

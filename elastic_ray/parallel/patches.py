@@ -179,7 +179,7 @@ def _undo_scale(scaler: Any, kept: Any) -> None:
 
 
 def patch_scaler(scaler: Any, run: Run) -> None:
-    """Make an AMP scaler keep its scale while gradients accumulate, and agree on overflows within a unit of workers."""
+    """Make an AMP scaler keep its scale while gradients accumulate, and agree on overflows with its unit's workers."""
     _keep_scale_while_accumulating(scaler, run.ledger)
     if run.unit is not None and scaler.is_enabled():
         _agree_on_overflow(scaler, run.unit)

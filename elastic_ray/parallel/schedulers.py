@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of a model: sent to joining workers, and rolled back with lost steps (torch)."""
+"""A model's learning-rate schedulers: sent to joining workers, and rolled back with lost steps (torch)."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def has_second_moments(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_adam_group(group: dict[str, Any]) -> bool:
-    """True if a parameter group has a beta2 in (0, 1) and an eps; groups of Lion, for example, do not."""
+    """True if a parameter group has a beta2 in (0, 1) and an eps; Lion's groups, for example, do not."""
     betas = group.get("betas")
     return "eps" in group and isinstance(betas, tuple | list) and len(betas) == 2 and 0.0 < float(betas[1]) < 1.0
 

@@ -1,4 +1,4 @@
-"""``AdaptiveDataParallel``: a model and its optimizer in a group of workers that may change."""
+"""``AdaptiveDataParallel``: a model and its optimizer in a changing group of workers."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return self._forward_in_parts(trains, args, kwargs)  # with the failed one's frames gone
 
     def _lose_step(self) -> bool:
-        """Lose the current step, which does not fit into memory; False if the error must be raised to the loop."""
+        """Void the current step, which does not fit into memory; False if the error must be raised to the loop."""
         amp = self._sharded and self._scaler is not None  # which asks for gradients that nothing gives
         return not amp and self._run.run_out_of_memory()
 
@@ -406,7 +406,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync.set_strategy(strategy)
 
     def explain_strategy(self) -> StrategyTable:
-        """Return a table of how each parameter is synchronised, and why, with measured times; ``str()`` formats it."""
+        """Return a table that shows how and why each parameter is synchronised, with measured times; see ``str()``."""
         return self._sync.explain_strategy()
 
     @property

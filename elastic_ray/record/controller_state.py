@@ -19,7 +19,7 @@ _MOST_VALUE = 1 << 16  # bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerState:
-    """State of a job that its controller saves for the controller that replaces it."""
+    """State of a job that its controller saves for a replacement controller."""
 
     job: str
     run: str  # its run (:func:`run_of`); a trial that is paused and continues has another one
@@ -88,5 +88,5 @@ def as_text(value: Sealed | None) -> str | None:
 
 
 def from_text(text: str | None) -> Sealed | None:
-    """Return the value that :func:`as_text` has converted to ``text``; None for None."""
+    """Return the value that :func:`as_text` converted to ``text``; None for None."""
     return Sealed(pickled=base64.b64decode(text)) if text is not None else None

@@ -114,7 +114,7 @@ class SizeHistory:
         return {name: getattr(self, name) for name in names}
 
     def recall(self, state: ControllerState, at_s: float) -> None:
-        """Restore the history of the previous controller; ``at_s`` is the current time [s since the epoch]."""
+        """Restore the previous controller's history; ``at_s`` is the current time [s since the epoch]."""
         if state.launched_at_s is not None:
             self.launched(self.settled_s - max(0.0, at_s - state.launched_at_s), state.launched_at_s)
         self.most_workers, self.resizes = state.most_workers, state.resizes
@@ -156,5 +156,5 @@ class SizeHistory:
         return self._stuck[1] > STUCK_FAILURES
 
     def saves_soon(self, now_s: float) -> bool:
-        """True if the job has trained so briefly that its first automatic checkpoint is not expected yet."""
+        """True if the job has trained too briefly for its first automatic checkpoint to be expected."""
         return now_s - (self._first_s or 0.0) < 2.0 * FIRST_INTERVAL_S

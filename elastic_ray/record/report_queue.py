@@ -84,7 +84,7 @@ class Backlog:
             self.dropped += 1
 
     def pop_dropped(self) -> int:
-        """Return the number of lines dropped since the previous call of this method."""
+        """Return the number of lines dropped since the previous call."""
         dropped, self.dropped = self.dropped, 0
         return dropped
 

@@ -79,7 +79,7 @@ def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]
 
 
 def total(rows: Iterable[UsageRow], by: Sequence[str]) -> list[UsageRow]:
-    """Return the sums of rows that agree in the dimensions ``by`` (of ``DIMENSIONS``), sorted by these dimensions.
+    """Sum the rows that agree in the dimensions ``by`` (from ``DIMENSIONS``), and sort by these dimensions.
 
     The cost of a sum is None if no row has a known cost; otherwise, rows without a cost count as 0.
     """

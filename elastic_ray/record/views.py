@@ -281,7 +281,7 @@ def _remarks(record: JobRecord, planner: BatchPlanner, report: StepReport | None
 
 
 def wish_note(planner: BatchPlanner) -> str:
-    """Return a note on how many workers adaptation policies request; empty if they request no number."""
+    """Return a note on the number of workers that adaptation policies request; empty if they request none."""
     match planner.wish:
         case (None, None):
             return ""
@@ -328,7 +328,7 @@ def members(
 
 
 def explain(error: BaseException | Raised | None, phase: JobPhase, why_stopped: str = "") -> str:
-    """Return one line on why a job ended: ``error``, ``why_stopped``, or else its final ``phase``."""
+    """Return one line that says why a job ended: ``error``, ``why_stopped``, or else its final ``phase``."""
     if error is None and phase is JobPhase.STOPPED and why_stopped:
         return f"{why_stopped}: the job has stopped"
     if error is None:

@@ -51,7 +51,7 @@ class WorkerError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorVerdict:
-    """Verdict on a worker's exception: it ends the job, or the job only loses the worker."""
+    """Verdict on a worker's exception: either it ends the job, or the job only loses the worker."""
 
     ends: BaseException | Raised | None  # the error that ends the job; None where only the worker is lost
     reason: str  # why, a sentence
@@ -155,7 +155,7 @@ class WorkerErrors:
     def record(
         self, node: str, worker: str, cause: str, *, starting: bool, now_s: float, of_device: bool = False
     ) -> None:
-        """Record a worker's failure on a node, to be reported to the allocator as a possible fault of that node."""
+        """Record a worker's failure on a node, to be reported to the allocator as a possible fault of the node."""
         told = {"node": node, "worker": worker, "cause": cause[:_CAUSE]}
         failure = NodeFailure(**told, age_s=0.0, starting=starting, of_device=of_device)
         self._noted = [*self._noted, (now_s, failure)][-_MOST_NOTED:]

@@ -12,7 +12,7 @@ from elastic_ray.state.resume_point import ResumePoint
 
 
 class ControllerClient(Protocol):
-    """Protocol of a session's calls to its controller; methods return at once unless documented otherwise."""
+    """Protocol for a session's calls to its controller; methods return at once unless documented otherwise."""
 
     paced: bool  # whether ``report`` waits until a sweep's scheduler has decided
 
@@ -27,7 +27,7 @@ class ControllerClient(Protocol):
         """Report that a collective of ``generation`` failed with ``cause``; this worker is waiting for the next one."""
 
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
-        """Report that this worker trains in ``generation`` after a ``pause``; ``proof`` has a hash of its state."""
+        """Report that this worker is training in ``generation`` after a ``pause``; ``proof`` contains a state hash."""
 
     def report_soon(self) -> None:
         """Request that rank 0's next step report be sent early, because that report contains urgent news."""

@@ -29,7 +29,7 @@ def session_of_thread() -> Session | None:
 
 
 def _is_thread_of_torch() -> bool:
-    """True if torch runs a backward pass in this thread, and no Python code started the thread."""
+    """True if torch is running a backward pass in this thread, and no Python code started the thread."""
     torch = sys.modules.get("torch")
     in_backward = torch is not None and torch._C._current_graph_task_id() != -1
     return in_backward and isinstance(threading.current_thread(), threading._DummyThread)

@@ -84,7 +84,7 @@ class Participant:
 
     @property
     def local(self) -> bool:
-        """True if accumulated gradients differ between ranks, so that a planned change of group should wait."""
+        """True if accumulated gradients differ between ranks, so that a planned group change should wait."""
         return False
 
     @property

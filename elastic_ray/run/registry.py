@@ -145,7 +145,7 @@ class LoaderRegistry:
                 close()
 
     def late(self) -> Iterator[Callable[[Any], None]]:
-        """Yield the function that moves a loader to another run, for each loader from :meth:`add_late` that exists."""
+        """For each remaining loader from :meth:`add_late`, yield the function that moves it to another run."""
         for reference in self._late:
             if (join := reference()) is not None:
                 yield join
@@ -237,7 +237,7 @@ class Registry:
 
     @property
     def samples(self) -> int | None:
-        """Number of samples per epoch of the leading loader, as determined at its construction; None if unknown."""
+        """Leading loader's number of samples per epoch, as determined at its construction; None if unknown."""
         return self.loaders.info.dataset_size if self.loaders.info is not None else None
 
     def halving(self, steps: int) -> Halving | None:
@@ -275,7 +275,7 @@ class Registry:
         return Halving(since=steps + UNHALVED_STEPS, adapts=adapts, every=every, least=least)
 
     def adds_up_gradients(self) -> None:
-        """Record that the loop accumulates gradients over steps, so that no step is halved from now on."""
+        """Record that the loop accumulates gradients over steps, so that no more steps are halved."""
         if not self._adds_up:
             self._adds_up = True
             self.halving_changes += 1
@@ -332,7 +332,7 @@ class Registry:
         return digest(found) if found else 0
 
     def enter_exchanges(self, communicator: Communicator) -> None:
-        """Start exchanging models with the ranks of a group; raises CommunicationFailedError if the group breaks."""
+        """Start exchanging models with the ranks in a group; raises CommunicationFailedError if the group breaks."""
         for each in self._drifts:
             if each.pulls:
                 each.enter_exchange(communicator)

@@ -131,12 +131,12 @@ class Run:
 
     @property
     def speaks(self) -> bool:
-        """True if this worker represents its unit towards the job, or is a rank by itself."""
+        """True if this worker represents its unit to the job, or is a rank by itself."""
         return self.unit is None or self.unit.leads
 
     @property
     def voided(self) -> bool:
-        """True if the current group was called off and, in a unit, all workers of the unit know that."""
+        """True if the current group was cancelled and, in a unit, all workers of the unit know it."""
         return self.membership.voided if self.wishes is None else self.wishes.voided
 
     def agree_in_unit(self, failure: str | None, *, saves: bool = False, measured: float = 0.0) -> str | None:

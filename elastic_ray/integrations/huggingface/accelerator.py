@@ -327,7 +327,7 @@ class Accelerator(OnMainProcess, Collectives):
         return folder
 
     def _number_the_next_state(self) -> None:
-        """Continue numbering after the states in the folder, since accelerate counts only those this process saved."""
+        """Continue numbering after the states in the folder; accelerate counts only states saved by this process."""
         states = (Path(self.project_dir) / "checkpoints").glob("checkpoint_*")
         found = [re.fullmatch(r"checkpoint_(\d+)", each.name) for each in states]
         theirs = self.project_configuration

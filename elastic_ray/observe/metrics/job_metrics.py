@@ -196,7 +196,7 @@ def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> 
 
 
 def _reason(event: JobEvent) -> str | None:
-    """Return the reason for a change of workers as a label value; None if the workers did not change."""
+    """Return why the number of workers changed, as a label value; None if it did not change."""
     if event.kind is EventKind.RESIZE:
         change = event.to_workers - event.from_workers
         return "grow" if change > 0 else "shrink" if change < 0 else "move"

@@ -172,7 +172,7 @@ class ClusterPage:
             del self._jobs[job]
 
     def _measure(self, look: ClusterLook) -> None:
-        """Record the current use of slots, and since when nodes of each type have been missing."""
+        """Record the current slot use, and since when nodes of each type have been missing."""
         present = [row for row in self._nodes.values() if row.gone_s is None]
         states = look.allocator.core.jobs.values() if look.allocator is not None else ()
         waiting = sum(1 for state in states if not state.target and not state.view.paused)
@@ -225,7 +225,7 @@ class ClusterPage:
 
     @property
     def allocator(self) -> AllocatorLook | None:
-        """State of the allocator as of the last successful poll; None before the first."""
+        """Allocator's state as of the last successful poll; None before the first."""
         return self._latest
 
 
@@ -279,7 +279,7 @@ def _gain(told: Explanation | None, goodput: float | None) -> float | None:
 
 
 def _curve(view: JobView | None, cluster: Cluster) -> tuple[tuple[int, float], ...]:
-    """Return (workers, goodput) of the fitted model, at the sizes that fit on the nodes; empty without a model."""
+    """Return (workers, goodput) from the fitted model, at sizes that fit on the nodes; empty without a model."""
     if view is None or view.goodput is None:
         return ()
     slots = FreeResources(cluster).slots(view).tolist()
@@ -288,7 +288,7 @@ def _curve(view: JobView | None, cluster: Cluster) -> tuple[tuple[int, float], .
 
 
 def _measured(view: JobView | None) -> tuple[tuple[int, float], ...]:
-    """Return (workers, goodput) of measured steps, with the best batch for each size."""
+    """Return (workers, goodput) from measured steps, with the best batch for each size."""
     if view is None or view.goodput is None:
         return ()
     best: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Stream of changes to browsers, each with a bounded queue; a browser that does not read is dropped (pure)."""
+"""Stream of changes for browsers, each with a bounded queue; a browser that does not read is dropped (pure)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BIG = 1e5  # above: seconds since the epoch, of which hundredths count
 
 
 def tables(snapshot: PageSnapshot) -> dict[str, Any]:
-    """Return the fields of a page's snapshot as values that JSON can hold, keyed by field name."""
+    """Return a page snapshot's fields as values that JSON can hold, keyed by field name."""
     return {name: plain(getattr(snapshot, name)) for name in _names(PageSnapshot)}
 
 

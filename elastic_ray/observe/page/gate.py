@@ -1,4 +1,4 @@
-"""Access rules of the page: host names against DNS rebinding, origins against other sites, a token (pure)."""
+"""Access rules for the page: host names against DNS rebinding, origins against other sites, a token (pure)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Access rules of one web page: which hosts, origins and tokens its requests must have."""
+    """Access rules for one web page: the hosts, origins and tokens that its requests must have."""
 
     host: str = "127.0.0.1"  # where it listens
     # further names of this machine, by which a browser may ask for the page where it listens on all addresses

@@ -78,7 +78,7 @@ class History:
         self._marks.append((self._numbers, time_s, job, kind, text))
 
     def measure(self, time_s: float, used: int, waiting: int | None, usd_per_h: float | None) -> None:
-        """Record slots in use, waiting jobs and price [USD/h] at ``time_s``, replacing any values for the same time."""
+        """Record slots in use, waiting jobs and price [USD/h] at ``time_s``, replacing any values for that time."""
         last = self._uses[-1] if self._uses else None
         if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] > time_s):
             return

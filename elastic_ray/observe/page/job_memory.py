@@ -47,7 +47,7 @@ class JobMemory:
         self.ended_s = now_s if self.ended_s is None else self.ended_s
 
     def receive(self, look: JobLook, now_s: float) -> tuple[JobEvent, ...]:
-        """Store ``look``, the controller's answer; return the new events in it that the timeline shows as marks."""
+        """Store ``look``, the controller's answer; return its new events that the timeline shows as marks."""
         self.events.extend(look.events)
         self.facts = look.facts or self.facts
         if look.status is not None:
@@ -101,7 +101,7 @@ MARKS: Mapping[EventKind, str] = {
 
 
 def noise_scale(state: JobState | None) -> float | None:
-    """Return the gradient noise scale that a job's current goodput model contains [samples].
+    """Return the gradient noise scale in a job's current goodput model [samples].
 
     None without a model, or if the gradient is too small. B = tr(Sigma) / |G|^2 with the variance of a batch of M0
     samples, so that B = M0 var / sqr (McCandlish et al. 2018).

@@ -23,7 +23,7 @@ class PageSource:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCount:
-    """Number of slots of one GPU type (``CPU`` for nodes without GPUs) in each state; together, these are all slots."""
+    """Number of slots with one GPU type (``CPU`` for nodes without GPUs) in each state; each slot counts once."""
 
     type: str
     used: int = 0  # a worker trains there
@@ -54,7 +54,7 @@ class Strip:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageJob:
-    """Row of one job, with key ``job``.
+    """Row for one job, identified by ``job``.
 
     Attributes:
         phase: A value of ``JobPhase``; ``silent`` if the controller does not answer, ``ended`` if it is gone.
@@ -123,7 +123,7 @@ class PageJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageNode:
-    """Row of one node in the page's timeline, identified by ``node``."""
+    """Row for one node in the page's timeline, identified by ``node``."""
 
     node: str
     label: str  # its address, or what tells it from the others
@@ -139,7 +139,7 @@ class PageNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageDecision:
-    """Row of one allocator decision in the page's log, identified by ``number``."""
+    """Row for one allocator decision in the page's log, identified by ``number``."""
 
     number: int
     time_s: float
@@ -152,7 +152,7 @@ class PageDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """Row of one tenant (such as a team), identified by ``tenant``; shares refer to its most used resource, 0 to 1."""
+    """Row for one tenant (such as a team), identified by ``tenant``; shares refer to its most used resource, 0 to 1."""
 
     tenant: str
     weight: float  # beside the others'
@@ -168,7 +168,7 @@ class TenantShare:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WantedNodes:
-    """Row of one node type that the allocator's autoscaling requests, identified by ``type``."""
+    """Row for one node type that the allocator's autoscaling requests, identified by ``type``."""
 
     type: str
     market: str

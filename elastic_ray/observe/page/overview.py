@@ -69,7 +69,7 @@ def _slots(
 def _speeds(
     sizes: Sequence[tuple[JobView, int]], look: AllocatorLook
 ) -> tuple[float | None, float | None, float | None]:
-    """Return the sum of the jobs' speeds at these sizes, at their smallest sizes, and at equal shares of the slots.
+    """Return the jobs' summed speeds at these sizes, at their smallest sizes, and at equal shares of the slots.
 
     A job's speed is relative to its smallest size. All three are None while no job has a model.
     """

@@ -1,4 +1,4 @@
-"""Rows of the page's job and node tables, built from the answers of allocator, controllers and Ray (pure)."""
+"""Rows of the page's job and node tables, built from answers by the allocator, controllers and Ray (pure)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def job_row(
 
 
 def trial_cells(trial: TrialFacts | None, metric: str) -> dict[str, Any]:
-    """Return the fields of a page row that describe a trial; for a job that is not a trial, only its metric."""
+    """Return a page row's fields that describe a trial; for a job that is not a trial, only its metric."""
     return (
         {"metric": metric}
         if trial is None

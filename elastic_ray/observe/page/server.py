@@ -1,4 +1,4 @@
-"""SHELL: HTTP server of the page, with assets, a snapshot, a stream of changes, job details and actions."""
+"""SHELL: HTTP server for the page, with assets, a snapshot, a stream of changes, job details and actions."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class PageServer:
         return web.Response(body=to_json({"text": text}), content_type="application/json")
 
     async def _sweep(self, request: web.Request) -> web.StreamResponse:
-        """Answer with the importance of each parameter of a sweep; computed for one request at a time."""
+        """Answer with the importance of each parameter in a sweep; computed for one request at a time."""
         sweep = request.match_info["sweep"]
         trials = [row for row in (await self._ready())["jobs"] if row["sweep"] == sweep]
         if not trials:
@@ -321,7 +321,7 @@ def _message(kind: str, version: int, value: Any) -> bytes:
 
 
 def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
-    """Return a socket that listens at an address of this machine, given as ``host``.
+    """Return a socket that listens at ``host``, an address of this machine.
 
     Args:
         port: Port number; 0 for any free port.

@@ -192,7 +192,7 @@ class CallbackTracker:
             self._target.failed(errors)
 
     def raised(self, error: Raised) -> None:
-        """Report an error of the train function to the callback, without unpickling the original exception."""
+        """Report an error in the train function to the callback, without unpickling the original exception."""
         from elastic_ray.errors import TrainFunctionError  # imports ray.train
 
         self.failed({error.rank: TrainFunctionError(error.traceback_text, error.rank, error.node)})
@@ -245,7 +245,7 @@ class _UserCallback:
         self._callback.after_report(self._context, [copy.deepcopy(dict(report.metrics))], checkpoint)
 
     def event(self, event: JobEvent) -> None:
-        """Call ``on_resize`` if the callback defines it and the event is a change of size."""
+        """Call ``on_resize`` if the callback defines it and the event changes the job's size."""
         on_resize: Callable[..., None] | None = getattr(self._callback, "on_resize", None)
         if on_resize is not None and is_change_of_size(event):
             on_resize(self._context, dataclasses.replace(event, detail=copy.deepcopy(dict(event.detail))))

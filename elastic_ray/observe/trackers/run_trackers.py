@@ -166,7 +166,7 @@ class TrackerThread:
             self._thread.start()
 
     def _run(self) -> None:
-        """Make the queued calls one after the other until the last one, and flush about once a second."""
+        """Make the queued calls one after another until the last one, and flush about once a second."""
         flush_s = time.monotonic() + _FLUSH_S
         while not self._given_up:
             with self._news:

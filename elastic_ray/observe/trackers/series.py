@@ -116,7 +116,7 @@ def mark_text(event: JobEvent) -> str:
 
 
 class SeenReports:
-    """Set of the report numbers that a tracker has received; all numbers up to a rising limit count as received."""
+    """Set of report numbers that a tracker has received; all numbers up to a rising limit count as received."""
 
     _MOST = 1000
 

@@ -239,7 +239,7 @@ class TensorBoardWriter:
         self._files.add(scalar_event(time_s, step, values))
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """Write the numbers of the job itself, under names that start with :data:`PREFIX`."""
+        """Write the job's own numbers, under names that start with :data:`PREFIX`."""
         self._step = max(self._step, numbers.step)
         values = {f"{PREFIX}{name}": value for name, value in numbers.values.items()}
         self._files.add(scalar_event(numbers.time_s, self._step, values))

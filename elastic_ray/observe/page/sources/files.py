@@ -118,7 +118,7 @@ def _row(run: StoredRun, ink: str) -> PageJob:
 
 
 def _metric(run: StoredRun) -> str:
-    """Return the metric that the job declared at its last start; empty if it declared none."""
+    """Return the metric that the job declared when it last started; empty if none."""
     told = [event.detail.get("metric") for event in run.events if event.kind is EventKind.STARTED]
     return told[-1] if told and isinstance(told[-1], str) else ""
 

@@ -90,11 +90,11 @@ class LiveCluster:
 
     @property
     def period_s(self) -> float | None:
-        """Time between two polls [s]; longer if the allocator is slow to answer, so as not to overload it."""
+        """Time between two polls [s]; longer if the allocator is slow to answer, to avoid overloading it."""
         return max(self._period_s, min(_REST * self._answer_s, _LONGEST_S))
 
     def poll(self, now_s: float) -> PageSnapshot:
-        """Poll allocator, controllers and control store, and return everything on the page."""
+        """Poll the allocator, controllers and control store, and return the entire page."""
         problem, allocator = "", None
         nodes: tuple[NodeLook, ...] = ()
         jobs: tuple[JobLook, ...] = ()
