@@ -367,7 +367,7 @@ class BatchTuner:
     def _tries(self, replicas: int, keep: BatchChoice, limit: int) -> bool:
         """True if a second batch size should be measured.
 
-        With a single size, half of the step time is assumed to grow with the samples, whatever the truth.
+        With a single size, half of the step time is assumed to grow with the samples, whether or not it does.
         """
         now = self.limits.size_of(keep, replicas)
         if self._tried or self._batch_size != now or self._steps < TRIED_AFTER or limit <= now or self._noise is None:

@@ -33,7 +33,7 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
     RUN is the run's directory: RunConfig's storage_path/name. Exit code 1 if anything is unproven.
 
     With --replay STEP, the steps from the automatic checkpoint before STEP to the next one are trained again on a
-    different number of workers of the current cluster, and the two models are compared. This requires a job started by
+    different number of workers in the current cluster, and the two models are compared. This requires a job started by
     `elastic-ray submit`; for other jobs, call `elastic_ray.replay` in Python with the train function.
     """
     from elastic_ray.checkpoints.resumable import find_stored

@@ -50,7 +50,7 @@ class Announcer:
 
     Args:
         communicator: Communicator of a group with at least two ranks.
-        room: Largest number of payload values; equal on all ranks.
+        room: Largest number of payload values; the same on all ranks.
     """
 
     def __init__(self, communicator: Communicator, *, room: int = PAYLOAD_SIZE) -> None:
@@ -258,7 +258,7 @@ class Announcer:
             return False  # a rank that is gone needs no answer
 
     def _stand(self) -> tuple[Any, torch.Tensor]:
-        """Post an announcement in a separate tensor, where it remains; return the work and the tensor."""
+        """Post an announcement in a separate tensor, where it remains; return the work object and the tensor."""
         self._tensor = torch.zeros_like(self._tensor)
         self._values = self._tensor.numpy()
         self._post(timeout_s=_FINISHED_S)

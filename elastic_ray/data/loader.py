@@ -58,7 +58,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     ``batch_size`` is the size of the *global* batch: with 64 samples and 4 workers, each worker gets 16. Unless
     :meth:`autoscale_batch_size` allows more, every step uses exactly that many samples (fewer in the last step of an
-    epoch), whatever the number of workers. Every sample is used exactly once per epoch, in an order determined by
+    epoch), regardless of the number of workers. Every sample is used exactly once per epoch, in an order determined by
     ``seed`` and the epoch alone, even if workers join, leave or fail. A step voided by a failure is drawn again.
 
     Iterate inside ``for epoch in elastic_ray.remaining_epochs_until(n):``. Evaluation loaders (``shuffle=False``) also
@@ -238,16 +238,16 @@ class AdaptiveDataLoader(ResumableLoader):
 
         Call this before ``backward()``, on every rank, with the number of items that the micro-batch's loss averages
         over: for example the tokens that are not padding, or the boxes in the images. The result is the gradient of the
-        mean over all items in the step, however they are distributed over ranks and micro-batches. A micro-batch with
-        count 0 does not contribute, whatever its loss. This costs one small collective per step.
+        mean over all items in the step, no matter how they are distributed over ranks and micro-batches. A micro-batch
+        with count 0 does not contribute, whatever its loss is. This costs one small collective per step.
 
         Args:
             count: number of items, 0 or more.
 
         Raises:
             TypeError, ValueError: ``count`` is not a finite number of 0 or more.
-            RuntimeError: called outside a loop over this loader, twice for one micro-batch, not for an earlier
-                micro-batch of the same step, or after ``backward()``.
+            RuntimeError: called outside a loop over this loader, twice for one micro-batch, after ``backward()``, or
+                after skipping an earlier micro-batch of the same step.
         """
         if isinstance(count, bool) or not isinstance(count, int | float):
             raise TypeError(f"loader.weigh(n) takes a number (of a tensor its .item()), but got {count!r}")

@@ -280,8 +280,8 @@ def split(
     Returns an array of shape [world_size, micro_steps_for(count, ...)] that sums to `count`; every entry is at least 1.
     The entries of one rank differ by at most 1. Without `shares`, any two entries and any two ranks' sums also differ
     by at most 1, and earlier ranks get the larger shares; with `shares`, see `shares.by_weight`. If `count` is less
-    than `world_size`, the first ranks get 1 each and the others 0, whatever the shares. No entry is below `least` if
-    `count` provides that many for each rank.
+    than `world_size`, the first ranks get 1 each and the others 0, regardless of the shares. No entry is below `least`
+    if `count` provides that many for each rank.
 
     Raises ValueError if an argument is out of range, or `shares` is for a different number of ranks.
 

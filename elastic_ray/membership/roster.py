@@ -61,7 +61,7 @@ class WorkerRecord:
         self.loaded, self.has_state = loaded, has_state or self.has_state
 
     def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
-        """Record that the worker reruns its train function in its process; with ``has_state``, it keeps its state."""
+        """Record that the worker is rerunning its train function; with ``has_state``, it keeps its state."""
         self.enter(WorkerPhase.READY if self.rebuilt else WorkerPhase.STARTING, now_s)
         self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 

@@ -66,7 +66,7 @@ def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Op
 
 
 def schedulers_of(given: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]]:
-    """Return a list of schedulers for each optimizer; the first also gets those whose optimizer is not in the list."""
+    """Return a list of schedulers for each optimizer; the first also has those of unlisted optimizers."""
     found: list[list[Any]] = [[] for _ in optimizers]
     places = {id(each): number for number, each in enumerate(optimizers)}
     for scheduler in given if isinstance(given, (list, tuple)) else [given]:

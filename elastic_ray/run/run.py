@@ -70,7 +70,7 @@ class Run:
         stragglers: Detects slow workers, and sets each worker's share of a step's samples.
         gpu_types: Sets each worker's share according to its GPU's type.
         synced: True if this worker has joined the job, at its first epoch.
-        shape_changes: Number of changes of the group or the batch shape so far.
+        shape_changes: Number of times the group or the batch shape has changed so far.
         models: Number of models that the loop has wrapped.
     """
 

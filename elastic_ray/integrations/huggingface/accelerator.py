@@ -108,8 +108,8 @@ class Accelerator(OnMainProcess, Collectives):
     """``accelerate.Accelerator`` for a train function that iterates over ``elastic_ray.remaining_epochs_until(n)``.
 
     ``prepare`` accepts models, optimizers and schedulers in one call or in several. A loader's ``batch_size`` is the
-    global batch, which all workers share, however many there are. Collectives such as ``gather``,
-    ``gather_for_metrics`` and ``reduce`` accept tensors and plain values, and never pickle.
+    global batch, which is divided between all workers. Collectives such as ``gather``, ``gather_for_metrics`` and
+    ``reduce`` accept tensors and plain values, and never pickle.
 
     Args:
         max_batch_size: Largest global batch [samples] of the first loader that is prepared, as in

@@ -54,8 +54,8 @@ _PLATEAU = (torch.optim.lr_scheduler.ReduceLROnPlateau,)
 class ElasticTrainerMixin(SavesAlone, _Theirs):
     """Mixin that runs ``transformers.Trainer``, or a subclass, as an elastic job; list it first in the bases.
 
-    ``per_device_train_batch_size`` becomes the global batch, which all workers share, however many there are. Every
-    worker evaluates all the data; rank 0 saves and logs. A causal-LM loss is weighted exactly by tokens, over ranks and
+    ``per_device_train_batch_size`` becomes the global batch, which is divided between all workers. Every worker
+    evaluates all the data; rank 0 saves and logs. A causal-LM loss is weighted exactly by tokens, over ranks and
     micro-batches. ``max_steps`` and schedulers count steps of the initial batch, so that training ends after the
     intended number of samples even if the batch grows.
 

@@ -137,7 +137,7 @@ class RowStream:
 
 
 def _rows(entry: Any) -> int:
-    """Return the number of rows of a block."""
+    """Return the number of rows in a block."""
     rows = entry.metadata.num_rows
     if rows is None:
         raise RuntimeError("Ray Data did not report the number of rows of a block, which is needed to distribute rows")

@@ -164,7 +164,7 @@ def _fairness(own: Sequence[JobState], owed: float, look: AllocatorLook) -> floa
     """Return the worst finish-time fairness of a tenant's jobs; None if unknown for all of them.
 
     It is (age + time left) / time on an equal part of the tenant's share (Mahajan et al., "Themis", NSDI 2020). The
-    inputs come from the jobs themselves, and the clock is the one in each job's last heartbeat.
+    inputs come from the jobs themselves, and each job's age is as of its last heartbeat.
     """
     total = sum(slots_of(node.free) for node in look.core.cluster.nodes)
     part = max(math.floor(owed * total / max(len(own), 1)), 1)

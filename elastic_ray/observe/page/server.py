@@ -127,7 +127,7 @@ class PageServer:
             self._waiting -= 1
 
     async def _pause(self, period_s: float) -> None:
-        """Wait until the next poll; longer while no browser has the page open, or until one sends a request."""
+        """Wait until the next poll; while no browser has the page open, wait longer, or until a request arrives."""
         self._wanted.clear()
         await asyncio.sleep(period_s)
         if not self._feed.clients:
