@@ -1,7 +1,7 @@
 """User objects sent from a worker to the driver as bytes, without being unpickled in between.
 
-The job's controller forwards them. Unpickling in the controller would run the user's code, which may hang, raise, or
-need modules that only workers have; Ray would then restart the controller with the same message.
+The job's controller forwards them. Unpickling them in the controller would run the user's code, which may hang, raise,
+or need modules that only workers have; Ray would then restart the controller with the same message.
 """
 
 from __future__ import annotations

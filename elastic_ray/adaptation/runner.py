@@ -161,8 +161,8 @@ class PolicyRunner:
     def add(self, policies: Iterable[Policy]) -> None:
         """Add policies, to be called after the existing ones.
 
-        A policy that has already been added is not added again, nor is a copy (same class and equal attributes) that
-        was given elsewhere, for example in the loop after the trainer. Equal policies in the same call are all added.
+        A policy that has already been added is not added again, and neither is a copy (same class and equal attributes)
+        given elsewhere, for example in the loop after the trainer. Equal policies in the same call are all added.
         """
         before = list(self._policies)
         for policy in policies:
@@ -486,7 +486,7 @@ class PolicyBallot:
     """Values that ranks use to compare their policies' requests: for each policy, a flag and a digest.
 
     The values are part of the control sums, which all ranks add up in every step. Each digit d of a digest is sent with
-    its square: all W ranks have the same digit exactly when W sum(d^2) = sum(d)^2 (Cauchy-Schwarz). Every rank that
+    its square: all W ranks have the same digit if and only if W sum(d^2) = sum(d)^2 (Cauchy-Schwarz). Every rank that
     commits a step therefore knows the result, without an extra collective.
 
     Args:

@@ -15,8 +15,8 @@ from placement.goodput.model import NoiseScale
 class PolicyView:
     """Read-only view of a run between two steps, passed to the hooks of policies.
 
-    All values, including elapsed time, are equal on all ranks. Times measured by workers are from the step before the
-    one that has just ended.
+    All values, including elapsed time, are the same on all ranks. Times measured by workers are from the step before
+    the one that has just ended.
 
     Attributes:
         step: number of committed optimizer steps.
@@ -118,7 +118,7 @@ class PolicyView:
     def noise_scale(self) -> float | None:
         """Simple noise scale B = tr(Sigma) / |G|^2 [samples] (McCandlish et al. 2018, eq. 2.9).
 
-        None before it is measured, and while the estimate of the gradient's squared norm is not above 0.
+        None before it is measured, and while the estimated squared norm of the gradient is not above 0.
         """
         if self.noise is None or self.noise.sqr <= 0:
             return None

@@ -61,7 +61,7 @@ class GrowthWatch:
     """Monitor of one job's gradients and losses, which limits batch growth.
 
     Args:
-        init_batch_size: Global batch M0 [samples], below which the batch never shrinks.
+        init_batch_size: Global batch M0 [samples]; the batch never shrinks below it.
     """
 
     def __init__(self, init_batch_size: int) -> None:

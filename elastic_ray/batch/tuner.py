@@ -102,7 +102,7 @@ class BatchTuner:
     """Tuner that collects step times of one job and chooses its batch.
 
     For each configuration (N nodes, R replicas, m samples, s accumulating micro-steps), the median of the latest
-    reports is used. A warm-up, a pause or another tenant's burst therefore has no effect, while a lasting change of
+    reports is used. A warm-up, a pause or another tenant's burst therefore has no effect, while a lasting change in
     speed has an effect after a few reports.
     """
 

@@ -6,8 +6,8 @@ directory. It is written last and holds the resume point and the manifest's chec
 incomplete; a checkpoint with a different checksum is corrupt. The token is unique, so that writing never touches an
 existing checkpoint, even for the same step.
 
-When a job finishes, its last checkpoint is kept, and ``automatic/finished`` names it. A new job of the same name starts
-from scratch instead of continuing from it.
+When a job finishes, its last checkpoint is kept, and ``automatic/finished`` names it. A new job with the same name
+starts from scratch instead of continuing from it.
 """
 
 from __future__ import annotations

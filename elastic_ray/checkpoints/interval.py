@@ -24,7 +24,7 @@ def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
     """Return the mean time between failures that cost a job all its workers [s], given a prior of one failure per day.
 
     Args:
-        losses: number of such failures so far. The loss of some workers counts as their fraction of the job, because
+        losses: number of such failures so far. Losing some of the workers counts as their fraction of the job, because
             the cause (a node failure, a spot market) often affects other workers too.
         observed_s: duration of the observation [s].
     """
@@ -36,7 +36,8 @@ def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
 def checkpoint_interval_s(cost_s: float, mean_time_s: float) -> float:
     """Return the time between automatic checkpoints [s], from 10 s to an hour.
 
-    The interval is long enough that checkpoints use at most half a percent of the time (up to the limit of an hour).
+    The interval is long enough that checkpoints use at most half a percent of the time (subject to the limit of an
+    hour).
     """
     if not (cost_s >= 0 and mean_time_s > 0):
         raise ValueError(f"cost_s must be 0 or more and mean_time_s above 0, but got {cost_s} and {mean_time_s}")

@@ -68,8 +68,8 @@ def allocator_set(policy: str) -> None:
 def allocator_apply(file: str) -> None:
     """Apply the settings in FILE to the cluster: tenants, priorities, autoscaling, web page. Jobs may be running.
 
-    They take precedence over AllocatorConfig and stay in effect until another file is applied. Settings that FILE does
-    not contain keep their values from AllocatorConfig.
+    They take precedence over AllocatorConfig and stay in effect until another file is applied. Settings missing from
+    FILE keep their values from AllocatorConfig.
     """
     from elastic_ray.cli import cluster
 

@@ -1,7 +1,7 @@
 """Bootstrap data that members of a generation exchange through their controller before they connect (pure).
 
 The controller replaces a rendezvous server, so no extra port is opened. Members reach it through Ray actor calls, so
-Ray controls who can call it at all. In addition, each call proves that its sender is a worker of this job.
+Ray controls who can call it. In addition, each call proves that its sender is a worker of this job.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SHELL over torch.distributed: one communicator per generation, with waits that can be cancelled.
 
-Two generations must be able to coexist: the next one forms in the background while the current one trains, and a
-broken one can be abandoned. ``init_process_group`` does not allow this, but low-level backends over a
-``PrefixStore`` do.
+Two generations must be able to coexist: the next one forms in the background while the current one is training, and a
+broken one can be abandoned. ``init_process_group`` does not allow this, but low-level backends over a ``PrefixStore``
+do.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class Communicator:
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that makes operations succeed on all workers of a unit or fail on all of them.
 
-        The unit agrees only once for the entire context. Code within the context must not use collectives of the unit.
+        The unit agrees only once for the entire context. Code within the context must not use the unit's collectives.
         """
         return contextlib.nullcontext()
 
@@ -297,8 +297,8 @@ class Communicator:
     def batch(self) -> Iterator[list[Any]]:
         """Combine NCCL sends and receives in this context into one operation, which starts when the context ends.
 
-        The operation's work is then appended to the list that the context yields. Without a batch, NCCL would create
-        a two-rank communicator for each pair that exchanges data.
+        The operation's work object is then appended to the list that the context yields. Without a batch, NCCL would
+        create a two-rank communicator for each pair that exchanges data.
         """
         batched: list[Any] = []
         if self._nccl is None:

@@ -153,7 +153,7 @@ class AgreedChanges:
 
         Returns the accumulator, name and sum of each value, in the same order on every rank.
 
-        Raises the errors of :meth:`RankConsensus.vote`.
+        Raises the same errors as :meth:`RankConsensus.vote`.
         """
         names = [(key, name) for key in sorted(added) for name in sorted(added[key])]
         world_size = communicator.world_size
@@ -362,7 +362,7 @@ class RankConsensus:
     def announce_finished(self, what: Announced, wait_s: float, fingerprint: int = 0) -> list[int]:
         """Announce that this rank no longer needs other ranks; return the fingerprints from all ranks.
 
-        The result is empty if some ranks have not announced the same within ``wait_s`` [s].
+        The result is empty if any rank has not announced the same within ``wait_s`` [s].
         """
         if self._ahead:
             self._complete_ahead()

@@ -369,7 +369,7 @@ def _shares(
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield this rank's micro-batches from ``position``, each with the position of its first sample.
 
-    With ``sort``, the indices of each step are sorted, so that each rank reads one contiguous stretch of the file.
+    With ``sort``, the indices of each step are sorted, so that each rank reads one contiguous part of the file.
     """
     steps = _steps(position, len(order), cut)
     size = cut.batch_size if sort else cut.batch_size // cut.world_size

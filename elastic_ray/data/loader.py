@@ -68,8 +68,8 @@ class AdaptiveDataLoader(ResumableLoader):
     seed and drop_last options of a ``DistributedSampler`` are used. With an iterable dataset, every rank reads the
     entire stream and keeps its share (``num_workers`` must be 0).
 
-    Worker processes of the DataLoader survive every change of the job's size. With ``persistent_workers=True`` they
-    keep their copies of the dataset, and ``set_epoch(epoch)`` is called on each copy before the epoch's first sample.
+    The DataLoader's worker processes survive every change in the job's size. With ``persistent_workers=True`` they keep
+    their copies of the dataset, and ``set_epoch(epoch)`` is called on each copy before the epoch's first sample.
 
     Args:
         dataset: map-style or iterable dataset, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are

@@ -1,7 +1,7 @@
 """Sample order of an epoch, identical on every rank and computed only from the seed and the epoch.
 
-Map-style datasets: an `EpochOrder` gives the indices of an epoch (`order_for` chooses it), and `sharding` divides them
-by position. Iterable datasets: `StreamSharder` reads the entire stream on every rank and keeps the rank's share by
+Map-style datasets: an `EpochOrder` gives an epoch's indices (`order_for` chooses it), and `sharding` divides them by
+position. Iterable datasets: `StreamSharder` reads the entire stream on every rank and keeps the rank's share by
 position.
 """
 
@@ -197,7 +197,7 @@ class StreamSharder(Generic[Item]):
     current step, and all ranks agree on the tail by counting. A drawn step stays in memory until `commit`; calling
     `next_step` again before that draws the same items, even for a different world size. At most one global batch plus
     two `world_size` raw items are held on each rank. A worker that joins, or a job that restarts, reads and discards
-    `position` items: exact, but as slow as the stream.
+    `position` items: this is exact, but as slow as the stream.
     """
 
     def __init__(

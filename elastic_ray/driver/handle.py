@@ -246,7 +246,7 @@ class JobHandle:
         """Return an explanation of the job's number of workers and the effect of adding one.
 
         Returns:
-            An object that ``str()`` formats. None if the job has ended, if the allocator is not running, or if it does
+            An object that ``str()`` formats; None if the job has ended, if the allocator is not running, or if it does
             not know the job yet.
 
         Raises:

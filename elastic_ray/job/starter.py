@@ -46,7 +46,7 @@ class JobStarter:
     async def open(self) -> None:
         """Find the stored state of an earlier run with the job's name, and prepare for workers.
 
-        If storage cannot be read, the job fails, because a start from scratch would lose earlier training. A job whose
+        If storage cannot be read, the job fails, because starting from scratch would lose earlier training. A job whose
         workers are still training continues, because it needs no stored state until it restarts.
         """
         if self._opened:

@@ -253,8 +253,8 @@ def unit_mesh() -> DeviceMesh:
     """Return torch's ``DeviceMesh`` over the workers of this worker's unit; see docs/units.md.
 
     For ``SchedulingConfig(unit=Unit(tp=2, shard=2))``, the mesh has the dimensions ``tp`` and ``shard``, in this order;
-    for ``unit=2``, it has a single dimension. The mesh never changes while the worker lives, because entire units join
-    and leave. The first call creates the mesh, so all workers of the unit must make it at the same point.
+    for ``unit=2``, it has a single dimension. The mesh never changes during a worker's lifetime, because only complete
+    units join and leave. The first call creates the mesh, so all workers of the unit must make it at the same point.
 
     Raises:
         RuntimeError: the job has no units, or the code does not run in a job.

@@ -150,7 +150,7 @@ class StateVersion:
 def transfer_rounds(progress: Sequence[StateVersion]) -> list[list[tuple[int, int]]]:
     """Return rounds of ``(source rank, destination rank)`` that give every rank the most advanced state.
 
-    Ranks with the most advanced version are holders; all others are receivers. This includes survivors that did not
+    Ranks with the most advanced version are holders; all others are receivers. Receivers include survivors that did not
     complete the last step. In each round, every holder sends to one receiver, so h holders serve n receivers in
     ceil(log2((n + h) / h)) rounds. If some holders have already left a loader pass, the holders that are still leaving
     it do not send, because a newcomer would remain in that pass forever. If no rank holds a trained state (in the first

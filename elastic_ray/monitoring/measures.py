@@ -16,7 +16,7 @@ class WorkerMeasures:
     """Measures of one worker in one step.
 
     They are sent as float32, so sizes are in MiB, a power of two: up to 64 MiB they are exact to the byte for float32
-    gradients, and to 1e-7 beyond.
+    gradients, and to 1e-7 beyond that.
 
     Attributes:
         compute_s: Time from the first micro-batch until the gradients were complete, excluding waits for data [s]. On a

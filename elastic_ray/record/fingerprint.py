@@ -9,9 +9,9 @@ fingerprint includes:
   class of the training loader's dataset and, if it holds tensors, their shapes and types;
 - the resources of one worker.
 
-It excludes: learning rates, seeds, batch sizes (part of each measurement), numbers of workers, GPU types (measurements
-are kept by type), and how the forward pass uses the parameters. Jobs that differ only in the forward pass (a stride, a
-resolution that the dataset does not show) and not in class names need different user names.
+A fingerprint excludes: learning rates, seeds, batch sizes (part of each measurement), numbers of workers, GPU types
+(measurements are kept by type), and how the forward pass uses the parameters. Jobs that differ only in the forward pass
+(a stride, a resolution that the dataset does not show) and not in class names need different user names.
 """
 
 from __future__ import annotations

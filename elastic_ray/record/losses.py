@@ -28,7 +28,7 @@ class Losses:
 
     Attributes:
         lost: Losses so far; losing the entire job counts as 1, and losing a worker counts as its fraction of the job.
-        raised: Number of workers lost to an exception of their own.
+        raised: Number of workers lost to their own exceptions.
         fruitless: Number of consecutive restarts without a new checkpoint in between.
         saved_steps: Step of the newest checkpoint at the last restart.
     """

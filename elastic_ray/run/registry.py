@@ -243,7 +243,7 @@ class Registry:
     def halving(self, steps: int) -> Halving | None:
         """Return the rule for splitting a single rank's steps into two halves, after ``steps`` committed steps.
 
-        The gradients of the halves show the gradient noise. Returns None if no steps are split, for example because the
+        The halves' gradients reveal the gradient noise. Returns None if no steps are split, for example because the
         noise can be measured in the models' layers.
         """
         wanted = self._wanted_halving(steps)

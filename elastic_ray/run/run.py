@@ -64,7 +64,7 @@ class Run:
         exchanges: Published and pulled models, with an entry for each model that is averaged in pairs.
         unit, wishes: The unit, and the requests that all its workers know; None if each worker is a rank by itself.
         agreed: Decisions that the ranks have agreed on but not carried out yet.
-        replicas: Compares the wrapped models of the ranks.
+        replicas: Compares the ranks' wrapped models.
         consensus: This rank's announcements and votes.
         meter: Measurements of each rank, known to all ranks.
         stragglers: Detects slow workers, and sets each worker's share of a step's samples.

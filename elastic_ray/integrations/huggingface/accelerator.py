@@ -351,8 +351,8 @@ class Accelerator(OnMainProcess, Collectives):
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load a saved state on every worker.
 
-        Before the first epoch, the job resumes at the saved position in the data. Later, only the model, optimizer and
-        other saved objects are restored, as in accelerate, and the job keeps its current position.
+        Before the first epoch, the job resumes at the saved data position. Later, only the model, optimizer and other
+        saved objects are restored, as in accelerate, and the job keeps its current position.
         """
         found: list[str] = []
         hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))

@@ -41,7 +41,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     The job grows, shrinks and survives lost workers within ``fit``. Each sample is used once per epoch, and callbacks,
     loop counters and logged values are preserved. The ``train_dataloader``'s ``batch_size`` is the global batch, which
-    all workers share. Every worker evaluates all the data, so all workers have the same results.
+    is divided between all workers. Every worker evaluates all the data, so all workers have the same results.
 
     Args:
         max_batch_size: Largest global batch [samples], as in ``AdaptiveDataLoader.autoscale_batch_size``. None keeps

@@ -76,7 +76,7 @@ class PageJob:
         score: Value of ``metric`` that a sweep uses to compare its trials; ``mode`` is "max" if larger is better.
         metric: Metric of the sweep; for other jobs, the metric that ranks checkpoints.
         metrics: Latest reported numbers, keyed by name.
-        colour: Colour of the job everywhere on the page, ``#rrggbb``.
+        colour: The job's colour throughout the page, ``#rrggbb``.
     """
 
     job: str
