@@ -62,7 +62,7 @@ class StoredCheckpoint:
 
 
 def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str]:
-    """Return the file system of a storage path and the path on it, by Ray Train's rules.
+    """Return a storage path's file system and the path on it, following Ray Train's rules.
 
     Args:
         storage_path: a URI (``s3://bucket/dir``) or a local path; ``~`` is expanded and a relative path made absolute.
@@ -141,7 +141,7 @@ class RunStorage:
         call_storage(self.where, "making the run's directory", self.create, timeout_s=timeout_s)
 
     def check_reachable(self) -> None:
-        """Raise ``FileNotFoundError`` if this node does not see the run's directory that the controller has created."""
+        """Raise ``FileNotFoundError`` if this node does not see the run's directory that the controller created."""
         if not self._exists(posixpath.join(self.path, MARKER_FILE)):
             raise FileNotFoundError(
                 f"this node does not see the run's directory {self.path!r} ({self.filesystem.type_name}) "
@@ -163,7 +163,7 @@ class RunStorage:
     def read_events(self, most: int | None = None) -> tuple[JobEvent, ...]:
         """Return the last ``most`` events written so far, or all if ``most`` is None.
 
-        Events of kind ``pass`` (proof of which samples a pass used) and a line cut short by a crash are left out.
+        Events of kind ``pass`` (proof of the samples that a pass used) and a line cut short by a crash are left out.
         """
         events: deque[JobEvent] = deque(maxlen=most)
         for line in self.events.read():
@@ -275,7 +275,7 @@ class RunStorage:
         return sorted(files)
 
     def is_storing(self, index: int) -> bool:
-        """True if rank 0 has started to store checkpoint `index`, judging by the directories in storage."""
+        """True if rank 0 has started to store checkpoint `index`, based on the directories in storage."""
         target = f"checkpoint_{index:06d}"
         if not self.local:
             return self._exists(posixpath.join(self.path, target))

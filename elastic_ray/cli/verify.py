@@ -28,12 +28,12 @@ _STATES = {True: "proven", False: "UNPROVEN", None: "-"}
 @click.option("--replay", "step", type=click.IntRange(min=1), metavar="STEP", help="Train the steps around it again.")
 @json_option
 def verify(path: str, step: int | None, as_json: bool) -> None:
-    """Check from RUN's files that ranks started equal, epochs used each sample once, and checkpoints are complete.
+    """Check in RUN's files that ranks started equal, epochs used each sample once, and checkpoints are complete.
 
     RUN is the run's directory: RunConfig's storage_path/name. Exit code 1 if anything is unproven.
 
     With --replay STEP, the steps from the automatic checkpoint before STEP to the next one are trained again on a
-    different number of workers of the current cluster, and the two models are compared. This requires a job started by
+    different number of workers in the current cluster, and the two models are compared. This requires a job started by
     `elastic-ray submit`; for other jobs, call `elastic_ray.replay` in Python with the train function.
     """
     from elastic_ray.checkpoints.automatic import find_stored

@@ -19,7 +19,7 @@ _MOST_VALUE = 1 << 16  # bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerState:
-    """State of a job that its controller saves for the controller that replaces it."""
+    """State of a job that its controller saves for a replacement controller."""
 
     job: str
     run: str  # its run (:func:`run_of`); a trial that is paused and continues has another one
@@ -65,7 +65,7 @@ class ControllerState:
 
     @classmethod
     def from_json(cls, text: str) -> ControllerState:
-        """Parse ``json.dumps(dataclasses.asdict(state))``. Raises ValueError: the text is invalid."""
+        """Parse ``json.dumps(dataclasses.asdict(state))``. Raises ValueError if the text is invalid."""
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a note must be a JSON object, but got {text[:100]!r}")
@@ -75,15 +75,15 @@ class ControllerState:
 
 
 def run_of(spec: JobSpec) -> str:
-    """Return a digest that identifies this run of a job or trial among all runs of the same controller."""
+    """Return a digest that distinguishes this run of a job or trial from the same controller's other runs."""
     return hashlib.sha256(f"{spec.job} {spec.storage_path} {spec.secret}".encode()).hexdigest()
 
 
 def as_text(value: Sealed | None) -> str | None:
-    """Return a train function's return value as text, to be stored; None if there is none or it is too large."""
+    """Return a train function's return value as text, to be stored; None if it is missing or too large."""
     return base64.b64encode(value.pickled).decode() if value is not None and len(value.pickled) <= _MOST_VALUE else None
 
 
 def from_text(text: str | None) -> Sealed | None:
-    """Return the value that :func:`as_text` has converted to ``text``; None for None."""
+    """Return the value that :func:`as_text` converted to ``text``; None for None."""
     return Sealed(pickled=base64.b64decode(text)) if text is not None else None

@@ -45,7 +45,7 @@ class EndedJobNote:
 
     @property
     def duration_s(self) -> float:
-        """Time from submission to the end [s]."""
+        """Time from submission until the job ended [s]."""
         return sum(named_parts(self.status).values())
 
     def to_json(self) -> str:
@@ -60,7 +60,7 @@ class EndedJobNote:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> EndedJobNote:
-        """Parse the output of :meth:`to_json`. Raises ValueError: the text is invalid or comes from a newer release."""
+        """Parse the output of :meth:`to_json`. Raises ValueError if the text is invalid or from a newer release."""
         told = load(text)
         if not isinstance(told, dict) or not isinstance(told.get("status"), dict):
             raise ValueError("a note of an ended job must be an object with an object 'status'")

@@ -38,7 +38,7 @@ class SubmittedJob:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SubmittedJob:
-        """Parse the output of :meth:`to_json`. Raises ValueError: the text is invalid."""
+        """Parse the output of :meth:`to_json`. Raises ValueError if the text is invalid."""
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a submission must be a JSON object, but got {values!r:.80}")
@@ -59,7 +59,7 @@ class SubmittedJob:
         return f"{self.submission.partition(_RESUMED)[0]}{_RESUMED}{token}"
 
     def why_not(self, events: Iterable[JobEvent]) -> str | None:
-        """Return why the job cannot be resubmitted, judging by its events; "" if it can, None if the job has ended."""
+        """Return why the job cannot be resubmitted, based on its events; "" if it can, None if the job has ended."""
         last = None
         for event in events:
             if event.time_s >= self.submitted_s and event.kind in _ENDS:

@@ -69,7 +69,7 @@ class Interference(ReadyPolicy):
         self.tried: dict[str, list[float]] = {}
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Record this step's times; once ``window`` steps are recorded, return a change of strategy if needed."""
+        """Record this step's times; once ``window`` steps are recorded, return a strategy change if needed."""
         steps_s = [each.step_s for each in view.worker_measures]
         if len(view.strategies) <= self.model or not steps_s or min(steps_s) <= 0:
             return None

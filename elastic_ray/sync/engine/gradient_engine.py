@@ -354,20 +354,9 @@ class GradientEngine(Participant):
         self._ends = self._in_force.pending
         return digest((self.plan.digest, self._in_force.asked_digest))
 
-    @property
-    def marker(self) -> int:
-        """Number that identifies the last model average that this rank completed; larger for later averages."""
-        return self._drift.marker
-
-    @property
-    def scaler(self) -> object | None:
-        """AMP's ``GradScaler``; None without AMP."""
-        return self._drift.scaler
-
     def prepare_average(self, *, ends_pass: bool) -> None:
-        """Start to average the models after the last step of a period, while the ranks still vote on its steps."""
         if not self._in_force.pending:
-            self._drift.prepare(ends_pass=ends_pass)
+            self.drift.prepare(ends_pass=ends_pass)
 
     def after_step(self, *, agree_on_scale: bool) -> None:
         self._reducer.drop_halves()
