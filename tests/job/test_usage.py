@@ -102,4 +102,5 @@ def test_the_command_reads_files_and_sums(tmp_path: Path) -> None:
     assert [row["week"] for row in json.loads(run("--json", "--by", "tenant"))] == [None]
     (tmp_path / "a" / "events.jsonl").write_text("no json\n" * 3)
     assert CliRunner().invoke(cli, ["usage", str(tmp_path)]).exit_code == 0
-    assert "no run has had workers" in CliRunner().invoke(cli, ["usage", str(tmp_path / "none")]).stdout
+    missing = CliRunner().invoke(cli, ["usage", str(tmp_path / "none")])
+    assert missing.exit_code == 1 and "none" in missing.stderr
