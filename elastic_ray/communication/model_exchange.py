@@ -19,7 +19,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from elastic_ray.communication.rank_server import TOKEN_BYTES, RankServer, shut
 
 _QUESTION = struct.Struct("!QQ")  # digest of what is exchanged, and the version that the caller has
-_ANSWER = struct.Struct("!QQ")  # the version that comes, 0 for none that is newer, and the steps that made it
+_ANSWER = struct.Struct("!Qd")  # the version that comes, 0 for none that is newer, and its age [s]
 _LOOK_S = 1.0  # between two looks whether the group is still wanted
 _CHUNK = 1 << 20
 
@@ -30,10 +30,10 @@ class _Published(RankServer):
     def __init__(self, host: str, token: bytes, callers: int) -> None:
         self._buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._readers, self._versions, self._layouts, self._newest = [0, 0], [0, 0], [0, 0], 0
-        self._steps = [0, 0]
+        self._times_s = [0.0, 0.0]
         super().__init__(host, token, callers, "published-model")
 
-    def publish(self, layout: int, parts: Sequence[torch.Tensor], steps: int) -> None:
+    def publish(self, layout: int, parts: Sequence[torch.Tensor], now_s: float) -> None:
         """Copy the model; keep the previous one if the other buffer is still being sent."""
         with self._lock:
             spare = 1 - self._newest
@@ -47,14 +47,14 @@ class _Published(RankServer):
             mine.copy_(part)
         finite = all(mine.mul(0.0).sum().item() == 0.0 for mine in into)  # in fewer passes than isfinite makes
         with self._lock:
-            self._layouts[spare], self._steps[spare] = layout, steps
+            self._layouts[spare], self._times_s[spare] = layout, now_s
             if finite:
                 self._versions[spare], self._newest = max(self._versions) + 1, spare
 
-    def held(self, layout: int) -> list[tuple[int, list[torch.Tensor]]]:
-        """Return the models that are held (at most two), each with the number of steps that made it."""
+    def held(self, layout: int) -> list[tuple[float, list[torch.Tensor]]]:
+        """Return the models that are held (at most two), each with the time of its publication."""
         return [
-            (self._steps[each], self._buffers[each])
+            (self._times_s[each], self._buffers[each])
             for each in (0, 1)
             if self._versions[each] and self._layouts[each] == layout
         ]
@@ -66,12 +66,12 @@ class _Published(RankServer):
                 layout, known = _QUESTION.unpack(question)
                 with self._lock:
                     which, version = self._newest, self._versions[self._newest]
-                    steps = self._steps[which]
+                    age_s = time.monotonic() - self._times_s[which]
                     if version <= known or self._layouts[which] != layout:
                         version = 0
                     self._readers[which] += version > 0
                 try:
-                    caller.sendall(_ANSWER.pack(version, steps))
+                    caller.sendall(_ANSWER.pack(version, age_s))
                     for part in self._buffers[which] if version else ():
                         caller.sendall(_bytes_of(part))
                 finally:
@@ -106,19 +106,21 @@ class _Pulls:
             shut(each)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def start(self, layout: int, into: Sequence[torch.Tensor]) -> Future[int | None] | None:
+    def start(self, layout: int, into: Sequence[torch.Tensor]) -> Future[float | None] | None:
         """Pull a random rank's newest model; return None if no rank is left to ask."""
         peers = list(self.peers)
         return self._thread.submit(self._pull, self._choice.choice(peers), layout, into) if peers else None
 
-    def _pull(self, peer: int, layout: int, into: Sequence[torch.Tensor]) -> int | None:
+    def _pull(self, peer: int, layout: int, into: Sequence[torch.Tensor]) -> float | None:
         """Pull a rank's model; return False if it has no newer model. A rank that fails is not asked again."""
         try:
             connection = self._connection(peer)
+            asked_s = time.monotonic()
             connection.sendall(_QUESTION.pack(layout, self._versions.get(peer, 0)))
             head = bytearray(_ANSWER.size)
             self._read(connection, memoryview(head))
-            version, steps = _ANSWER.unpack(head)
+            version, age_s = _ANSWER.unpack(head)
+            answered_s = (asked_s + time.monotonic()) / 2  # half of the way there and back before the answer came
             for part in into if version else ():
                 self._read(connection, _bytes_of(part))
         except OSError:
@@ -129,7 +131,7 @@ class _Pulls:
                 shut(failed)
             return None
         self._versions[peer] = max(self._versions.get(peer, 0), int(version))
-        return int(steps) if version else None
+        return float(answered_s - age_s) if version else None
 
     def _connection(self, peer: int) -> socket.socket:
         """Return the connection to a rank. Raises OSError if it cannot be made, or the group was left."""
@@ -166,7 +168,7 @@ class ModelExchange:
     def __init__(self) -> None:
         self._server: _Published | None = None
         self._pulls: _Pulls | None = None
-        self._pulled: Future[int | None] | None = None
+        self._pulled: Future[float | None] | None = None
         self._into: Sequence[torch.Tensor] = ()  # tensors of the pull in progress
 
     def enter(self, communicator: Communicator, *, called_off: Callable[[], bool]) -> None:
@@ -204,22 +206,22 @@ class ModelExchange:
         """True if the ranks of the current group exchange models."""
         return self._server is not None
 
-    def publish(self, layout: int, parts: Sequence[torch.Tensor], steps: int = 0) -> None:
+    def publish(self, layout: int, parts: Sequence[torch.Tensor], now_s: float = 0.0) -> None:
         """Make a copy of this model available to other ranks.
 
         Args:
             layout: Digest of the shapes of its ``parts``.
-            steps: Number of steps that the model has made.
+            now_s: Time of its publication [s, monotonic].
         """
         if self._server is not None:
-            self._server.publish(layout, parts, steps)
+            self._server.publish(layout, parts, now_s)
 
-    def held(self, layout: int) -> list[tuple[int, list[torch.Tensor]]]:
-        """Return this rank's last two published models, each with the number of steps that made it."""
+    def held(self, layout: int) -> list[tuple[float, list[torch.Tensor]]]:
+        """Return this rank's last two published models, each with the time of its publication."""
         return self._server.held(layout) if self._server is not None else []
 
-    def arrived(self, into: Sequence[torch.Tensor]) -> int | None:
-        """Return the steps of the model that was pulled into ``into`` since the last call; None if none has arrived."""
+    def arrived(self, into: Sequence[torch.Tensor]) -> float | None:
+        """Return when the model that was pulled into ``into`` since the last call was published; None for no model."""
         pulled = self._pulled
         if pulled is None or not pulled.done():
             return None

@@ -97,47 +97,48 @@ def two() -> Iterator[Two]:
 def test_steps_made_during_a_pull_count_in_full(two: Two) -> None:
     (first, second), (params, _) = two
     for dropped, wanted in ((False, 10.0 + (20.0 - 10.0) / 2 - 1.0), (True, 14.0 - 1.0)):
-        second.publish(1)
-        first.publish(1)
+        second.publish(time.monotonic())
+        first.publish(time.monotonic())
         if dropped:
             first.drop_pull()
         assert first.exchange._pulled is not None and first.exchange._pulled.result(5.0)
         params["w"] -= 1.0
-        PairAverager().mix(first, 1)
+        PairAverager().mix(first, time.monotonic() + 60.0)
         assert params["w"].tolist() == [wanted] * 3
         assert first.exchange._pulled is not None and not first.exchange._pulled.result(5.0), "it has that one"
-        assert first.pulled() is None
+        assert first.pulled(0.0) is None
 
 
-@pytest.mark.parametrize(("steps", "own"), [(0, 9.0), (1, 9.0), (2, 8.0), (3, 7.0), (9, 7.0)])
-def test_models_are_compared_after_equally_many_steps(two: Two, steps: int, own: float) -> None:
+@pytest.mark.parametrize(("ago_s", "own"), [(90.0, 9.0), (22.0, 9.0), (18.0, 9.0), (12.0, 8.0), (8.0, 8.0), (2.0, 7.0)])
+def test_models_of_the_same_time_are_compared(two: Two, ago_s: float, own: float) -> None:
     """Two that this rank has published are held, and its present one."""
     (first, second), (params, _) = two
     alone(first.exchange, 1)
-    for step in range(3):
-        if step == 2:
-            second.publish(steps)
-        first.publish(step)
+    now_s = time.monotonic()
+    for at_s in (30.0, 20.0, 10.0):
+        if at_s == 10.0:
+            second.publish(now_s - ago_s)
+        first.publish(now_s - at_s)
         assert first.exchange._pulled is not None
         first.exchange._pulled.exception(5.0)
-        if step < 2:
-            assert first.pulled() is None, "nothing is published yet"
+        if at_s > 10.0:
+            assert first.pulled(now_s) is None, "nothing is published yet"
         params["w"] -= 1.0
-    PairAverager().mix(first, 3)
+    PairAverager().mix(first, now_s)
     assert params["w"].tolist() == [7.0 + (20.0 - own) / 2] * 3
 
 
 def test_pull_from_before_unfreezing_is_ignored(two: Two) -> None:
     (first, second), (params, others) = two
-    second.publish(1)
-    first.publish(1)
+    second.publish(time.monotonic())
+    first.publish(time.monotonic())
     assert first.exchange._pulled is not None and first.exchange._pulled.result(5.0)
     params["unfrozen"], others["unfrozen"] = torch.full((2,), 1.0), torch.full((2,), 3.0)
-    second.publish(1)
-    PairAverager().mix(first, 1)
+    second.publish(time.monotonic())
+    PairAverager().mix(first, time.monotonic() + 60.0)
     assert params["w"].tolist() == [10.0] * 3
     assert first.exchange._pulled is not None and first.exchange._pulled.result(5.0)
-    PairAverager().mix(first, 1)
+    PairAverager().mix(first, time.monotonic() + 60.0)
     assert params["w"].tolist() == [15.0] * 3 and params["unfrozen"].tolist() == [2.0] * 2
 
 

@@ -96,9 +96,8 @@ class PairAverager(Stateless):
     """Averager that moves a model half of the way to a random other rank's model, before each update.
 
     w_r <- w_r + (w_s - v_r) / 2, where w_s is the newest model that the other rank s has published, and v_r is this
-    rank's model after as many steps: a mean with w_r itself would undo half of the steps made since. If s is
-    ahead, v_r is w_r. Source: KungFu's ``PairAveragingOptimizer`` (OSDI 2020), after
-    AD-PSGD (Lian et al., ICML 2018), in which both ranks adopt the mean.
+    rank's model when s published it: a mean with w_r itself would undo half of the steps made since. Source: KungFu's
+    ``PairAveragingOptimizer`` (OSDI 2020), after AD-PSGD (Lian et al., ICML 2018), in which both ranks adopt the mean.
     Models are pulled during steps, and no rank waits for one. If no model has arrived, the rank keeps its own.
     """
 
@@ -109,17 +108,17 @@ class PairAverager(Stateless):
         """Do nothing, because models are averaged by :meth:`mix` before each update."""
 
     @torch.no_grad()
-    def mix(self, model: Replica, steps: int) -> None:
+    def mix(self, model: Replica, now_s: float) -> None:
         """Average this rank's model with the pulled model (if any), publish the result, and request another model.
 
         Args:
-            steps: Number of steps that the model has made.
+            now_s: Present time [s, monotonic].
         """
-        away = model.pulled()
+        away = model.pulled(now_s)
         if away is not None:
             params = list(model.named.values())
             torch._foreach_add_(params, [each.to(p) for each, p in zip(away, params, strict=True)], alpha=0.5)
-        model.publish(steps)
+        model.publish(now_s)
 
 
 class DiLoCoAverager:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +122,7 @@ class Drift:
             return
         self._changed, self._equal_at = True, -1
         if isinstance(self._averager, PairAverager):
-            self._averager.mix(self._replica, self._context.states.progress.steps)
+            self._averager.mix(self._replica, time.monotonic())
         several = self._context.group.world_size > 1
         if several and self._context.ledger.step is None and not self._warned:
             self._warned = True
@@ -335,7 +336,7 @@ class Replica:
         self._incoming: list[_Flat] = []  # of a rank that is asked for its model
         self._into: list[torch.Tensor] = []
         self._asked: list[torch.Tensor] = []  # this rank's model when it asked; empty if it was replaced since
-        self._asked_at = 0  # its steps then
+        self._asked_s = 0.0  # when it did
         self._layout = 0
         self._works: list[Any] | None = None  # of a mean that was begun
         self.exchange = ModelExchange()
@@ -399,31 +400,29 @@ class Replica:
         self._incoming = []  # a pull of the former group may still write there
         self.exchange.enter(communicator, called_off=lambda: membership.voided)
 
-    def publish(self, steps: int) -> None:
-        """Publish the parameters after so many ``steps``, and start to pull a random rank's parameters."""
+    def publish(self, now_s: float) -> None:
+        """Publish the current parameters, and start to pull a random rank's parameters."""
         if self.exchange.stands:
             self._fill()
             if not self._incoming:
                 shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.named.items()]
                 self._incoming, self._layout = _lay_out(list(self.named.values()), "cpu"), digest(shapes)
                 self._into = [each.flat for each in self._incoming]
-            self.exchange.publish(self._layout, [each.flat for each in self._flats], steps)
+            self.exchange.publish(self._layout, [each.flat for each in self._flats], now_s)
             if self.exchange.ask(self._layout, self._into):
-                self._asked, self._asked_at = [each.flat.to("cpu", copy=True) for each in self._flats], steps
+                self._asked, self._asked_s = [each.flat.to("cpu", copy=True) for each in self._flats], now_s
 
-    def pulled(self) -> list[torch.Tensor] | None:
-        """Return the pulled model minus this rank's model after as many steps; None if none has arrived.
+    def pulled(self, now_s: float) -> list[torch.Tensor] | None:
+        """Return the pulled model minus this rank's model at the same time; None if none has arrived.
 
-        If that is held no more, it is the next one that is; the present one if this rank has made fewer steps.
+        Of this rank, its present model is known, that at the time of the request, and the last two that it published.
         """
-        steps = self.exchange.arrived(self._into)
-        if steps is None or not self._asked or self._outdated(list(self.named.values())):
+        published_s = self.exchange.arrived(self._into)
+        if published_s is None or not self._asked or self._outdated(list(self.named.values())):
             return None
-        known = [(self._asked_at, self._asked), *self.exchange.held(self._layout)]
-        known = [each for each in known if each[0] >= steps]
-        if known:
-            own = min(known, key=lambda each: each[0])[1]
-        else:
+        known = [(self._asked_s, self._asked), *self.exchange.held(self._layout), (now_s, [])]
+        own = min(known, key=lambda each: abs(each[0] - published_s))[1]
+        if not own:
             self._fill()
             own = [each.flat.to("cpu") for each in self._flats]
         torch._foreach_sub_(self._into, own)
