@@ -222,7 +222,7 @@ def leaves_both() -> tuple[float, float]:
         samples = er.Accumulator()
         for (x,) in third:
             samples["all"] += len(x)
-    return float(model.module.bias), int(samples["all"])
+    return model.module.bias.item(), int(samples["all"])
 
 
 @pytest.mark.parametrize("moment", ["backward", "edge"])
