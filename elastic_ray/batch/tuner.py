@@ -379,7 +379,7 @@ class BatchTuner:
         noise_scale = noise.var * self.limits.init_batch_size / noise.sqr if noise.sqr > 0 else 0.0
         if noise_scale <= now / 2:
             return 0
-        return int(min(limit, (now + noise_scale) / TRIED_WORTH - noise_scale))
+        return min(limit, math.ceil((now + noise_scale) / TRIED_WORTH - noise_scale))
 
     def _keep(self, replicas: int, current: BatchChoice | None, now: int) -> BatchChoice:
         """Return the allowed division whose batch is nearest to the current global batch."""

@@ -97,6 +97,11 @@ def test_a_noisy_second_size_is_at_most_four_times_the_first() -> None:
     tuner = tuner_at(choice(64), NOISY)
     measure(tuner, choice(64), steps=TRIED_AFTER)
     assert tuner.decide(1, 1, choice(64)).reason.startswith("a second batch size is measured: 256")
+    small = BatchTuner(BatchLimits(init_batch_size=2, max_batch_size=64))
+    small.set_noise(NoiseScale(sqr=1.0, var=0.55))
+    small.set_model(GoodputModel(TRUTH, NoiseScale(sqr=1.0, var=0.55), 2))
+    measure(small, choice(2), steps=TRIED_AFTER)
+    assert small.decide(1, 1, choice(2)).batch_size == 3
 
 
 def test_a_second_size_is_measured_once_where_one_was() -> None:
@@ -104,18 +109,18 @@ def test_a_second_size_is_measured_once_where_one_was() -> None:
     assert not tuner.decide(1, 1, choice(64)).changed, "the model sees no gain"
     measure(tuner, choice(64), steps=TRIED_AFTER)
     second = tuner.decide(1, 1, choice(64))
-    assert second.reason == "a second batch size is measured: 91 = 1 workers x 91 samples"
-    assert model_of(0.7).efficiency(91) / model_of(0.7).efficiency(64) == pytest.approx(TRIED_WORTH, rel=0.01)
+    assert second.reason == "a second batch size is measured: 92 = 1 workers x 92 samples"
+    assert model_of(0.7).efficiency(92) / model_of(0.7).efficiency(64) == pytest.approx(TRIED_WORTH, rel=0.01)
     # What it has shown decides, and it is not tried again.
     tuner.set_noise(NoiseScale(sqr=1.0, var=0.6))
-    measure(tuner, choice(91), steps=40)
-    back = tuner.decide(1, 1, choice(91))
+    measure(tuner, choice(92), steps=40)
+    back = tuner.decide(1, 1, choice(92))
     assert "a second batch size" not in back.reason
     again = BatchTuner(ADAPTIVE)
     again.set_noise(NoiseScale(sqr=1.0, var=0.7))
     again.set_model(model_of(0.7))
     measure(again, choice(64), steps=TRIED_AFTER)
-    assert again.decide(1, 1, choice(64)).batch_size == 91
+    assert again.decide(1, 1, choice(64)).batch_size == 92
     for _ in range(5):
         measure(again, choice(64), steps=TRIED_AFTER)  # the batch could not change
         assert not again.decide(1, 1, choice(64)).changed
