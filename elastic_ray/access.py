@@ -46,7 +46,7 @@ def join() -> None:
 
 
 def session_warning() -> str:
-    """Return a warning if other accounts on this machine can write to Ray's session folders; empty otherwise.
+    """Return a warning if other accounts on this machine can write to Ray's session folders; otherwise empty.
 
     Ray creates these folders world-writable. Workers import code from them, and Ray's token does not protect them.
     """
@@ -170,7 +170,7 @@ def _token(mode_is_open: bool) -> str:
 
 
 def _refuses(address: str, token: str) -> bool | None:
-    """Return whether a cluster refuses a process that sends this token; None if the cluster does not answer."""
+    """True if a cluster refuses a process that sends this token; None if the cluster does not answer."""
     try:
         import grpc
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc

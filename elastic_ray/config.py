@@ -1,4 +1,4 @@
-"""User configuration of how a job changes size, and how it is scheduled among other jobs."""
+"""User configuration of how a job changes size, and how it is scheduled relative to other jobs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class ElasticConfig(NamesArguments):
 
     Attributes:
         warm_workers_per_node: Idle processes (torch imported) that the job requests from the cluster's pool on each of
-            its nodes, in addition to one per worker of the job on that node. The next job then starts faster. 0
+            its nodes, in addition to one for each of the job's workers on that node. The next job then starts faster. 0
             requests none. The pool serves all jobs, within limits that the nodes' environment variable
             ``ELASTIC_RAY_POOL`` sets (:func:`elastic_ray.warm_pool.sizing.read_config`). With ``ELASTIC_RAY_POOL=off``
             the job keeps this number of idle processes for itself.
         heartbeat_timeout_s: A worker that sends no heartbeat for this long counts as hung.
         join_timeout_s: Time limit for a new worker to become ready after its resources were reserved. Each time a
             worker is late, the limit doubles (up to eight times this setting), until a worker is ready in time.
-        reserve_timeout_s: Time after which an unfulfilled reservation of resources is cancelled.
+        reserve_timeout_s: Time until an unfulfilled resource reservation is cancelled.
         switch_timeout_s: Time limit for the workers of a new generation (group) to connect and to exchange state.
         collective_timeout_s: Maximum wait in a collective for a slow but living peer. It must exceed the longest step.
         lease_s: If the driver is silent for this long, the job saves its state and ends.
@@ -46,7 +46,7 @@ class ElasticConfig(NamesArguments):
         fixed_batch: If True, keep the batch size constant even if the loader allows the job to adapt it.
         automatic_checkpoints: Save the entire elastic state (models, optimizers, schedulers, the loader's position,
             statistics) to the run's storage periodically and when the job finishes. A job that loses all its workers,
-            or its whole cluster, continues from the last of these checkpoints.
+            or its entire cluster, continues from the last of these checkpoints.
         branch_when_idle: Test larger batches in branches of the job (``JobHandle.branch``), on idle slots that no other
             job can use. A test starts each time the job's number of steps has doubled, from step 400 on.
         keep_last_state: Keep the last automatic checkpoint of a finished job. It is ``Result.checkpoint`` if the job
@@ -59,16 +59,16 @@ class ElasticConfig(NamesArguments):
             ``share``, each of the other workers gets more samples than in an equal split, within ``local_bsz_bounds``.
             Do not use it with a loop that assumes equal local batches.
         straggler_patience_s: How long a worker must be slow before ``replace`` requests a new one.
-        private_files: On file systems of the nodes (including NFS mounts), make files readable by the job's user only:
+        private_files: On the nodes' file systems (including NFS mounts), make files readable by the job's user only:
             mode 0600, and 0700 for directories. A run directory that another user owns is refused. False leaves
-            permissions to the umask and to the directory's owner. Other storage applies its own rules.
+            permissions to the umask and the directory's owner. Other storage applies its own rules.
         storage_timeout_s: Maximum wait for the run's storage to respond. A reported checkpoint that is not stored
-            within this time, or within half of ``collective_timeout_s`` (because the other ranks wait), is dropped with
-            an event, and training continues. A job that cannot read its earlier checkpoints in time fails instead of
-            starting from scratch.
+            within this time, or within half of ``collective_timeout_s`` (because the other ranks are waiting), is
+            dropped with an event, and training continues. A job that cannot read its earlier checkpoints in time fails
+            instead of starting from scratch.
         verify_checkpoints: When a job continues from its stored run, read its reported checkpoints completely and
-            compare their checksums with those stored at writing. A checkpoint that differs is skipped, with an event.
-            Sizes, and the checksums of automatic checkpoints, are always compared.
+            compare their checksums with the checksums stored when they were written. A checkpoint that differs is
+            skipped, with an event. Sizes, and the checksums of automatic checkpoints, are always compared.
         tensorboard: Write the run's metrics and status as TensorBoard files into ``tensorboard`` in its directory. None
             writes them for jobs, but not for trials of a sweep, because Ray Tune writes its own.
         metrics: Export the job's metrics to Prometheus through Ray's metrics, from its controller (docs/metrics.md).
@@ -178,15 +178,15 @@ class SchedulingConfig(NamesArguments):
             [USD], such as ``((3600, 50), (7200, 0))``. Values are interpolated linearly, constant before the first
             pair, and extrapolated along the last segment. Once the job's length is known, the job gets no worker that
             costs more than the value it adds. None ignores costs.
-        weight: Importance of the job's speed relative to other jobs of its tenant and priority. When several jobs could
-            grow, a job with weight 2 gets about twice as many workers as a job with weight 1. Minimums are always
-            served first.
+        weight: Importance of the job's speed relative to other jobs with the same tenant and priority. When several
+            jobs could grow, a job with weight 2 gets about twice as many workers as a job with weight 1. Minimums are
+            always served first.
         tenant_weight: Weight of the job's tenant, if ``AllocatorConfig.tenants`` does not list it; None means 1. The
             largest value among the tenant's jobs applies.
         mixed_gpu_types: If True, workers may run on GPUs of several types: the job's own type, and other types that no
             other job can use. Each type gets a part of a step's samples in proportion to its speed, within
             ``local_bsz_bounds``, as with ``ElasticConfig(stragglers="share")``. Only the policy ``goodput`` mixes types
-            deliberately; other policies keep to their own rules.
+            deliberately; other policies follow their own rules.
         sizes: Numbers of workers that the job may train with, in ascending order; None allows every number within
             ``num_workers``. After losing a worker, the job continues with the remaining ones until the allocator has
             decided again, which takes a second or two.

@@ -1,6 +1,6 @@
 """Failures of a job as exceptions that can be sent between actors.
 
-They derive from ``ray.train.TrainingFailedError``, and failures of workers from its subclass ``WorkerGroupError``, so
+They derive from ``ray.train.TrainingFailedError``, or, for worker failures, from its subclass ``WorkerGroupError``, so
 that ``except`` clauses written for Ray Train keep working.
 """
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.json_numbers import dump, dumpable, known_fields, load
+from elastic_ray.json_numbers import build, dump, dumpable, known_fields, load
 
 if TYPE_CHECKING:
     from elastic_ray.sealed import Raised, Sealed
@@ -128,7 +128,7 @@ class Pause:
             noticed. It includes the step that failed.
         group_s: Time after ``vote_s`` until the new group was formed.
         state_s: Time after ``group_s`` until all ranks in the group had the same state and were ready to train.
-        first_step_s: Duration of the first step after the pause, which is not part of it; None until known.
+        first_step_s: Duration of the first step after the pause, not included in it; None until known.
     """
 
     vote_s: float = 0.0
@@ -160,7 +160,7 @@ class JobEvent:
         pause_s: Seconds from the old generation's last step until the new generation (group of workers) was ready for
             its first step; the maximum over the ranks that stayed. 0 if nothing paused.
         generation: Number of the generation after the event.
-        detail: Further JSON-serialisable values (batch sizes, node, rank...). A change of size or a failure has
+        detail: Further JSON-serialisable values (batch sizes, node, rank...). A size change or a failure has
             ``vote_s``, ``group_s`` and ``state_s``, which sum to ``pause_s``. A start has ``start_s``, the time since
             its processes were started. A restart has ``steps``, the step where it resumes, and ``reached_steps``, the
             steps reached before.
@@ -198,10 +198,7 @@ class JobEvent:
         wrong = sorted(name for name, value in values.items() if not _is_plain(name, value))
         if wrong:
             raise ValueError(f"an event's {wrong[0]} cannot be {values[wrong[0]]!r:.80}")
-        try:
-            return cls(**{**values, "kind": EventKind(values.get("kind"))})
-        except TypeError as error:
-            raise ValueError(f"an event lacks fields: {error}") from None
+        return build(cls, values, "an event", kind=EventKind(values.get("kind")))
 
 
 _COUNTS = ("from_workers", "to_workers", "generation")
@@ -210,7 +207,7 @@ _LARGEST = 1e15
 
 
 def _object(line: str, what: str) -> dict[str, Any]:
-    """Return the JSON object on a line of a run's files; raises ValueError if the line, from any writer, has none."""
+    """Return the JSON object on a line of a run's files; raises ValueError if the line (from any writer) has none."""
     try:
         values = load(line)
     except RecursionError:
@@ -277,7 +274,7 @@ class JobStatus:
             M0: (M0 + B) / (M + B), with the gradient noise scale B; None before the speed model is fitted.
         metrics: The latest metrics that rank 0 reported.
         message: Sentence that says why the job is waiting or has ended; empty while the job trains normally.
-        cost_usd: Cost so far [USD], at the prices of the allocator's autoscaling; None if prices are unknown.
+        cost_usd: Cost so far [USD], at the prices in the allocator's autoscaling settings; None if prices are unknown.
         note: Warnings while the job runs: a deadline or budget that cannot be met, with the best alternative; workers
             that find no node; storage that does not respond, with the request; non-finite gradients; warnings from
             workers; slow workers.
@@ -372,7 +369,7 @@ class JobStatus:
 
     @property
     def shown_metric(self) -> str:
-        """Name of the metric to show in listings: the job's own metric, else its first numeric one; empty if none."""
+        """Name of the metric to show in listings: the job's own, or else its first numeric metric; empty if none."""
         return self.metric or next(iter(numbers_in(self.metrics)), "")
 
     @property
@@ -396,7 +393,7 @@ class Report:
         metrics: Metrics as rank 0 reported them.
         checkpoint: Path of the stored checkpoint on the job's storage file system; None if none was reported.
         workers: Number of workers the job had at the report.
-        epochs_done: Number of epochs complete at the report. The epoch in progress counts if its loops over the data
+        epochs_done: Number of epochs completed at the report. The epoch in progress counts if its loops over the data
             were complete.
         steps: Number of optimizer steps committed at the report.
 

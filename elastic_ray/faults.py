@@ -1,4 +1,4 @@
-"""Scripted faults for tests and for trying out a setup, each with an action, a step and a moment.
+"""Scripted faults for testing code and setups, each with an action, a step and a moment.
 
 >>> faults = Faults().kill(rank=1, step=7, moment="allreduce").hang(rank=0, step=9, moment="forward")
 >>> [fault.action for fault in faults.script]
@@ -37,7 +37,7 @@ MOMENTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """Fault (kill, hang or out-of-memory error) that is injected into one worker at a given moment of a step."""
+    """Fault (kill, hang or out-of-memory error) to inject into one worker at a given moment in a step."""
 
     action: str  # "kill", "hang" or "out_of_memory"
     moment: str  # one of ``MOMENTS``
@@ -80,7 +80,7 @@ class Faults:
     def hang(
         self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
     ) -> Faults:
-        """Return the script with a fault added that stops the worker with SIGSTOP: it looks alive but sends nothing."""
+        """Return the script with a fault added that stops the worker with SIGSTOP: it seems alive but sends nothing."""
         return Faults((*self.script, Fault("hang", moment, rank, step, worker)))
 
     def out_of_memory(
@@ -102,7 +102,7 @@ class FaultInjector:
         self._claim = claim
 
     def at(self, moment: str, *, worker: str, rank: int, step: int) -> None:
-        """Inject the faults due at this moment of the step; they may kill or stop this process, or raise an error."""
+        """Inject the faults due at this moment in the step; they may kill or stop this process, or raise an error."""
         for index, fault in list(self._open.items()):
             if fault.due(worker=worker, rank=rank, step=step, moment=moment):
                 del self._open[index]

@@ -13,7 +13,7 @@ from elastic_ray.events import TrialFacts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSpec:
-    """Additional settings of a job that is a sweep's trial, whose declared epochs are only an upper bound."""
+    """Additional settings for a job that is a sweep's trial; its declared epochs are only an upper bound."""
 
     controller: str  # name of its controller after ``job:``, and of this run of the trial, which may have several
     # checkpoint to start from, a path on the job's storage file system; None starts anew. What an earlier run left in
@@ -38,7 +38,7 @@ class TrialSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Settings of a job that come from the ``RunConfig`` of its trainer."""
+    """Settings of a job from its trainer's ``RunConfig``."""
 
     storage_path: str  # directory of the run (of the runs, before the job has a name), on ``storage_filesystem``
     storage_filesystem: Any  # ``pyarrow.fs.FileSystem``, or None when ``storage_path`` is a URI or local path
@@ -88,12 +88,12 @@ class JobSpec(RunSettings):
 
     @property
     def owner(self) -> Mapping[str, Any]:
-        """Owner of the job and resources of one worker, as recorded in the job's start event."""
+        """Owner of the job and the resources per worker, as recorded in the job's start event."""
         return {"user": self.user, "tenant": self.scheduling.tenant, "bundle": dict(self.bundle)}
 
     @property
     def trial_facts(self) -> TrialFacts | None:
-        """Facts about the sweep's trial that the job runs; None if the job is not a trial."""
+        """Facts about the sweep trial that the job runs; None if the job is not a trial."""
         if self.trial is None:
             return None
         sweep, said = self.trial.controller.rpartition("-")[0], self.trial
@@ -101,7 +101,7 @@ class JobSpec(RunSettings):
 
     @property
     def metric(self) -> str:
-        """Name of the metric that ranks the sweep's trials, or else the job's checkpoints; empty if there is none."""
+        """Name of the metric that ranks the sweep's trials, or else the job's checkpoints; empty if not set."""
         return (self.trial.metric if self.trial is not None else self.checkpoint_score_attribute) or ""
 
     @property

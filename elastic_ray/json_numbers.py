@@ -2,7 +2,7 @@
 
 NaN and the infinities are written as an object with one key, ``{"__float__": "NaN"}``, ``"Infinity"`` or
 ``"-Infinity"``, and read back as numbers. If a user's mapping has only that key, its value is wrapped in a list. Other
-types that JSON lacks are written as a number if they are scalars, else as their ``repr``.
+types that JSON lacks are written as a number if they are scalars, otherwise as their ``repr``.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+_Made = TypeVar("_Made")
 _KEY = "__float__"
 _NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def dump(value: Any, *, other: Callable[[Any], Any] | None = None, sort_keys: bool = False) -> str:
-    """Return a value as JSON text, in which non-finite numbers are marked so that :func:`load` restores them.
+    """Return a value as JSON text, with non-finite numbers marked so that :func:`load` restores them.
 
     Args:
         value: Plain values, possibly nested; other objects are converted by ``other``.
         other: Converts an object that JSON does not support to a plain value; ``plain`` by default.
 
-    Raises TypeError, ValueError, RecursionError: A key is not text, or a value contains itself.
+    Raises TypeError, ValueError or RecursionError if a key is not text or a value contains itself.
 
     >>> dump({"loss": float("nan"), "step": 3})
     '{"loss": {"__float__": "NaN"}, "step": 3}'
@@ -52,8 +53,16 @@ def dumpable(metrics: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def known_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those entries of ``values`` whose keys are fields of the dataclass ``kind`` in this release."""
+    """Return the entries of ``values`` whose keys are fields of the dataclass ``kind`` in this release."""
     return {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
+
+
+def build(kind: type[_Made], values: Mapping[str, Any], what: str, /, **read: Any) -> _Made:
+    """Return the dataclass ``kind`` made of :func:`known_fields` and ``read``; ValueError if ``what`` lacks some."""
+    try:
+        return kind(**{**known_fields(kind, values), **read})
+    except TypeError as error:
+        raise ValueError(f"{what} lacks fields: {error}") from None
 
 
 def plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""User objects that travel from a worker to the driver as bytes, which no process in between unpickles.
+"""User objects sent from a worker to the driver as bytes, without being unpickled in between.
 
-The job's controller forwards them. Unpickling in the controller would run the user's code, which may hang, raise, or
-need modules that only workers have; Ray would then restart the controller with the same message.
+The job's controller forwards them. Unpickling them in the controller would run the user's code, which may hang, raise,
+or need modules that only workers have; Ray would then restart the controller with the same message.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Raised:
 
 
 def seal(value: Any) -> Sealed:
-    """Return an object in pickled form. Raises TypeError: The object cannot be pickled."""
+    """Return an object in pickled form. Raises TypeError if the object cannot be pickled."""
     try:
         return Sealed(pickled=_dumps(value))
     except Exception as error:
@@ -50,7 +50,7 @@ def seal(value: Any) -> Sealed:
 
 
 def seal_error(error: BaseException, *, rank: int, node: str) -> Raised:
-    """Return an exception in pickled form, together with its formatted traceback."""
+    """Return an exception in pickled form, with its formatted traceback."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     if len(text) > _LONGEST_TEXT:
         text = f"{text[: _LONGEST_TEXT // 2]}\n...\n{text[-_LONGEST_TEXT // 2 :]}"
@@ -58,7 +58,7 @@ def seal_error(error: BaseException, *, rank: int, node: str) -> Raised:
 
 
 def pickled_error(error: BaseException) -> bytes | None:
-    """Return the exception pickled, or None if it cannot be pickled and unpickled (it holds a lock, say)."""
+    """Return the exception pickled, or None if it cannot be pickled and unpickled (for example, if it holds a lock)."""
     try:
         pickled = _dumps(error)
         pickle.loads(pickled)

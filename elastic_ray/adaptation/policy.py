@@ -30,7 +30,7 @@ class Policy:
 
     Attributes that a hook changes form the policy's state. Joining workers receive the state, checkpoints include it,
     and it is rolled back if the step is lost or the hook fails. It must consist of numbers, strings, None, or lists,
-    tuples and dicts of these; if it holds other values, override :meth:`state_dict` and :meth:`load_state_dict`.
+    tuples and dicts of these; otherwise, override :meth:`state_dict` and :meth:`load_state_dict`.
 
     Attributes:
         watches: names of metrics, as passed to ``elastic_ray.report``, to include in the view (numbers only).

@@ -49,13 +49,13 @@ class Resize:
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:
-        """Fewest and most workers requested; None for a bound that keeps the job's own limit."""
+        """Fewest and most workers requested; a bound of None keeps the job's own limit."""
         return (self.min, self.max) if self.to is None else (self.to, self.to)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetBatch:
-    """Request for a global batch size that applies from the next step on, whatever the number of workers.
+    """Request for a global batch size that applies from the next step on, regardless of the number of workers.
 
     The loader must allow it (``AdaptiveDataLoader.autoscale_batch_size``). From then on the policy controls the batch
     size, and the job no longer chooses it to maximise goodput.

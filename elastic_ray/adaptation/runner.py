@@ -152,8 +152,8 @@ class PolicyRunner:
     def add(self, policies: Iterable[Policy]) -> None:
         """Add policies, to be called after the existing ones.
 
-        A policy that has already been added is not added again, nor is a copy (same class and equal attributes) that
-        was given elsewhere, for example in the loop after the trainer. Equal policies in the same call are all added.
+        A policy that has already been added is not added again, and neither is a copy (same class and equal attributes)
+        given elsewhere, for example in the loop after the trainer. Equal policies in the same call are all added.
         """
         before = list(self._policies)
         for policy in policies:
@@ -229,7 +229,7 @@ class PolicyRunner:
             pending.fail(f"load_state_dict: {_described(error)}", ends=True)
 
     def _said(self) -> Sequence[Any]:
-        """Return each policy's requests and failures, and its state; None for a policy without any."""
+        """Return each policy's requests and failures, and its state; None for a policy that has none."""
         said: list[Any] = []
         for number, pending in enumerate(self._pending):
             if not pending or number in self.values.off:
@@ -529,7 +529,7 @@ def flag_and_digest(said: Any) -> list[float]:
 
 
 def _canonical(value: Any) -> str:
-    """Return a text that is the same for equal values, whatever the order of dict keys; tuples count as lists."""
+    """Return a text that is the same for equal values, regardless of the order of dict keys; tuples count as lists."""
     if isinstance(value, Mapping):
         items = sorted(f"{key!r}: {_canonical(item)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"

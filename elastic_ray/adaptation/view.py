@@ -1,4 +1,4 @@
-"""Read-only view of a run, passed to policies and equal on all ranks (pure)."""
+"""Read-only view of a run, passed to policies and identical on all ranks (pure)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from placement.goodput.model import NoiseScale
 class PolicyView:
     """Read-only view of a run between two steps, passed to the hooks of policies.
 
-    All values, including elapsed time, are equal on all ranks. Times measured by workers are from the step before the
-    one that has just ended.
+    All values, including elapsed time, are the same on all ranks. Times measured by workers are from the step before
+    the one that has just ended.
 
     Attributes:
         step: number of committed optimizer steps.
@@ -118,7 +118,7 @@ class PolicyView:
     def noise_scale(self) -> float | None:
         """Simple noise scale B = tr(Sigma) / |G|^2 [samples] (McCandlish et al. 2018, eq. 2.9).
 
-        None before it is measured, and while the estimate of the gradient's squared norm is not above 0.
+        None before it is measured, and while the estimated squared norm of the gradient is not above 0.
         """
         if self.noise is None or self.noise.sqr <= 0:
             return None
@@ -147,7 +147,7 @@ class WatchedMetrics:
         self.reports = 0  # how many reports that stands for
 
     def watch(self, names: Sequence[str]) -> None:
-        """Add metrics to watch; call this before the first epoch, on all ranks with the same names."""
+        """Add metrics to watch; call this before the first epoch, with the same names on all ranks."""
         self._names = tuple(sorted({*self._names, *names}))
 
     def restore(self, latest: Mapping[str, float], reports: int) -> None:

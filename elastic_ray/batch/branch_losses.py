@@ -16,7 +16,7 @@ _FEWEST = 2
 
 
 class BranchError(RuntimeError):
-    """Error raised if branches of a job cannot be started, or cannot be compared."""
+    """Error raised if a job's branches cannot be started or compared."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

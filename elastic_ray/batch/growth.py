@@ -58,10 +58,10 @@ class StepBack:
 
 
 class GrowthWatch:
-    """Monitor of one job's gradients and losses, which limits the growth of the batch.
+    """Monitor of one job's gradients and losses, which limits batch growth.
 
     Args:
-        init_batch_size: Global batch M0 [samples], below which the batch never shrinks.
+        init_batch_size: Global batch M0 [samples]; the batch never shrinks below it.
     """
 
     def __init__(self, init_batch_size: int) -> None:
@@ -80,7 +80,7 @@ class GrowthWatch:
     def observe(
         self, *, batch_size: int, steps: int, signal: NoiseSignal | None, loss: tuple[int, float] | None = None
     ) -> None:
-        """Record the batch, the strength of the gradient's signal, and the loss after the latest steps.
+        """Record the batch, the gradient's signal strength, and the loss after the latest steps.
 
         Args:
             signal: Strength of the mean gradient relative to its noise. If None (unknown), only ``steps`` is recorded.
@@ -131,7 +131,7 @@ class GrowthWatch:
         return self._signal is not None and self._signal.updates >= _SIZES
 
     def step_back(self) -> StepBack | None:
-        """Return a smaller batch if gradients or losses require one, only once for each cause; otherwise None."""
+        """Return a smaller batch if gradients or losses require it, only once per cause; otherwise None."""
         signal, now = self._signal, self._batch_size
         if signal is None or now <= self._least:
             return None

@@ -1,9 +1,9 @@
 """Splitting of a lone worker's steps into two halves, to measure the noise of its gradient (pure).
 
 One worker with one micro-batch has one gradient per step, which says nothing about its noise. Two successive gradients
-are no substitute, because the model has moved between them. This adds ||G' - G||^2 / 2 to the variance, a term that
+are not a substitute, because the model has moved between them. This adds ||G' - G||^2 / 2 to the variance, a term that
 grows with the batch and the learning rate until it looks like infinite noise. Two halves of one batch see the same
-weights, and their weighted mean is the step's gradient. The only cost is the time of one more forward and backward
+weights, and their weighted mean is the step's gradient. The only cost is the time for one more forward and backward
 pass.
 """
 

@@ -112,7 +112,7 @@ class BatchPlanner:
 
     @property
     def type_speeds(self) -> dict[str, float]:
-        """Samples per second of one worker on each measured GPU type, at the same local batch size, keyed by type."""
+        """One worker's samples per second on each measured GPU type, at equal local batch size, keyed by type."""
         samples = self._measured.batch_size / self._measured.replicas if self._measured is not None else 1.0
         each = max(samples, 1.0)
         return {gpu: each / float(model.throughput_model.grad_time(each)) for gpu, model in self.models.items()}
@@ -176,7 +176,7 @@ class BatchPlanner:
         return self._tuners[gpu]
 
     def choose(self, group: GenerationSpec, gpu: str | None = "") -> BatchChoice | None:
-        """Return the division of the batch for a new generation (group of workers); None before the loader is known."""
+        """Return how a new generation (group of workers) divides the batch; None before the loader is known."""
         if self.loader is None or self._unbound is None:
             return None
         self._before = (self._choice, self._replicas, self._gpu)
@@ -219,7 +219,7 @@ class BatchPlanner:
         return news
 
     def observe(self, report: StepReport) -> int | None:
-        """Record rank 0's report; return the last global batch if the same workers have changed it since, else None."""
+        """Record rank 0's report; return the last global batch if the same workers have since changed it, else None."""
         if self.latest is not None and _moment(report) < _moment(self.latest):
             return None  # Ray may deliver calls to an async actor out of order
         self.latest, self.held_batch = report, report.held_batch
@@ -257,7 +257,7 @@ class BatchPlanner:
         self._bound()
 
     def _bound(self) -> None:
-        """Apply the loader's limits, with the critical batch as the largest if it is smaller."""
+        """Apply the loader's limits, with the critical batch as the maximum if it is smaller."""
         loader, most = self._unbound, self.critical_batch
         if loader is None:
             return
@@ -327,7 +327,7 @@ class BatchPlanner:
         self._fresh = True
 
     def due(self, now_s: float) -> TunerSnapshot | None:
-        """Return the observations to fit now; None if none are new, or the last fit is younger than ``fit_every_s``."""
+        """Return observations to fit now; None if none are new, or the last fit was less than ``fit_every_s`` ago."""
         if self.tuner is None or not self._fresh or now_s - self._fitted_s < self._fit_every_s:
             return None
         self._fresh, self._fitted_s = False, now_s
@@ -348,7 +348,7 @@ class BatchPlanner:
         return self._reconsider() if gpu == self._gpu else None
 
     def close(self) -> None:
-        """Finish the planner at the job's end, adding measurements since the last fit to :attr:`observations`."""
+        """Close the planner when the job ends, adding measurements since the last fit to :attr:`observations`."""
         for gpu, tuner in self._tuners.items():
             self._log_fit(gpu, tuner.snapshot())
 

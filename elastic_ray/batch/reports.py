@@ -87,21 +87,21 @@ class StepReport:
     """Rank 0's report of the steps since the previous report (times in seconds).
 
     ``step_time`` and ``grad_time`` are medians over ``steps`` steps of one shape; 0 if there were none. ``progress``
-    covers the whole run, across groups and processes. ``strategy`` is a key for the way gradients are synchronised; no
+    covers the entire run, across groups and processes. ``strategy`` is a key for the way gradients are synchronised; no
     steps are reported while a strategy is being chosen. ``uneven`` steps had unequal shares, so that their times do not
     apply to equal shares. ``stragglers`` are the slow workers of the current group. ``ratios`` are its ranks' times for
     equal work / the median; empty until enough steps have been measured. ``held_batch`` is the global batch that a
     user's policy has set, ``coming`` the batches it will set, each with the samples until then, and ``wish`` the
     smallest and largest number of workers it requests; None if no policy requests any. ``parts`` holds each GPU type's
-    part of the steps of a mixed group; empty for a single type, or if stragglers had smaller shares.
+    part of a mixed group's steps; empty for a single type, or if stragglers had smaller shares.
     ``learning_rate_factor`` is the factor on the first model's learning rates, from its batch and from policies,
-    averaged over its parameter groups. ``first_step_s`` is the time of the first step after the last change of group;
+    averaged over its parameter groups. ``first_step_s`` is the duration of the first step after the last group change;
     None before any change, and until that step is committed. ``signal`` describes the gradient's signal, in addition to
     ``noise``. ``loss`` is the last reported metric of that name, preceded by the report's number; None if not reported.
-    ``memory_bound`` is the most samples that a worker may process at once, because a worker ran out of memory with
-    more. ``backend`` is the library that carries gradients between ranks; empty for one rank. ``mfu`` is model FLOPs
-    utilisation; None if unknown. ``found`` holds strategies that have won races, keyed by the form of the group
-    (``sync.choosing``). ``tokens_per_sample`` is None unless the loader's batch is declared in tokens.
+    ``memory_bound`` is the maximum number of samples that a worker may process at once, because a worker ran out of
+    memory with more. ``backend`` is the library that carries gradients between ranks; empty for one rank. ``mfu`` is
+    model FLOPs utilisation; None if unknown. ``found`` holds strategies that have won races, keyed by the form of the
+    group (``sync.choosing``). ``tokens_per_sample`` is None unless the loader's batch is declared in tokens.
     """
 
     generation: int

@@ -1,4 +1,4 @@
-"""Learning-rate scaling rules: factors on the learning rate for a batch ``scale`` times the initial one.
+"""Learning-rate scaling rules: factors on the learning rate for a batch ``scale`` times the initial batch.
 
 A rule is a pure value. From the scale, the noise of each parameter group and the progress, it computes one factor per
 group. The optimizer wrapper multiplies the rate by the factor inside ``optimizer.step`` and restores it afterwards.
@@ -119,7 +119,7 @@ def adam_options(
 
 
 def bias_correction(beta: float, steps: float, initial_steps: float, scale: float) -> float:
-    """Return c, which keeps Adam's bias correction of a moment exact after changes of the batch.
+    """Return c, which keeps Adam's bias correction of a moment exact after batch changes.
 
         c = (1 - beta^s) / (1 - beta^(scale x t))
 
@@ -218,8 +218,8 @@ def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, .
     """Return the factors with their growth limited to 2^(1/8) per step; they may fall freely.
 
     Each is at most 2^(1/8) times its previous value, or times 1 if that is larger. A larger batch, or a noise estimate
-    that jumps, changes the factor at once. Its effect on the gradients shows only after some steps, and by then a rate
-    that is too large has destroyed the run.
+    that jumps, changes the factor at once. Its effect on the gradients shows only after several steps, and by then a
+    rate that is too large has ruined the run.
 
     Example:
         >>> [round(factor, 3) for factor in held_back((4.0, 0.5), (1.0, 1.0))]

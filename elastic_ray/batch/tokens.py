@@ -36,7 +36,7 @@ def token_count(name: str, value: Any, *, least: int = 1) -> int:
     250000000
 
     Raises:
-        TypeError: The value is neither an integer nor such a text.
+        TypeError: The value is not an integer or such a text.
         ValueError: The value is below ``least``.
     """
     found = value

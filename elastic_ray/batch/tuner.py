@@ -1,4 +1,4 @@
-"""Batch tuner, which records step times and decides when a change of the batch is worthwhile.
+"""Batch tuner, which records step times and decides when changing the batch is worthwhile.
 
 Pure: it has no clock and no threads, and uses neither Ray nor torch. A fit takes milliseconds to tens of milliseconds.
 Callers that must not block a training loop run ``fit_snapshot(tuner.snapshot())`` in a thread and pass the result to
@@ -102,7 +102,7 @@ class BatchTuner:
     """Tuner that collects step times of one job and chooses its batch.
 
     For each configuration (N nodes, R replicas, m samples, s accumulating micro-steps), the median of the latest
-    reports is used. A warm-up, a pause or another tenant's burst therefore has no effect, while a lasting change of
+    reports is used. A warm-up, a pause or another tenant's burst therefore has no effect, while a lasting change in
     speed has an effect after a few reports.
     """
 
@@ -120,7 +120,7 @@ class BatchTuner:
         self._watch = GrowthWatch(limits.init_batch_size)
 
     def set_limits(self, limits: BatchLimits) -> None:
-        """Replace the limits within which the batch is chosen, for example by a newly measured critical batch."""
+        """Replace the limits on the choice of the batch, for example with a newly measured critical batch."""
         self.limits = limits
 
     @property
@@ -205,7 +205,7 @@ class BatchTuner:
     def set_signal(
         self, signal: NoiseSignal | None, *, batch_size: int, steps: int, loss: tuple[int, float] | None = None
     ) -> None:
-        """Record the strength of the gradient's signal after ``steps`` steps of the run, the latest at ``batch_size``.
+        """Record the gradient's signal strength after ``steps`` steps of the run, the latest at ``batch_size``.
 
         ``loss`` is the number of the latest report that had a loss, and that loss; None if no report had one.
         """
@@ -396,7 +396,7 @@ class BatchTuner:
         )
 
     def _allows(self, cut: BatchChoice, batch_size: int) -> bool:
-        """True if an adaptive batch may have this division: within limits, and not above a size that failed."""
+        """True if an adaptive batch may have this division: within limits, and not above a size that has failed."""
         limits = self.limits
         return (
             limits.lower <= cut.atomic_bsz <= (self.upper or cut.atomic_bsz)
@@ -405,7 +405,7 @@ class BatchTuner:
         )
 
     def _limit(self, now: int, growth: float) -> int:
-        """Return the largest global batch for this decision: growth is bounded, and starts only from measured sizes."""
+        """Return the largest global batch for this decision: growth is bounded, and only starts from measured sizes."""
         limits = self.limits
         start = max(now, limits.init_batch_size)
         measured = now > 0 and self._batch_size == now and self._steps >= MIN_STEPS
@@ -432,7 +432,7 @@ def _cut(choice: BatchChoice, replicas: int) -> str:
 
 
 def _observation(key: _Configuration, record: _Record) -> Observation:
-    """Return the median times of a configuration, and the spread of its reports."""
+    """Return a configuration's median times, and the spread of its reports."""
     nodes, replicas, atomic_bsz, accum_steps = key
     return Observation(
         nodes=nodes,

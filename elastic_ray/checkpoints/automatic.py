@@ -4,10 +4,10 @@ Each checkpoint is a directory ``automatic/step_<n>_<token>`` that holds one par
 wrote everything) and a manifest (see ``checkpoints/sharded``). The note ``step_<n>_<token>.json`` is next to the
 directory. It is written last and holds the resume point and the manifest's checksum. A checkpoint without a note is
 incomplete; a checkpoint with a different checksum is corrupt. The token is unique, so that writing never touches an
-existing checkpoint, even one of the same step.
+existing checkpoint, even for the same step.
 
-When a job finishes, its last checkpoint is kept, and ``automatic/finished`` names it. A new job of the same name starts
-from scratch instead of continuing from it.
+When a job finishes, its last checkpoint is kept, and ``automatic/finished`` names it. A new job with the same name
+starts from scratch instead of continuing from it.
 """
 
 from __future__ import annotations

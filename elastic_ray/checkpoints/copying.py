@@ -37,12 +37,12 @@ class DeniedSourceError(SourceError, PermissionError):
 
 
 class UnfitSourceError(SourceError):
-    """Error raised if the source of a copy contains anything but files and directories."""
+    """Error raised if the source of a copy contains anything other than files and directories."""
 
 
 @contextlib.contextmanager
 def reading_source() -> Iterator[None]:
-    """Convert file errors in this context to ``SourceError``, to distinguish them from errors of the target."""
+    """Convert file errors in this context to ``SourceError``, to distinguish them from the target's errors."""
     try:
         yield
     except FileNotFoundError as error:

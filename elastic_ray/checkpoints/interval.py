@@ -24,7 +24,7 @@ def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
     """Return the mean time between failures that cost a job all its workers [s], given a prior of one failure per day.
 
     Args:
-        losses: number of such failures so far. The loss of some workers counts as their fraction of the job, because
+        losses: number of such failures so far. Losing some of the workers counts as their fraction of the job, because
             the cause (a node failure, a spot market) often affects other workers too.
     """
     if not (losses >= 0 and observed_s >= 0):

@@ -62,7 +62,7 @@ class StoredCheckpoint:
 
 
 def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str]:
-    """Return the file system of a storage path and the path on it, by Ray Train's rules.
+    """Return a storage path's file system and the path on it, following Ray Train's rules.
 
     Args:
         storage_path: a URI (``s3://bucket/dir``) or a local path; ``~`` is expanded and a relative path made absolute.
@@ -117,17 +117,23 @@ class RunStorage:
 
     def create(self) -> None:
         """Create the directory and a marker file that lets workers check that they see the same directory."""
-        try:
+        with self._named_if_unwritable():
             make_directory(self.filesystem, self.path, private=self.private)
             if self.private and self.local:
                 check_own(self.path)
             write_checked(self, posixpath.join(self.path, MARKER_FILE), lambda stream: None)
+
+    @contextlib.contextmanager
+    def _named_if_unwritable(self) -> Iterator[None]:
+        """Add the directory and a way out to an OSError, such as that of a full disk."""
+        try:
+            yield
         except ForeignDirectoryError:
             raise
         except OSError as error:
             raise OSError(
                 f"the run's directory {self.path!r} ({self.filesystem.type_name}) cannot be written: "
-                f"{error}; set RunConfig(storage_path) to a directory or bucket this user may write"
+                f"{error}; set RunConfig(storage_path) to a directory or bucket with room that this user may write"
             ) from error
 
     def create_within(self, timeout_s: float) -> None:
@@ -135,7 +141,7 @@ class RunStorage:
         call_storage(self.where, "making the run's directory", self.create, timeout_s=timeout_s)
 
     def check_reachable(self) -> None:
-        """Raise ``FileNotFoundError`` if this node does not see the run's directory that the controller has created."""
+        """Raise ``FileNotFoundError`` if this node does not see the run's directory that the controller created."""
         if not self._exists(posixpath.join(self.path, MARKER_FILE)):
             raise FileNotFoundError(
                 f"this node does not see the run's directory {self.path!r} ({self.filesystem.type_name}) "
@@ -146,7 +152,8 @@ class RunStorage:
     def write_submission(self, text: str) -> None:
         """Store the JSON text needed to submit the job again, replacing an earlier run's text."""
         path = posixpath.join(self.path, SUBMISSION_FILE)
-        replace_file(self.filesystem, path, text.encode(), private=self.private)
+        with self._named_if_unwritable():
+            replace_file(self.filesystem, path, text.encode(), private=self.private)
 
     def read_submission(self) -> bytes:
         """Return the text stored by :meth:`write_submission`; raises FileNotFoundError if no text is stored."""
@@ -156,7 +163,7 @@ class RunStorage:
     def read_events(self, most: int | None = None) -> tuple[JobEvent, ...]:
         """Return the last ``most`` events written so far, or all if ``most`` is None.
 
-        Events of kind ``pass`` (proof of which samples a pass used) and a line cut short by a crash are left out.
+        Events of kind ``pass`` (proof of the samples that a pass used) and a line cut short by a crash are left out.
         """
         events: deque[JobEvent] = deque(maxlen=most)
         for line in self.events.read():
@@ -268,7 +275,7 @@ class RunStorage:
         return sorted(files)
 
     def is_storing(self, index: int) -> bool:
-        """True if rank 0 has started to store checkpoint `index`, judging by the directories in storage."""
+        """True if rank 0 has started to store checkpoint `index`, based on the directories in storage."""
         target = f"checkpoint_{index:06d}"
         if not self.local:
             return self._exists(posixpath.join(self.path, target))

@@ -49,7 +49,7 @@ class TrackerFiles:
             return self._local
 
     def close(self, timeout_s: float) -> None:
-        """Copy the files that have changed since the last copy, for at most ``timeout_s`` [s], and stop copying."""
+        """Copy files that have changed since the last copy, for at most ``timeout_s`` [s], then stop copying."""
         if self._thread is None:
             return
         self._closing.set()

@@ -52,7 +52,7 @@ class Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Ray's errors are shown as one line, while a bug in this package keeps its traceback."""
+        """Run the command. Ray's errors are shown as one line; bugs in this package keep their traceback."""
         try:
             return super().invoke(ctx)
         except click.ClickException as error:

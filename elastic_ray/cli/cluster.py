@@ -119,7 +119,7 @@ def _ready(ref: Any) -> Any | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobClient:
-    """Client through which a command calls one job's controller (the actor that manages the job)."""
+    """Client that a command uses to call one job's controller (the actor that manages the job)."""
 
     answers: JobAnswers  # what it had answered when it was looked for
     controller: Any  # handle of its actor
@@ -172,7 +172,7 @@ class JobGoneError(click.ClickException):
 
 
 def find_jobs(name: str) -> tuple[JobClient, ...]:
-    """Return clients for the job called ``name``, or else for all jobs of the submission ``name``; empty if none."""
+    """Return clients for the job called ``name``, or else for all jobs in the submission ``name``; may be empty."""
     answers = known_jobs()
     chosen = [each for each in answers if each.job == name]
     chosen = chosen or [each for each in answers if each.comes_from(name)]

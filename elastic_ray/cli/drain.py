@@ -27,9 +27,9 @@ def _read_label(ctx: click.Context, param: click.Parameter, value: str | None) -
 def drain(names: tuple[str, ...], label: tuple[str, str] | None, deadline_s: float, reason: str) -> None:
     """Move all elastic jobs off these nodes between two steps; Ray starts nothing new on them.
 
-    NODE is an id, an id prefix or an address, as `elastic-ray nodes` shows them. Returns once no elastic job has
-    workers on these nodes; exit code 1 if some still have workers there at the deadline. A drain cannot be undone: to
-    use the node again, stop Ray on it and start it again.
+    NODE is an id, an id prefix or an address, as shown by `elastic-ray nodes`. Returns once no elastic job has workers
+    on these nodes; exit code 1 if some still have workers there at the deadline. A drain cannot be undone: to use the
+    node again, stop Ray on it and start it again.
     """
     from elastic_ray.cli import cluster
     from placement.ray_cluster.notice_watcher import ask_to_drain

@@ -236,8 +236,8 @@ def resume(job: str | None, storage: str | None) -> None:
 
     With --all STORAGE (a RunConfig's storage_path), every job that was running when its cluster ended is submitted to
     this cluster under the same name, with its `elastic-ray submit` options, and continues from its newest state. Each
-    job is resumed once, however often this is called. Exit code 1 if a job cannot be resumed; the message names the job
-    and a remedy.
+    job is resumed only once, no matter how often this is called. Exit code 1 if a job cannot be resumed; the message
+    names the job and a remedy.
     """
     from elastic_ray.cli import cluster
 

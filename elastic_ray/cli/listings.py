@@ -74,7 +74,7 @@ class Submission:
 
     @property
     def phase(self) -> str:
-        """Phase of the script, in the terms used for jobs; ``script`` means that it is running."""
+        """Phase of the script, in the same terms as for jobs; ``script`` means that it is running."""
         words = {"PENDING": "submitted", "RUNNING": "script", "SUCCEEDED": "finished"}
         return words.get(self.status, self.status.lower())
 
@@ -154,7 +154,7 @@ def job_rows(
 
 
 def _job_row(answers: JobAnswers, state: JobState | None) -> JobRow:
-    """Return the row of a job, built from its controller's answers and the allocator's state."""
+    """Return a job's row, built from its controller's answers and the allocator's state."""
     status, spec = answers.status, answers.spec
     view = state.view if state is not None else None
     row = JobRow(

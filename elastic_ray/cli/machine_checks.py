@@ -217,7 +217,7 @@ def is_there(wanted: str, names: list[str]) -> bool:
 
 
 def check_ports() -> Check:
-    """Check that a socket on a free port, as workers open it, can be reached at this machine's address."""
+    """Check that a socket on a free port, like those workers open, can be reached at this machine's address."""
     import socket
 
     import ray

@@ -118,7 +118,7 @@ def read_workers(ctx: click.Context, param: click.Parameter, value: str | None) 
 
 
 def read_size(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
-    """Parse a number of workers of at least 1; ``auto`` gives None."""
+    """Parse a number of workers, at least 1; ``auto`` gives None."""
     if value == "auto":
         return None
     if not (value.isascii() and value.isdigit()) or int(value) < 1:

@@ -68,8 +68,8 @@ def allocator_set(policy: str) -> None:
 def allocator_apply(file: str) -> None:
     """Apply the settings in FILE to the cluster: tenants, priorities, autoscaling, web page. Jobs may be running.
 
-    They take precedence over AllocatorConfig and stay in effect until another file is applied. Settings that FILE does
-    not contain keep their values from AllocatorConfig.
+    They take precedence over AllocatorConfig and stay in effect until another file is applied. Settings missing from
+    FILE keep their values from AllocatorConfig.
     """
     from elastic_ray.cli import cluster
 
@@ -165,7 +165,7 @@ def allocator(job: str | None, last: int, as_json: bool) -> None:
 
 
 def scaling_lines(decision: ScalingDecision) -> list[str]:
-    """Return lines of text about the requested nodes, the changes with their reasons, and notes for jobs' users."""
+    """Return lines of text about the requested nodes, the changes with their reasons, and notes for the jobs' users."""
     nodes = ", ".join(f"{n} {name}" for name, n in decision.nodes.items() if n) or "none"
     lines = [f"nodes wanted: {nodes}; {decision.usd_per_h:.3g} USD/h"]
     lines += [

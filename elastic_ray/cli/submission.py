@@ -54,7 +54,7 @@ class TakenError(Exception):
 
 
 def free_id(name: str, refused: Sequence[str] = ()) -> str:
-    """Return an id for a submission called ``name`` that is neither in use in Ray nor in ``refused``."""
+    """Return an id for a submission called ``name`` that is not in use in Ray and not in ``refused``."""
     return next_id(name, [*(str(each.submission_id or "") for each in _listed()), *refused])
 
 

@@ -229,7 +229,7 @@ def send(
     Args:
         job: Options with a name and a working directory.
         again: Command-line arguments that would submit the job again.
-        replay: Number of the step after which a replay ends; 0 if this is not a replay.
+        replay: Number of the last step of a replay; 0 if this is not a replay.
         resume: True if the script's sweeps should continue from their directories.
 
     Raises TakenError if the submission id already exists, and ClickException if Ray refuses the submission.

@@ -14,11 +14,11 @@ import click
 from elastic_ray.cli.output import json_option, show_json, show_table
 from elastic_ray.events import JobEvent
 from elastic_ray.record.submitted import SubmittedJob
-from elastic_ray.record.verification import Finding
 
 if TYPE_CHECKING:
     from elastic_ray.checkpoints.automatic import StateFile
     from elastic_ray.checkpoints.run_directory import RunStorage
+    from elastic_ray.record.verification import Finding
 
 _STATES = {True: "proven", False: "UNPROVEN", None: "-"}
 
@@ -28,17 +28,17 @@ _STATES = {True: "proven", False: "UNPROVEN", None: "-"}
 @click.option("--replay", "step", type=click.IntRange(min=1), metavar="STEP", help="Train the steps around it again.")
 @json_option
 def verify(path: str, step: int | None, as_json: bool) -> None:
-    """Check from RUN's files that ranks started equal, epochs used each sample once, and checkpoints are complete.
+    """Check in RUN's files that ranks started equal, epochs used each sample once, and checkpoints are complete.
 
     RUN is the run's directory: RunConfig's storage_path/name. Exit code 1 if anything is unproven.
 
     With --replay STEP, the steps from the automatic checkpoint before STEP to the next one are trained again on a
-    different number of workers of the current cluster, and the two models are compared. This requires a job started by
+    different number of workers in the current cluster, and the two models are compared. This requires a job started by
     `elastic-ray submit`; for other jobs, call `elastic_ray.replay` in Python with the train function.
     """
     from elastic_ray.checkpoints.automatic import find_stored
     from elastic_ray.checkpoints.run_directory import EVENTS_FILE, RunStorage, resolve
-    from elastic_ray.record.verification import verify_events
+    from elastic_ray.record.verification import Finding, verify_events
 
     try:
         filesystem, root = resolve(path, None)
@@ -93,6 +93,7 @@ def replay_submitted(path: str, step: int) -> Finding:
     from elastic_ray.cli import submission as ray_jobs
     from elastic_ray.cli.submit import send_again
     from elastic_ray.driver.replay import Window
+    from elastic_ray.record.verification import Finding
 
     try:
         window = Window.around(path, step)

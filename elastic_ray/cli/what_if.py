@@ -26,7 +26,7 @@ COLUMNS = ("JOB", "WORKERS", "SAMPLES/S", "ENDS IN", "REASON")
 def simulate(arguments: tuple[str, ...]) -> None:
     """Simulate a trace (options as for `python -m placement.simulator`) or, with `--live`, the jobs running now.
 
-    `simulate --help` and `simulate --live --help` list the options of each.
+    `simulate --help` and `simulate --live --help` list the options for each.
     """
     if "--live" in arguments:
         rest = [word for word in arguments if word != "--live"]

@@ -1,1 +1,1 @@
-"""Communication between the ranks of one generation: how they connect and exchange messages."""
+"""Communication between the ranks in a generation: how they connect and exchange messages."""

@@ -1,7 +1,8 @@
-"""Work objects for gloo's sends and receives, with a thread that waits for them (no torch)."""
+"""Threads that wait for gloo's sends and receives, and their work objects (no torch)."""
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import threading
 import weakref
@@ -12,35 +13,12 @@ _THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class BackgroundWork(concurrent.futures.Future[None]):
-    """Work object for transfers in a separate thread, because gloo can neither poll nor cancel sends and receives.
-
-    The thread ends at the group's timeout at the latest, as gloo's own threads do.
-
-    Args:
-        transfer: Makes the transfers and waits for them; raises RuntimeError if a peer is gone.
-    """
-
-    def __init__(self, transfer: Callable[[], None]) -> None:
-        super().__init__()
-
-        def run() -> None:
-            try:
-                transfer()
-            except RuntimeError as error:
-                self.set_exception(error.with_traceback(None))  # its frames would keep the group alive
-            except BaseException as error:
-                self.set_exception(error)
-            else:
-                self.set_result(None)
-
-        thread = threading.Thread(target=run, name="transfer", daemon=True)
-        _THREADS.add(thread)
-        thread.start()
+    """Work object for transfers in a separate thread, because gloo can neither poll nor cancel sends and receives."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait until all transfers have ended.
 
-        Raises RuntimeError if a transfer has failed, or ``timeout`` has passed.
+        Raises RuntimeError: a transfer has failed, or ``timeout`` has passed.
         """
         try:
             failure = self.exception(None if timeout is None else timeout.total_seconds())
@@ -54,8 +32,58 @@ class BackgroundWork(concurrent.futures.Future[None]):
         return self.done()
 
     def get_future(self) -> BackgroundWork:
-        """Return the work object itself, which accepts callbacks."""
+        """Return the work itself, to which callbacks can be added."""
         return self
+
+
+class TransferThreads:
+    """Threads that make transfers in the order of their start, and end when none are left.
+
+    All ranks start them in one order, so that the first of those under way is under way on each rank, and can end.
+    Each of their waits ends at the group's timeout at the latest, as those of gloo's own threads do. After one has
+    failed, all that have not started fail too, because the group is broken.
+
+    Args:
+        most: Number of transfers at once.
+    """
+
+    def __init__(self, most: int = 1) -> None:
+        self._most, self._running, self._lock = most, 0, threading.Lock()
+        self._waiting = collections.deque[tuple[BackgroundWork, Callable[[], None]]]()
+        self._failure: BaseException | None = None
+
+    def start(self, transfer: Callable[[], None]) -> BackgroundWork:
+        """Start ``transfer``, which raises RuntimeError if a peer is gone; return its work object."""
+        work = BackgroundWork()
+        with self._lock:
+            self._waiting.append((work, transfer))
+            if self._running == self._most:
+                return work
+            self._running += 1
+        thread = threading.Thread(target=self._run, name="transfer", daemon=True)
+        _THREADS.add(thread)
+        thread.start()
+        return work
+
+    def _run(self) -> None:
+        """Make transfers until none are left."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._running -= 1
+                    return
+                work, transfer = self._waiting.popleft()
+            try:
+                if self._failure is None:
+                    transfer()
+            except RuntimeError as error:
+                self._failure = error.with_traceback(None)  # its frames would keep the group alive
+            except BaseException as error:
+                self._failure = error
+            if self._failure is None:
+                work.set_result(None)
+            else:
+                work.set_exception(self._failure)
 
 
 def join_transfers(timeout_s: float) -> None:

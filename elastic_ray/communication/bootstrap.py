@@ -1,7 +1,7 @@
 """Bootstrap data that members of a generation exchange through their controller before they connect (pure).
 
 The controller replaces a rendezvous server, so no extra port is opened. Members reach it through Ray actor calls, so
-Ray controls who can call it at all. In addition, each call proves that its sender is a worker of this job.
+Ray controls who can call it. In addition, each call proves that its sender is a worker of this job.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BootstrapCall:
 
 
 def call_mac(secret: str, generation: int, worker: str) -> bytes:
-    """Return the message authentication code of a worker's calls in a generation; ``secret`` is the job's secret."""
+    """Return the message authentication code for a worker's calls in a generation; ``secret`` is the job's secret."""
     return sign(secret, "bootstrap", generation, worker)
 
 
@@ -76,7 +76,7 @@ class _Table:
 
 
 class Bootstrap:
-    """Rendezvous server through which the members of a job's generations (groups of workers) find each other.
+    """Rendezvous server that lets the members of a job's generations (groups of workers) find each other.
 
     The server runs in a single event loop. If the server's data is lost, the generation that is forming fails.
 
@@ -119,7 +119,7 @@ class Bootstrap:
         return self._units.setdefault(worker, _Table())
 
     def _table(self, generation: int) -> _Table:
-        """Return the table of a generation, creating it if needed; raises BootstrapRefusedError if it is too old."""
+        """Return a generation's table, creating it if needed; raises BootstrapRefusedError if it is too old."""
         if generation not in self._tables:
             self._tables[generation] = _Table()
             for old in sorted(self._tables)[:-_GENERATIONS_KEPT]:

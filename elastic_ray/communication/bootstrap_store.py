@@ -99,7 +99,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return tuple(dict.fromkeys((*keys, *(key for key in wanted if key not in self._known))))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if this rank's cache holds all keys; watchdogs call this often, so the controller is not called."""
+        """True if this rank's cache holds all keys; watchdogs call this often, so it does not call the controller."""
         return all(key in self._known for key in keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:

@@ -1,8 +1,8 @@
 """SHELL over torch.distributed: one communicator per generation, with waits that can be cancelled.
 
-Two generations must be able to coexist: the next one forms in the background while the current one trains, and a
-broken one can be abandoned. ``init_process_group`` does not allow this, but low-level backends over a
-``PrefixStore`` do.
+Two generations must be able to coexist: the next one forms in the background while the current one is training, and a
+broken one can be abandoned. ``init_process_group`` does not allow this, but low-level backends over a ``PrefixStore``
+do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
-from elastic_ray.communication.background_work import BackgroundWork
+from elastic_ray.communication.background_work import BackgroundWork, TransferThreads
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import (
     Connections,
@@ -58,8 +58,8 @@ class Communicator:
     votes, both wait, and no message ends up in the wrong buffer.
 
     Args:
-        store: Store through which the ranks find each other; None for a group of one. After the group has formed,
-            only NCCL uses it, when two ranks first send to each other.
+        store: Store that the ranks use to find each other; None for a group of one. After the group has formed, only
+            NCCL uses it, when two ranks first send to each other.
         prefix: Unique name of this generation in the store.
         world_size: Number of ranks; no group is formed if it is 1.
         timeout_s: Maximum time a collective waits for a slow peer [s].
@@ -212,7 +212,7 @@ class Communicator:
         return self._voided.is_set()
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None, *, timeout_s: float | None = None) -> Any:
-        """Start summing ``tensor`` over all ranks, in place; returns the work for :meth:`wait`.
+        """Start summing ``tensor`` over all ranks, in place; returns the work object for :meth:`wait`.
 
         Args:
             tensor: Tensor of the same size on each rank.
@@ -255,14 +255,14 @@ class Communicator:
         self.wait(self._guard(lambda: self._backend(tensor).broadcast([tensor], options)))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Start gathering equal-sized tensors from all ranks into ``output``; returns the work for :meth:`wait`."""
+        """Start gathering equal-sized tensors from all ranks into ``output``; pass the result to :meth:`wait`."""
         self.traffic["all_gather"] += tensor.nbytes
         return self._guard(lambda: self._backend(tensor)._allgather_base(output, tensor))
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Any:
-        """Start sending one piece of ``tensor`` to each rank; returns the work for :meth:`wait`.
+        """Start sending one piece of ``tensor`` to each rank; returns the work object for :meth:`wait`.
 
         Args:
             output: Buffer for the received pieces, in rank order.
@@ -276,19 +276,19 @@ class Communicator:
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that makes operations succeed on all workers of a unit or fail on all of them.
 
-        The unit agrees only once for the entire context. Code within the context must not use collectives of the unit.
+        The unit agrees only once for the entire context. Code within the context must not use the unit's collectives.
         """
         return contextlib.nullcontext()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
-        """Start sending ``tensor`` to rank ``destination`` under ``tag``; returns the work for :meth:`wait_all`."""
+        """Start sending ``tensor`` to rank ``destination`` under ``tag``; pass the result to :meth:`wait_all`."""
         self.traffic["send"] += tensor.nbytes
         if self._is_staged(tensor):
             return self._guard(lambda: send_staged(self._gloo, tensor, destination, tag))
         return self._guard(lambda: self._backend(tensor).send([tensor], destination, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
-        """Start receiving into ``tensor`` from rank ``source`` under ``tag``; returns the work for :meth:`wait_all`."""
+        """Start receiving into ``tensor`` from rank ``source`` under ``tag``; pass the result to :meth:`wait_all`."""
         if self._is_staged(tensor):
             return self._guard(lambda: receive_staged(self._gloo, tensor, source, tag))
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
@@ -297,8 +297,8 @@ class Communicator:
     def batch(self) -> Iterator[list[Any]]:
         """Combine NCCL sends and receives in this context into one operation, which starts when the context ends.
 
-        The operation's work is then appended to the list that the context yields. Without a batch, NCCL would create
-        a two-rank communicator for each pair that exchanges data.
+        The operation's work object is then appended to the list that the context yields. Without a batch, NCCL would
+        create a two-rank communicator for each pair that exchanges data.
         """
         batched: list[Any] = []
         if self._nccl is None:
@@ -325,7 +325,7 @@ class Communicator:
         return [[int(v) for v in row] for row in mine]
 
     def broadcast_bytes(self, content: bytes, root: int, *, with_gradients: bool = False) -> bytes:
-        """Return the ``content`` of rank ``root`` on every rank; ``with_gradients`` uses the gradient group."""
+        """Return rank ``root``'s ``content`` on every rank; ``with_gradients`` uses the gradient group."""
         length = self.gather_ints([len(content)], with_gradients=with_gradients)[root][0]
         told = torch.zeros(length, dtype=torch.uint8)
         if self.rank == root and content:
@@ -368,9 +368,9 @@ class Communicator:
         """Wait for sends and receives in a separate thread, because gloo can neither poll nor cancel them.
 
         Args:
-            works: works that :meth:`send` and :meth:`receive` returned; None for operations started within
+            works: work objects that :meth:`send` and :meth:`receive` returned; None for operations started within
                 :meth:`batch`.
-            batched: works in the list that :meth:`batch` yielded.
+            batched: work objects in the list that :meth:`batch` yielded.
             speak: called repeatedly during the wait; None to call nothing.
 
         Raises CommunicationFailedError if the peer is gone, the timeout has passed, or the generation was cancelled.
@@ -390,7 +390,7 @@ class Communicator:
 
         self._wake.clear()
         deadline = time.monotonic() + self.timeout_s + 1.0
-        ending = BackgroundWork(finish)
+        ending = TransferThreads().start(finish)
         ending.add_done_callback(lambda _: self._wake.set())
         while not (ending.done() or self._voided.is_set()) and time.monotonic() < deadline:
             self._wake.wait(0.25)
@@ -496,7 +496,7 @@ class _Closed:
 class GradientGroup:
     """Collectives of the gradient group, which is used only for synchronisation.
 
-    Wait for the returned works with ``Communicator.wait``. A group of one rank starts no operations.
+    Wait for the returned work objects with ``Communicator.wait``. A group with one rank starts no operations.
 
     Args:
         guard: Runs an operation unless the generation was cancelled, and converts errors to
@@ -514,10 +514,10 @@ class GradientGroup:
     ) -> None:
         self.rank, self.world_size, self._backends, self._guard = rank, world_size, backends, guard
         self._traffic = traffic
-        self._next_tag = 0
+        self._next_tag, self._transfers = 0, TransferThreads(_BUCKETS_AT_ONCE)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Start summing the tensor over all ranks, in place; return the work."""
+        """Start summing the tensor over all ranks, in place; return the work object."""
         self._traffic["all_reduce"] += tensor.nbytes
         return self._guard(self._backends[tensor.device.type].allreduce, [tensor])
 
@@ -547,7 +547,7 @@ class GradientGroup:
         return self._guard(self._backends[tensor.device.type].alltoall_base, output, tensor, into, out, options)
 
     def in_background(self, transfer: Callable[[Any, int], None], tags: int, sent_bytes: int) -> BackgroundWork:
-        """Start sending and receiving CPU tensors in a thread that waits for the transfers; return the work.
+        """Start sending and receiving CPU tensors in a thread that waits for the transfers; return a work object.
 
         Args:
             transfer: Function called with torch's process group and the first tag. It raises RuntimeError if a peer is
@@ -557,7 +557,9 @@ class GradientGroup:
         """
         first, self._next_tag = self._next_tag, (self._next_tag + tags) % _MOST_TAGS
         self._traffic["send"] += sent_bytes
-        work: BackgroundWork = self._guard(BackgroundWork, functools.partial(transfer, self._backends["cpu"], first))
+        work: BackgroundWork = self._guard(
+            self._transfers.start, functools.partial(transfer, self._backends["cpu"], first)
+        )
         return work
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
@@ -568,7 +570,7 @@ class GradientGroup:
         return self._guard(self._backends[tensor.device.type].reduce, [tensor], options)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
-        """Start copying rank ``root``'s tensor to all ranks, in place; return the work."""
+        """Start copying rank ``root``'s tensor to all ranks, in place; return the work object."""
         self._traffic["broadcast"] += tensor.nbytes if self.rank == root else 0
         options = dist.BroadcastOptions()
         options.rootRank = root

@@ -59,7 +59,7 @@ class Connections:
         return sum(_sending_s(descriptor) for descriptor, number in self._connections if _is(descriptor, number))
 
     def shut_down(self) -> None:
-        """Shut down all connections, which ends operations that wait for a peer; data already sent still arrives."""
+        """Shut down all connections, which ends operations waiting for a peer; data already sent still arrives."""
         for descriptor, number in self._connections:
             if _is(descriptor, number):
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as same:

@@ -19,7 +19,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from elastic_ray.communication.rank_server import TOKEN_BYTES, RankServer, shut
 
 _QUESTION = struct.Struct("!QQ")  # digest of what is exchanged, and the version that the caller has
-_ANSWER = struct.Struct("!Q")  # the version that comes, 0 for none that is newer
+_ANSWER = struct.Struct("!QQ")  # the version that comes, 0 for none that is newer, and the steps that made it
 _LOOK_S = 1.0  # between two looks whether the group is still wanted
 _CHUNK = 1 << 20
 
@@ -30,9 +30,10 @@ class _Published(RankServer):
     def __init__(self, host: str, token: bytes, callers: int) -> None:
         self._buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._readers, self._versions, self._layouts, self._newest = [0, 0], [0, 0], [0, 0], 0
+        self._steps = [0, 0]
         super().__init__(host, token, callers, "published-model")
 
-    def publish(self, layout: int, parts: Sequence[torch.Tensor]) -> None:
+    def publish(self, layout: int, parts: Sequence[torch.Tensor], steps: int) -> None:
         """Copy the model; keep the previous one if the other buffer is still being sent."""
         with self._lock:
             spare = 1 - self._newest
@@ -44,11 +45,19 @@ class _Published(RankServer):
             into[:] = [torch.empty_like(part, device="cpu") for part in parts]
         for mine, part in zip(into, parts, strict=True):
             mine.copy_(part)
-        finite = all(bool(mine.isfinite().all()) for mine in into)
+        finite = all(mine.mul(0.0).sum().item() == 0.0 for mine in into)  # in fewer passes than isfinite makes
         with self._lock:
-            self._layouts[spare] = layout
+            self._layouts[spare], self._steps[spare] = layout, steps
             if finite:
                 self._versions[spare], self._newest = max(self._versions) + 1, spare
+
+    def held(self, layout: int) -> list[tuple[int, list[torch.Tensor]]]:
+        """Return the models that are held (at most two), each with the number of steps that made it."""
+        return [
+            (self._steps[each], self._buffers[each])
+            for each in (0, 1)
+            if self._versions[each] and self._layouts[each] == layout
+        ]
 
     def answer(self, caller: socket.socket) -> None:
         """Send the newest model whenever it is newer than the caller's."""
@@ -57,11 +66,12 @@ class _Published(RankServer):
                 layout, known = _QUESTION.unpack(question)
                 with self._lock:
                     which, version = self._newest, self._versions[self._newest]
+                    steps = self._steps[which]
                     if version <= known or self._layouts[which] != layout:
                         version = 0
                     self._readers[which] += version > 0
                 try:
-                    caller.sendall(_ANSWER.pack(version))
+                    caller.sendall(_ANSWER.pack(version, steps))
                     for part in self._buffers[which] if version else ():
                         caller.sendall(_bytes_of(part))
                 finally:
@@ -96,19 +106,19 @@ class _Pulls:
             shut(each)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def start(self, layout: int, into: Sequence[torch.Tensor]) -> Future[bool] | None:
+    def start(self, layout: int, into: Sequence[torch.Tensor]) -> Future[int | None] | None:
         """Pull a random rank's newest model; return None if no rank is left to ask."""
         peers = list(self.peers)
         return self._thread.submit(self._pull, self._choice.choice(peers), layout, into) if peers else None
 
-    def _pull(self, peer: int, layout: int, into: Sequence[torch.Tensor]) -> bool:
+    def _pull(self, peer: int, layout: int, into: Sequence[torch.Tensor]) -> int | None:
         """Pull a rank's model; return False if it has no newer model. A rank that fails is not asked again."""
         try:
             connection = self._connection(peer)
             connection.sendall(_QUESTION.pack(layout, self._versions.get(peer, 0)))
             head = bytearray(_ANSWER.size)
             self._read(connection, memoryview(head))
-            (version,) = _ANSWER.unpack(head)
+            version, steps = _ANSWER.unpack(head)
             for part in into if version else ():
                 self._read(connection, _bytes_of(part))
         except OSError:
@@ -117,9 +127,9 @@ class _Pulls:
                 failed = self._sockets.pop(peer, None)
             if failed is not None:
                 shut(failed)
-            return False
+            return None
         self._versions[peer] = max(self._versions.get(peer, 0), int(version))
-        return int(version) > 0
+        return int(steps) if version else None
 
     def _connection(self, peer: int) -> socket.socket:
         """Return the connection to a rank. Raises OSError if it cannot be made, or the group was left."""
@@ -156,7 +166,7 @@ class ModelExchange:
     def __init__(self) -> None:
         self._server: _Published | None = None
         self._pulls: _Pulls | None = None
-        self._pulled: Future[bool] | None = None
+        self._pulled: Future[int | None] | None = None
         self._into: Sequence[torch.Tensor] = ()  # tensors of the pull in progress
 
     def enter(self, communicator: Communicator, *, called_off: Callable[[], bool]) -> None:
@@ -194,18 +204,27 @@ class ModelExchange:
         """True if the ranks of the current group exchange models."""
         return self._server is not None
 
-    def publish(self, layout: int, parts: Sequence[torch.Tensor]) -> None:
-        """Make a copy of this model's ``parts`` available to other ranks; ``layout`` is a digest of their shapes."""
-        if self._server is not None:
-            self._server.publish(layout, parts)
+    def publish(self, layout: int, parts: Sequence[torch.Tensor], steps: int = 0) -> None:
+        """Make a copy of this model available to other ranks.
 
-    def arrived(self, into: Sequence[torch.Tensor]) -> bool:
-        """True if another rank's model has been pulled completely into the tensors ``into`` since the last call."""
+        Args:
+            layout: Digest of the shapes of its ``parts``.
+            steps: Number of steps that the model has made.
+        """
+        if self._server is not None:
+            self._server.publish(layout, parts, steps)
+
+    def held(self, layout: int) -> list[tuple[int, list[torch.Tensor]]]:
+        """Return this rank's last two published models, each with the number of steps that made it."""
+        return self._server.held(layout) if self._server is not None else []
+
+    def arrived(self, into: Sequence[torch.Tensor]) -> int | None:
+        """Return the steps of the model that was pulled into ``into`` since the last call; None if none has arrived."""
         pulled = self._pulled
         if pulled is None or not pulled.done():
-            return False
+            return None
         self._pulled = None
-        return self._into is into and pulled.result()
+        return pulled.result() if self._into is into else None
 
     def ask(self, layout: int, into: Sequence[torch.Tensor]) -> bool:
         """Start pulling a random other rank's model into ``into``; False if a pull is running or no rank is left."""

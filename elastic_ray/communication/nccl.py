@@ -1,4 +1,4 @@
-"""SHELL over torch.distributed: NCCL groups whose operations never block a process forever."""
+"""SHELL over torch.distributed: NCCL groups with operations that never block a process forever."""
 
 from __future__ import annotations
 

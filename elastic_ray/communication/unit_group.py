@@ -35,7 +35,7 @@ _chosen: set[str] = set()  # interfaces that were chosen here: a process may ser
 
 
 class UnitLostError(RuntimeError):
-    """Error raised if another worker of the unit is gone, so that this worker must exit too."""
+    """Error raised if another worker in the unit is gone, which forces this worker to exit too."""
 
 
 class UnitGroup:

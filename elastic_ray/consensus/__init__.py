@@ -1,1 +1,1 @@
-"""Consensus of a group's ranks: announcements before collectives, and decisions that all ranks share."""
+"""Consensus between a group's ranks: announcements before collectives, and decisions that all ranks share."""

@@ -42,15 +42,15 @@ class Announcer:
     """Announcements of one rank in one group, which let ranks check that their next collectives match.
 
     Each rank contributes four numbers at its own position: its intent, the number of loader steps it has committed, a
-    fingerprint of its parameters (0 if not requested; the message's number if it waits for a message), and the number
-    of its phase. A phase consists of an announcement (sent or only recorded) and the collectives that it announces; it
-    must end before the next one starts. An announcement that a rank makes while it waits may be outdated when the other
-    ranks make theirs. In that case the phase numbers differ, and all ranks announce again. Methods that wait for other
-    ranks raise CommunicationFailedError if the group breaks.
+    fingerprint of its parameters (0 if not requested; the message number if it is waiting for a message), and the
+    number of its phase. A phase consists of an announcement (sent or only recorded) and the collectives that it
+    announces; it must end before the next one starts. An announcement that a rank makes while waiting may be outdated
+    when the other ranks make theirs. In that case the phase numbers differ, and all ranks announce again. Methods that
+    wait for other ranks raise CommunicationFailedError if the group breaks.
 
     Args:
         communicator: Communicator of a group with at least two ranks.
-        room: Largest number of payload values; equal on all ranks.
+        room: Largest number of payload values; the same on all ranks.
     """
 
     def __init__(self, communicator: Communicator, *, room: int = PAYLOAD_SIZE) -> None:
@@ -258,7 +258,7 @@ class Announcer:
             return False  # a rank that is gone needs no answer
 
     def _stand(self) -> tuple[Any, torch.Tensor]:
-        """Post an announcement in a separate tensor, where it remains; return the work and the tensor."""
+        """Post an announcement in a separate tensor, where it remains; return the work object and the tensor."""
         self._tensor = torch.zeros_like(self._tensor)
         self._values = self._tensor.numpy()
         self._post(timeout_s=_FINISHED_S)

@@ -153,7 +153,7 @@ class AgreedChanges:
 
         Returns the accumulator, name and sum of each value, in the same order on every rank.
 
-        Raises the errors of :meth:`RankConsensus.vote`.
+        Raises the same errors as :meth:`RankConsensus.vote`.
         """
         names = [(key, name) for key in sorted(added) for name in sorted(added[key])]
         world_size = communicator.world_size
@@ -213,7 +213,7 @@ class ControlPart(Protocol):
 
     @property
     def resting(self) -> Sequence[float] | None:
-        """Constant values of a part that is not in use on this rank and draws no conclusions; None if it is in use."""
+        """Constant values for a part that is not in use on this rank and draws no conclusions; None if in use."""
 
     def start(self) -> None:
         """Enter a new group and discard the previous group's conclusions."""
@@ -256,7 +256,7 @@ class RankConsensus:
         self._ahead = False  # the last announcement was made by announce_ahead, and is not answered yet
 
     def add(self, *parts: ControlPart) -> None:
-        """Add parts, whose values are sent with the control sums; call this on all ranks before the first group."""
+        """Add parts that send their values with the control sums; call this on all ranks before the first group."""
         self._parts.extend(parts)
 
     def set_group(self) -> None:
@@ -364,7 +364,7 @@ class RankConsensus:
     def announce_finished(self, what: Announced, wait_s: float, fingerprint: int = 0) -> list[int]:
         """Announce that this rank no longer needs other ranks; return the fingerprints from all ranks.
 
-        The result is empty if some ranks have not announced the same within ``wait_s`` [s].
+        The result is empty if any rank has not announced the same within ``wait_s`` [s].
         """
         if self._ahead:
             self._complete_ahead()
@@ -374,7 +374,7 @@ class RankConsensus:
 
     @property
     def control_size(self) -> int:
-        """Number of control values that each gradient reduction of the current group carries."""
+        """Number of control values in each of the current group's gradient reductions."""
         return CONTROL_SIZE + sum(part.size(self._group.world_size) for part in self._parts)
 
     def control_values(self, rank: int) -> list[float]:

@@ -49,7 +49,7 @@ _STEPPED = "which parameters have a gradient, and learning rates"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Announced:
-    """Announcement of a rank's next action with details, which is also encoded as one number."""
+    """Announcement of a rank's next action and its details, also encoded as one number."""
 
     intent: Intent
     index: int = 0  # number of the model, or depth of the loader pass, by kind

@@ -81,7 +81,7 @@ class UnitWishes:
         return all(bool(row[0]) for row in rows)
 
     def pop_save(self) -> int:
-        """Return the token of the checkpoint that the leading worker wants saved, and clear it; 0 for none."""
+        """Return the token of the checkpoint that the leading worker wants to save, and clear it; 0 for none."""
         token, self._save = self._save, 0
         return token
 
@@ -90,5 +90,5 @@ class UnitWishes:
         return self._unit.agree(well)
 
     def alike(self, value: float) -> list[float]:
-        """Return the ``value`` that each worker of the unit passed, in order of position, for comparison."""
+        """Return the ``value`` from each worker in the unit, by position, for comparison."""
         return [row[0] for row in self._unit.gather([value])]

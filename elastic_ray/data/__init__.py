@@ -1,1 +1,1 @@
-"""Data loading for elastic jobs: divides samples among ranks so that each is used exactly once per epoch."""
+"""Data loading for elastic jobs: divides samples between ranks so that each sample is used exactly once per epoch."""

@@ -233,7 +233,7 @@ def _order_of(sampler: Any) -> dict[str, Any]:
 
 
 def describe_sample(dataset: Any) -> str:
-    """Return a text about a dataset's samples without loading one, which may be slow or draw random numbers."""
+    """Describe a dataset's samples as text without loading any, as that may be slow or draw random numbers."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     tensors = getattr(dataset, "tensors", ())

@@ -147,7 +147,7 @@ class ArrowDataset:
         return [(self._files[file][0], first) for (file, _), first in zip(self._groups, firsts, strict=True)]
 
     def epoch_order(self, seed: int, epoch: int) -> WindowedOrder:
-        """Return an epoch's order of rows: row groups are shuffled, then the rows within each window of groups."""
+        """Return an epoch's row order: row groups are shuffled, then the rows within each window of groups."""
         key = sharding.epoch_key(seed=seed, epoch=epoch)
         shuffled = Permutation(samples=len(self._groups), key=key)[:]
         count = -(-len(shuffled) // self._buffer_row_groups)
@@ -187,7 +187,7 @@ class ArrowDataset:
 
 
 class WindowedOrder:
-    """Order of rows that shuffles them within windows of several row groups; computed on demand.
+    """Row order that is shuffled within windows of several row groups; computed on demand.
 
     Args:
         starts: first row number of each row group, followed by the total number of rows.

@@ -1,4 +1,4 @@
-"""SHELL over torch's DataLoader: fetches one rank's batches, however the group changes during a pass."""
+"""SHELL over torch's DataLoader: fetches one rank's batches, regardless of group changes during a pass."""
 
 from __future__ import annotations
 
@@ -358,7 +358,7 @@ def _shares(
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield this rank's micro-batches from ``position``, each with the position of its first sample.
 
-    With ``sort``, the indices of each step are sorted, so that each rank reads one contiguous stretch of the file.
+    With ``sort``, the indices of each step are sorted, so that each rank reads one contiguous part of the file.
     """
     steps = _steps(position, len(order), cut)
     size = cut.batch_size if sort else cut.batch_size // cut.world_size
@@ -485,7 +485,8 @@ class BatchSamplerOrder:
     def epoch_order(self, seed: int, epoch: int) -> Indices:
         """Return the sample indices of an epoch's batches, in order, and set ``ends``, the end positions of batches.
 
-        Raises ValueError if there are no batches or too many, a batch is empty, or an index is outside the dataset.
+        Raises ValueError if the sampler yields no batches, too many or an empty one, or an index is outside the
+        dataset.
         """
         for told in (self._batch_sampler, getattr(self._batch_sampler, "sampler", None)):
             if callable(set_epoch := getattr(told, "set_epoch", None)):

@@ -28,7 +28,7 @@ Facts = dict[str, Any]
 
 
 def places(count: int) -> list[int]:
-    """Return the indices of the items to compare: all if there are few, otherwise an evenly spaced selection.
+    """Return the indices of the items to compare: all of them if few, otherwise an evenly spaced selection.
 
     >>> places(3), places(1000)[:3], places(1000)[-1]
     ([0, 1, 2], [0, 66, 133], 999)
@@ -56,7 +56,7 @@ def item_facts(dataset: Any, name: str = "dataset", depth: int = 0) -> Facts:
 
 
 def _attributes(dataset: Any, name: str, depth: int) -> Facts:
-    """Return facts about the dataset's attributes that identify samples, and about datasets among its attributes.
+    """Return facts about the dataset's attributes that identify samples, and about datasets held in its attributes.
 
     Other attributes, such as counts, losses, caches and parameters drawn for augmentation, may differ between ranks.
     """
@@ -81,7 +81,7 @@ def _attributes(dataset: Any, name: str, depth: int) -> Facts:
 
 
 def _distinguish(entries: Sequence[Any]) -> bool:
-    """True if the entries identify samples: all distinct, and each a text, an integer, or a list with a text."""
+    """True if the entries identify samples: all are distinct, and each is a text, an integer, or a list with a text."""
     return all(map(_names_one, entries)) and len(set(map(repr, entries))) == len(entries)
 
 
@@ -92,7 +92,7 @@ def _names_one(entry: Any) -> bool:
 
 
 def _of_classes(dataset: Any) -> dict[str, Any]:
-    """Return list and tuple attributes of the dataset's classes, excluding those of torch and Python."""
+    """Return list and tuple attributes of the dataset's classes, excluding torch's and Python's."""
     own = [
         kind for kind in reversed(type(dataset).__mro__) if kind.__module__.split(".")[0] not in ("torch", "builtins")
     ]
@@ -100,7 +100,7 @@ def _of_classes(dataset: Any) -> dict[str, Any]:
 
 
 def _length(value: Any) -> int:
-    """Return the number of entries of a value that can be read at no cost; -1 for any other value.
+    """Return the number of entries in a value that can be read at no cost; -1 for any other value.
 
     No user code is called.
     """
@@ -149,7 +149,7 @@ def _table_facts(dataset: Any, name: str) -> Facts:
 
 
 def _plain(item: Any, depth: int = 0) -> Any:
-    """Return the first values of an item in JSON types; None for a value of another type."""
+    """Return the first values of an item in JSON types; None for a value of any other type."""
     kind = type(item)
     if kind is torch.Tensor:
         item = item.detach()

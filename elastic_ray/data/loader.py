@@ -66,7 +66,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     ``batch_size`` is the size of the *global* batch: with 64 samples and 4 workers, each worker gets 16. Unless
     :meth:`autoscale_batch_size` allows more, every step uses exactly that many samples (fewer in the last step of an
-    epoch), whatever the number of workers. Every sample is used exactly once per epoch, in an order determined by
+    epoch), regardless of the number of workers. Every sample is used exactly once per epoch, in an order determined by
     ``seed`` and the epoch alone, even if workers join, leave or fail. A step voided by a failure is drawn again.
 
     Iterate inside ``for epoch in elastic_ray.remaining_epochs_until(n):``. Evaluation loaders (``shuffle=False``) also
@@ -76,8 +76,8 @@ class AdaptiveDataLoader(ResumableLoader):
     seed and drop_last options of a ``DistributedSampler`` are used. With an iterable dataset, every rank reads the
     entire stream and keeps its share (``num_workers`` must be 0).
 
-    Worker processes of the DataLoader survive every change of the job's size. With ``persistent_workers=True`` they
-    keep their copies of the dataset, and ``set_epoch(epoch)`` is called on each copy before the epoch's first sample.
+    The DataLoader's worker processes survive every change in the job's size. With ``persistent_workers=True`` they keep
+    their copies of the dataset, and ``set_epoch(epoch)`` is called on each copy before the epoch's first sample.
 
     Args:
         dataset: map-style or iterable dataset, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are
@@ -246,16 +246,16 @@ class AdaptiveDataLoader(ResumableLoader):
 
         Call this before ``backward()``, on every rank, with the number of items that the micro-batch's loss averages
         over: for example the tokens that are not padding, or the boxes in the images. The result is the gradient of the
-        mean over all items in the step, however they are distributed over ranks and micro-batches. A micro-batch with
-        count 0 does not contribute, whatever its loss. This costs one small collective per step.
+        mean over all items in the step, no matter how they are distributed over ranks and micro-batches. A micro-batch
+        with count 0 does not contribute, whatever its loss is. This costs one small collective per step.
 
         Args:
             count: number of items, 0 or more.
 
         Raises:
             TypeError, ValueError: ``count`` is not a finite number of 0 or more.
-            RuntimeError: called outside a loop over this loader, twice for one micro-batch, not for an earlier
-                micro-batch of the same step, or after ``backward()``.
+            RuntimeError: called outside a loop over this loader, twice for one micro-batch, after ``backward()``, or
+                after skipping an earlier micro-batch of the same step.
         """
         if isinstance(count, bool) or not isinstance(count, int | float):
             raise TypeError(f"loader.weigh(n) takes a number (of a tensor its .item()), but got {count!r}")
@@ -281,13 +281,13 @@ class AdaptiveDataLoader(ResumableLoader):
             self._lead()
 
     def _lead(self) -> None:
-        """Make this loader the one that reports for the job."""
+        """Make this loader report for the job."""
         sample, tokens = describe_sample(self.dataset), self._tokens
         info = LoaderInfo(limits=self._limits, dataset_size=self.dataset_size, sample=sample, tokens=tokens)
         self._session.registry.loaders.lead(self, info, in_processes=self._given.num_workers > 0)
 
     def _recount(self, tokens: TokenBatch) -> None:
-        """Convert the declared batch in tokens to samples again, using the tokens that the loop has counted so far.
+        """Convert the batch declared in tokens to samples again, using the tokens counted by the loop so far.
 
         Raises:
             RuntimeError: the loop has trained a step without counting its tokens.
@@ -460,7 +460,7 @@ class AdaptiveDataLoader(ResumableLoader):
         return self._passes - 1
 
     def _next_step(self, epoch: int, loader_pass: PassProgress) -> Sequence[Callable[[], Any]] | None:
-        """Divide the step at the pass's position and start it; None at the end of the pass."""
+        """Divide the step at the pass's position and start it; return None if the pass has ended."""
         session = self._session
         run, adaptation = session.run, session.adaptation
         while True:

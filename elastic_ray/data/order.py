@@ -1,7 +1,7 @@
 """Sample order of an epoch, identical on every rank and computed only from the seed and the epoch.
 
-Map-style datasets: an `EpochOrder` gives the indices of an epoch (`order_for` chooses it), and `sharding` divides them
-by position. Iterable datasets: `StreamSharder` reads the entire stream on every rank and keeps the rank's share by
+Map-style datasets: an `EpochOrder` gives an epoch's indices (`order_for` chooses it), and `sharding` divides them by
+position. Iterable datasets: `StreamSharder` reads the entire stream on every rank and keeps the rank's share by
 position.
 """
 
@@ -33,7 +33,7 @@ _COMPARED = 1024  # indices of an order, from the first on
 
 @runtime_checkable
 class EpochOrder(Protocol):
-    """Protocol of an object that gives each epoch's order of samples, such as the dataset `ArrowDataset`."""
+    """Protocol for objects that provide each epoch's sample order, such as the dataset `ArrowDataset`."""
 
     def epoch_order(self, seed: int, epoch: int) -> Order:
         """Return an epoch's sample indices [n] in the order of use; the same in every process for equal arguments."""
@@ -53,7 +53,7 @@ class IndexOrder:
             raise ValueError(f"the dataset must have at least 1 sample, but has {self.samples}")
 
     def epoch_order(self, seed: int, epoch: int) -> Permutation:
-        """Return the sample indices of an epoch in the order of use; see `EpochOrder`."""
+        """Return an epoch's sample indices in the order of use; see `EpochOrder`."""
         chosen = seed if self.own_seed is None else self.own_seed
         key = sharding.epoch_key(seed=chosen, epoch=epoch)
         return Permutation(samples=self.samples, key=key if self.shuffle else "")
@@ -90,7 +90,7 @@ class SamplerOrder:
         self._sampler, self._samples = sampler, samples
 
     def epoch_order(self, seed: int, epoch: int) -> Indices:
-        """Return the sample indices of an epoch in the order of use; see `EpochOrder`.
+        """Return an epoch's sample indices in the order of use; see `EpochOrder`.
 
         Raises ValueError or TypeError if the sampler yields nothing, too much, or values that are not indices of the
         dataset.
@@ -197,7 +197,7 @@ class StreamSharder(Generic[Item]):
     current step, and all ranks agree on the tail by counting. A drawn step stays in memory until `commit`; calling
     `next_step` again before that draws the same items, even for a different world size. At most one global batch plus
     two `world_size` raw items are held on each rank. A worker that joins, or a job that restarts, reads and discards
-    `position` items: exact, but as slow as the stream.
+    `position` items: this is exact, but as slow as the stream.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 An epoch is an *order* of ``total`` indices, fixed by the seed and the epoch alone. Progress within it is one number,
 ``position``: the number of samples in that order that committed steps have used. World size, batch size and
 accumulation determine only how the *next* global batch ``order[position : position + step_size(...)]`` is divided,
-never which samples are left. Hence every sample is used exactly once per epoch however the job grows, shrinks or fails.
-A failed step is drawn again by calling the same functions with the same position.
+never which samples are left. Every sample is therefore used exactly once per epoch, no matter how the job grows,
+shrinks or fails. A failed step is drawn again by calling the same functions with the same position.
 
 If evaluation does not divide batches, the batches are consecutive in that order, and batch ``b`` ends at sample
 ``ends[b]``. A step uses the next ``world_size`` batches, one per rank, so the position is always the end of a batch,
@@ -95,7 +95,7 @@ _FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)  # of we
 
 
 class Order(Protocol):
-    """Protocol of sample indices in the order of use: an array, or an object that computes any requested part."""
+    """Protocol for sample indices in the order of use: an array, or an object that computes any requested part."""
 
     def __len__(self) -> int:
         """Return the number of indices."""
@@ -261,8 +261,8 @@ def can_switch(*, position: int, total: int, world_size: int) -> bool:
 def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int = 1) -> int:
     """Return the number of micro-steps for `count` samples: `micro_steps`, or fewer if they would be too small.
 
-    Returns min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank. `least` is
-    the fewest samples of a rank in a micro-step.
+    Returns min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank. `least` is the
+    minimum number of samples per rank and micro-step.
 
     Raises ValueError if an argument is out of range.
     """
@@ -280,8 +280,8 @@ def split(
     Returns an array of shape [world_size, micro_steps_for(count, ...)] that sums to `count`; every entry is at least 1.
     The entries of one rank differ by at most 1. Without `shares`, any two entries and any two ranks' sums also differ
     by at most 1, and earlier ranks get the larger shares; with `shares`, see `shares.by_weight`. If `count` is less
-    than `world_size`, the first ranks get 1 each and the others 0, whatever the shares. No entry is below `least` if
-    `count` provides that many for each rank.
+    than `world_size`, the first ranks get 1 each and the others 0, regardless of the shares. No entry is below `least`
+    if `count` provides that many for each rank.
 
     Raises ValueError if an argument is out of range, or `shares` is for a different number of ranks.
 
@@ -307,7 +307,8 @@ def rank_slices(
 ) -> list[slice]:
     """Return the slices of 0..count that `rank` uses in each micro-step of a step with `count` samples.
 
-    A rank's slices are contiguous, so an order that follows a file gives each rank one stretch of the file.
+    A rank's slices are contiguous, so if the order is the order of a file, each rank gets one contiguous part of the
+    file.
 
     Raises ValueError if an argument is out of range, such as a rank outside 0..world_size-1.
     """
@@ -376,5 +377,5 @@ def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[t
 
 
 def batches_of(count: int, *, rank: int, world_size: int) -> int:
-    """Return how many of a pass's ``count`` undivided batches `rank` gets if the group keeps its size throughout."""
+    """Return how many of a pass's ``count`` undivided batches `rank` gets if the group's size does not change."""
     return len(range(rank, count, world_size))

@@ -133,7 +133,7 @@ class JobDisplay:
         self.close()
 
     def event(self, job: str, event: JobEvent) -> None:
-        """Show an event at once, except the job's end, which the last status shows."""
+        """Show an event at once, except when the job ends, which the last status shows."""
         if event.kind is not EventKind.FINISHED:
             self._write(event_line(job, event))
 
@@ -241,7 +241,7 @@ class Interrupts:
 
 
 def without_traceback(error: BaseException) -> None:
-    """Make Python print no traceback if this exception stays uncaught, because its meaning has been printed."""
+    """Prevent Python from printing a traceback if this exception is not caught, as its meaning was printed already."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:

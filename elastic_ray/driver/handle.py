@@ -211,7 +211,7 @@ class JobHandle:
         return self._lease.last
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Return the rank, node and process of each worker of the current group; empty while no group exists."""
+        """Return the rank, node and process of each worker in the current group; empty while no group exists."""
         return tuple(self._ask("workers") or ())
 
     @property
@@ -243,10 +243,10 @@ class JobHandle:
         return events[since:]
 
     def explain(self) -> Explanation | None:
-        """Return an explanation of the job's number of workers, and of the effect of one more worker.
+        """Return an explanation of the job's number of workers and the effect of adding one.
 
         Returns:
-            An object that ``str()`` formats. None if the job has ended, if the allocator is not running, or if it does
+            An object that ``str()`` formats; None if the job has ended, if the allocator is not running, or if it does
             not know the job yet.
 
         Raises:
@@ -390,8 +390,8 @@ class JobHandle:
         """Wait for the train function's next report and return it.
 
         Args:
-            after: ``index`` of the previous report; None returns the first one of this run. A trial blocks in
-                ``report`` until enough of its reports have been fetched by this method.
+            after: ``index`` of the previous report; None returns the run's first report. A trial blocks in ``report``
+                until enough of its reports have been fetched by this method.
             timeout: Maximum wait [s].
 
         Returns:

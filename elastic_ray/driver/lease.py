@@ -120,7 +120,7 @@ class LeaseKeeper:
             self._wake.clear()
 
     def _renew(self) -> None:
-        """Renew once, and record the job's status from the answer, or that the job is lost."""
+        """Renew the lease once, and record the job's status from the answer, or that the job is lost."""
         try:
             self.last = ray.get(self._controller.renew_lease.remote(), timeout=min(self._lease_s, CALL_TIMEOUT_S))
             self.answered = True

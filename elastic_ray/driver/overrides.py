@@ -2,7 +2,7 @@
 
 - ``ELASTIC_RAY_WORKERS`` (``1:8``, ``4``): replaces ``ScalingConfig(num_workers)`` in all of the script's trainers;
 - ``ELASTIC_RAY_USE_GPU`` (``1``, ``0``): replaces ``ScalingConfig(use_gpu)``;
-- ``ELASTIC_RAY_NAME``: name of the first job without ``RunConfig(name)``; later ones get fresh names;
+- ``ELASTIC_RAY_NAME``: name of the first job without ``RunConfig(name)``; later jobs get new names;
 - ``ELASTIC_RAY_SCHEDULING`` (``{"tenant": "vision"}``): fields for every trainer's ``SchedulingConfig``;
 - ``ELASTIC_RAY_COMMAND`` (JSON): arguments of ``elastic-ray submit``, stored with each run for its next cluster;
 - ``ELASTIC_RAY_REPLAY`` (a number): jobs are named ``NAME-replay-NUMBER`` and end after this number of steps, for
@@ -11,7 +11,7 @@
 - ``ELASTIC_RAY_USER``: owner of the jobs, instead of the user of the script's process;
 - ``ELASTIC_RAY_SUBMISSION``: Ray submission that the jobs belong to, so that ``elastic-ray logs`` finds their output.
 
-They may also be set by hand. Values of ``ScalingConfig`` that are replaced are logged.
+They may also be set manually. Values of ``ScalingConfig`` that are replaced are logged.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def fresh_name(stem: str, now: datetime.datetime) -> str:
 
 
 def pop_name(environment: MutableMapping[str, str]) -> str | None:
-    """Remove the job's name from the environment and return it, so that only one job gets it; None if none is set."""
+    """Remove the job's name from the environment and return it, so that only one job gets it; None if not set."""
     return environment.pop(NAME, "") or None
 
 

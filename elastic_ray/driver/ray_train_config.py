@@ -1,4 +1,4 @@
-"""Reader of Ray Train's configuration for an elastic job: each field is used, or refused with a reason."""
+"""Reader of Ray Train's configuration for an elastic job: each field is either used or refused with a reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(RunSettings):
-    """Values read from ``RunConfig``; ``name`` is None unless the user chose one, ``callbacks`` are unchanged."""
+    """Values read from ``RunConfig``; ``name`` is None unless the user chose a name; ``callbacks`` are unchanged."""
 
     name: str | None
     callbacks: tuple[Any, ...]
@@ -184,7 +184,7 @@ def read_run(config: RunConfig | None) -> RunOptions:
 
 
 def _callbacks(given: Any) -> tuple[Any, ...]:
-    """Return the callbacks as a tuple; raise TypeError for one that is neither a UserCallback nor a LoggerCallback."""
+    """Return the callbacks as a tuple; raise TypeError for any that is neither a UserCallback nor a LoggerCallback."""
     callbacks: tuple[Any, ...] = tuple(given or ())
     if not callbacks:
         return ()

@@ -83,7 +83,7 @@ class Window:
                     raise
 
     def compare(self) -> ReplayResult | None:
-        """Return how the models at the end of the range differ; None until the replay job has stored its model."""
+        """Return how the models after the last step differ; None until the replay job has stored its model."""
         stored = next((each for each in state_files(self.replayed) if each.steps == self.after.steps), None)
         if stored is None:
             return None

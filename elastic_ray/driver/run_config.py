@@ -13,7 +13,7 @@ from placement.arguments import NamesArguments
 
 @dataclasses.dataclass
 class RunConfig(NamesArguments, RayRunConfig):
-    """``ray.train.RunConfig`` whose ``callbacks`` also accept Ray Tune loggers, not only ``UserCallback``.
+    """``ray.train.RunConfig`` whose ``callbacks`` accept not only ``UserCallback`` but also Ray Tune loggers.
 
     The fields are Ray Train's. ``ElasticTrainer`` accepts either class.
 

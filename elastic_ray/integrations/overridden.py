@@ -1,4 +1,4 @@
-"""Check at import time that a library still has the methods an integration overrides."""
+"""Check at import time that a library still has the methods that an integration overrides."""
 
 from __future__ import annotations
 

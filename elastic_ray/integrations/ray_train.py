@@ -27,7 +27,7 @@ from elastic_ray.session.session import Session
 # the code does counts. It does so alone, before it joins, as far as it knows where the others are; and for what is
 # left after it has joined.
 class PassEpochs:
-    """Counter of epochs for a train function that declares none; each pass over its first prepared loader is one."""
+    """Epoch counter for a train function that declares none; each pass over its first prepared loader is one."""
 
     def __init__(self, session: Session) -> None:
         self._run = weakref.ref(session)

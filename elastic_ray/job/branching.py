@@ -1,4 +1,4 @@
-"""SHELL: branches of a running job: separate jobs that start from the same checkpoint, one after the other."""
+"""SHELL: branches of a running job: separate jobs that start from the same checkpoint and run one after another."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ReportIntake:
         self._trackers.report(report)
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the next report after number ``after`` (None: the last delivered); None if none in ``wait_s`` [s]."""
+        """Wait for the next report after number ``after`` (None: the last delivered); None after ``wait_s`` [s]."""
         wanted = self.queue.wanted(after)
         if self.queue.gone(wanted):
             report = await self._writer.report(wanted, self.queue.oldest - 1)

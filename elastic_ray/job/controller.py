@@ -97,7 +97,7 @@ def _name_of(spec: JobSpec) -> str:
 
 
 def _warm(spec: JobSpec) -> Any | None:
-    """Return a warm controller that now runs this job; None if none is available.
+    """Return a warm controller that is now running this job; None if none is available.
 
     A warm controller that does not answer is killed, so that it cannot start the job later.
     """
@@ -269,11 +269,11 @@ class JobController:
         await self._change(lambda: self._job.resume())
 
     async def weigh(self, weight: float) -> None:
-        """Set the weight of this job's speed relative to other jobs, instead of ``SchedulingConfig.weight``."""
+        """Set how much this job's speed matters relative to other jobs, instead of ``SchedulingConfig.weight``."""
         await self._change(lambda: self._job.weigh(weight))
 
     async def branch(self, plan: BranchPlan) -> None:
-        """Start a comparison of branches (copies of the job at other batches). Raises BranchError: it cannot start."""
+        """Start comparing branches (copies of the job at other batches). Raises BranchError if this is impossible."""
         await self._recovered.wait()
         self._job.branches.start(plan, start)
 
@@ -282,7 +282,7 @@ class JobController:
         return self._job.branches.outcome()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the next report after number ``after`` (None: the last delivered); None if none in ``wait_s`` [s]."""
+        """Wait for the next report after number ``after`` (None: the last delivered); None after ``wait_s`` [s]."""
         await self._recovered.wait()
         return await self._job.reports.next(after, wait_s)
 
@@ -301,7 +301,7 @@ class JobController:
         await self._persist_state()
 
     async def _persist_state(self) -> None:
-        """Write the state to the journal before a driver is answered, so that the change survives this process."""
+        """Write the state to the journal before answering a driver, so that the change survives this process."""
         self._job.journal_state()
         await asyncio.to_thread(self._journal.flush, _NOTE_S)
 
@@ -312,18 +312,18 @@ class JobController:
         return self._job.record.outcome()
 
     async def close(self) -> None:
-        """End this controller, because the driver has fetched everything about the ended job."""
+        """End this controller, because the driver has fetched all information about the ended job."""
         self._closed.set()
 
     async def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """Apply the allocator's decision for this job; the arguments are those of :meth:`JobSupervisor.allocate`."""
+        """Apply the allocator's decision for this job; see :meth:`JobSupervisor.allocate` for the arguments."""
         await self._recovered.wait()
         self._job.allocate(nodes, reason, draining)
 
     async def unsatisfiable(self, reason: Reason, final: bool) -> None:
         """Handle the allocator's finding that no node can satisfy the job's resource request; may fail the job.
 
-        If ``final``, no node that the allocator's own autoscaling can add would satisfy the request either.
+        If ``final``, even nodes that the allocator's own autoscaling could add would not satisfy the request.
         """
         await self._recovered.wait()
         job = self._job
@@ -345,12 +345,12 @@ class JobController:
         return not job.record.phase.ended
 
     async def saved(self, message: StateSaved) -> float:
-        """Record rank 0's automatic checkpoint; return the job's mean time between losses of all workers [s]."""
+        """Record rank 0's automatic checkpoint; return the job's mean time between total losses [s]."""
         await self._recovered.wait()
         return self._job.saved(message)
 
     async def greet(self, worker: str, token: str) -> ControllerAnswer:
-        """Return whether process ``worker`` (empty: an idle one) with its secret ``token`` is this controller's own."""
+        """Return whether process ``worker`` (empty: an idle one) with secret ``token`` belongs to this controller."""
         if self._reconnection is not None:
             return ControllerAnswer.INTRODUCE if worker else ControllerAnswer.STRANGER
         return ControllerAnswer.KNOWN if self._job.group.actors.knows(worker, token) else ControllerAnswer.STRANGER
@@ -363,12 +363,12 @@ class JobController:
     async def bootstrap(self, call: BootstrapCall) -> dict[str, bytes]:
         """Exchange addresses between the members of a generation that is being formed.
 
-        Raises BootstrapRefusedError: the caller is not a member.
+        Raises BootstrapRefusedError if the caller is not a member.
         """
         return await self._bootstrap.meet(call)
 
     async def claim_fault(self, index: int) -> bool:
-        """Claim fault ``index`` of the test's fault script; True for the first claim of that fault only."""
+        """Claim fault ``index`` in the test's fault script; return True only for the first claim of that fault."""
         await self._recovered.wait()
         return self._job.claim_fault(index)
 
@@ -418,7 +418,7 @@ class JobController:
         await job.shutdown.written()
 
     async def _save_and_end(self, reason: str) -> None:
-        """End a job whose driver is gone, after saving it if possible."""
+        """End a job whose driver is gone, saving it first if possible."""
         job = self._job
         logger.warning("job %s: %s, so it ends", self._spec.job, reason)
         try:
@@ -432,7 +432,7 @@ class JobController:
             job.finish(JobPhase.FAILED, error=error)
 
     async def _recover(self) -> None:
-        """Recover after a restart: find the living workers, release what none of them holds, and continue."""
+        """Recover after a restart: find the living workers, release resources that none of them holds, and continue."""
         if self._reconnection is None or self._state_before is None:
             return
         job, state = self._job, self._state_before

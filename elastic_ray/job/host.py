@@ -37,7 +37,7 @@ _CLOSE_S = 5.0
 class ControllerHost:
     """Actor class that runs several trials' controllers, each called through a ``Hosted`` handle.
 
-    When Ray restarts the process, each controller continues like one that has its own actor.
+    When Ray restarts the process, each controller continues as if it had its own actor.
     """
 
     def __init__(self, own: str, theirs: Spoken) -> None:
@@ -73,7 +73,7 @@ class ControllerHost:
         return True
 
     async def call(self, name: str, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call ``method`` of the hosted controller ``name``. Raises HostedGoneError: the controller has ended."""
+        """Call ``method`` of the hosted controller ``name``. Raises HostedGoneError if the controller has ended."""
         controller = self._controllers.get(name.partition(":")[2])
         if controller is None:
             raise HostedGoneError(name)
@@ -99,14 +99,14 @@ class ControllerHost:
             ray.kill(self._handle)
 
     async def _watch(self) -> None:
-        """End this actor after a while without trials, because the sweep's actor must be gone."""
+        """End this actor if it has had no trials for a while, because the sweep's actor must be gone."""
         while self._controllers or time.monotonic() < self._used_s + _IDLE_S:
             await asyncio.sleep(_LOOK_S)
         ray.kill(self._handle)
 
 
 class ControllerHosts:
-    """Processes that host the controllers of a sweep's trials; one is started at once, others when needed."""
+    """Processes that host the controllers of a sweep's trials; the first starts at once, others when needed."""
 
     def __init__(self, sweep: str) -> None:
         self._sweep = sweep
@@ -116,7 +116,7 @@ class ControllerHosts:
     async def open(self, spec: JobSpec) -> Any:
         """Start a controller for this trial on a host and return its handle.
 
-        Raises TimeoutError: a host does not answer. RayError: no host can be started.
+        Raises TimeoutError if a host does not answer, and RayError if no host can be started.
         """
         assert spec.trial is not None, "only trials are hosted"
         name = f"job:{spec.trial.controller}"
@@ -134,7 +134,7 @@ class ControllerHosts:
         return Hosted(host, name)
 
     async def _take_up(self, host: Any, spec: JobSpec, deadline_s: float) -> bool:
-        """Ask a host to run a trial; retry while the host is unavailable, as it may already have started the trial."""
+        """Request that a host run a trial; retry while it is unavailable, as it may already have started the trial."""
         owner = calling_owner("")
         while True:
             try:

@@ -1,4 +1,4 @@
-"""SHELL: branches of a job in its controller: whether it can have them, when they start, how the result is used."""
+"""SHELL: branches of a job in its controller: if it can have them, when they start, how the result is used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class JobBranches:
         self._last_step, self._looked_s = 0, 0.0
 
     def start(self, plan: BranchPlan, start: Callable[[JobSpec], Any]) -> None:
-        """Start a background comparison of branches, submitted by ``start``. Raises BranchError: it cannot start."""
+        """Start a background comparison of branches, submitted by ``start``. Raises BranchError if it cannot start."""
         if self._is_running:
             raise BranchError(f"job {self._parts.spec.job!r} cannot be branched: a comparison is already in progress")
         run = self._run_of(plan, idle=False)
@@ -38,7 +38,7 @@ class JobBranches:
         self._running = self._parts.background.start(self._compare(run, start))
 
     def outcome(self) -> BranchResult | None:
-        """Return the last comparison's result; None while it runs. Raises BranchError: it failed or none exists."""
+        """Return the last comparison's result; None while it runs. Raises BranchError if it failed or none exists."""
         if isinstance(self._outcome, BranchError):
             raise self._outcome
         if self._outcome is None and not self._is_running:
@@ -52,7 +52,7 @@ class JobBranches:
         return self._running is not None and not self._running.done()
 
     def tick(self, start: Callable[[JobSpec], Any], now_s: float) -> None:
-        """Start a comparison on idle slots, if ``branch_when_idle`` is set, once steps have doubled since the last."""
+        """Start a comparison on idle slots, with ``branch_when_idle``, once the steps have doubled since the last."""
         if not self._parts.spec.elastic.branch_when_idle or now_s - self._looked_s < _LOOK_S or self._is_running:
             return
         self._looked_s, plan, report = now_s, BranchPlan(), self._planner.latest
@@ -72,7 +72,7 @@ class JobBranches:
         await self._compare(run, start)
 
     def _run_of(self, plan: BranchPlan, *, idle: bool) -> BranchRun:
-        """Return the comparison to run. Raises BranchError: the job cannot be branched, with the reason."""
+        """Return the comparison to run. Raises BranchError with the reason if the job cannot be branched."""
         spec, report, limits = self._parts.spec, self._planner.latest, self._planner.unbound_limits
         if why_not := self._why_not():
             raise BranchError(f"job {spec.job!r} cannot be branched: {why_not}")

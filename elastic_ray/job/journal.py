@@ -1,8 +1,8 @@
-"""SHELL: a controller's journal in Ray's control store (GCS), for the controller that Ray starts in its place.
+"""SHELL: a controller's journal in Ray's control store (GCS), for the controller that Ray starts as its replacement.
 
-The journal is small and plain (JSON), because the workers hold the training state itself. It lasts as long as the
+The journal is small and plain (JSON), because the workers hold the training state itself. It exists as long as the
 control store does; with Redis it also survives a restart of the store. It is deleted when the controller ends. If the
-controller is killed for good from outside, the allocator deletes it (``placement.ray_cluster.notes``).
+controller is permanently killed from outside, the allocator deletes it (``placement.ray_cluster.notes``).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def hosted_before(actor: str) -> list[str]:
 
 
 class Journal:
-    """Journal of a controller's state in Ray's control store, from which a replacement continues.
+    """Journal of a controller's state in Ray's control store, which lets a replacement continue.
 
     Args:
         controller: Id of the controller's actor, which stays the same when Ray restarts it.
-        hosted: Name of the controller if its actor hosts several; else empty.
+        hosted: Name of the controller if its actor hosts several controllers; otherwise empty.
     """
 
     def __init__(self, controller: str, hosted: str = "") -> None:
@@ -56,7 +56,7 @@ class Journal:
         self._thread: threading.Thread | None = None
 
     def read(self) -> tuple[ControllerState, tuple[JobEvent, ...]] | None:
-        """Return the state and events of the previous controller; None if there are none. Blocks for milliseconds."""
+        """Return the previous controller's state and events; None if there were none. Blocks for milliseconds."""
         text: bytes | None = internal_kv._internal_kv_get(self._key("job"), namespace=NAMESPACE)
         if text is None:
             return None
@@ -86,7 +86,7 @@ class Journal:
     def start(self, spec: JobSpec) -> None:
         """Record the job that a warm or hosted controller now runs. Blocks.
 
-        Raises Exception: the control store does not accept it.
+        Raises Exception if the control store does not accept it.
         """
         # Who puts a reference to an object into a pickle keeps the object for ever; what it holds is stored as well.
         if spec.trial is not None:
@@ -95,7 +95,7 @@ class Journal:
         internal_kv._internal_kv_put(self._key(_SPEC), packed, overwrite=True, namespace=NAMESPACE)
 
     def begun(self) -> JobSpec | None:
-        """Return the job recorded by :meth:`start`; None if there is none. Blocks for a moment."""
+        """Return the job recorded by :meth:`start`; None if nothing is recorded. Blocks for a moment."""
         packed: bytes | None = internal_kv._internal_kv_get(self._key(_SPEC), namespace=NAMESPACE)
         return None if packed is None else ray.cloudpickle.loads(packed)
 

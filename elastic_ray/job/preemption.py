@@ -1,4 +1,4 @@
-"""Preemption of a job, between an allocation without nodes and the save (pure; times are arguments)."""
+"""Preemption of a job, from an allocation without nodes until the save (pure; times are arguments)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REMIND_S = 1.0  # a message may be lost with a rerun; the same one again change
 
 
 class Preemption:
-    """Preemption of a job, from the decision to free its nodes until rank 0 has saved the job, or no rank can."""
+    """Preemption of a job, from the decision to free its nodes until rank 0 has saved it, or no rank can save it."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -24,7 +24,7 @@ class Preemption:
         return self._then is not None
 
     def start(self, then: Allocated, now_s: float) -> None:
-        """Start to preempt the job; ``then`` is the allocation to apply once the job is saved."""
+        """Start preempting the job; ``then`` is the allocation to apply once the job is saved."""
         self._then, self.reason = then, then.reason
         self._since_s, self._reminded_s = now_s, float("-inf")
 
@@ -33,14 +33,14 @@ class Preemption:
         self._then = then
 
     def remind(self, now_s: float) -> bool:
-        """True if the request to save is due to be sent (again) to the workers; it then counts as sent."""
+        """True if the request to save must be sent (again) to the workers now; it then counts as sent."""
         due = self.active and now_s - self._reminded_s >= _REMIND_S
         if due:
             self._reminded_s = now_s
         return due
 
     def failed(self, now_s: float, training: Collection[str]) -> str:
-        """Return the reason why no rank will save the job; empty while one still may.
+        """Return the reason why no rank will save the job; empty while any rank may still save it.
 
         Args:
             training: Members that have not stopped yet; includes rank 0 until it has saved.
@@ -58,6 +58,6 @@ class Preemption:
         return now_s - self._since_s
 
     def end(self) -> Allocated | None:
-        """End the preemption and return the allocation to apply; None if there was no preemption."""
+        """End the preemption and return the allocation to apply; None if no preemption was active."""
         then, self._then = self._then, None
         return then

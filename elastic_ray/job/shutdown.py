@@ -1,4 +1,4 @@
-"""SHELL: end of a job: records and writes its outcome, and releases its workers."""
+"""SHELL: shutdown of a job: records and writes its outcome, and releases its workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Notifier:
             self._background.start(self.notify("waiting", f"it has waited for {waited_s / 60:.0f} min: {message}"))
 
     async def notify(self, what: str, reason: str) -> None:
-        """Send event ``what`` with its reason to the webhook, if any, and wait for the answer, with a time limit."""
+        """Send event ``what`` with its reason to the webhook, if any, and wait for the answer, up to a time limit."""
         if not self._url:
             return
         job = self._spec.job
@@ -96,7 +96,7 @@ class JobShutdown:
         self.vacated: asyncio.Task[None] | None = None
 
     def record(self, phase: JobPhase, error: BaseException | Raised | None, reason: str, *, complete: bool) -> None:
-        """Record the job's end; with ``complete=False``, only its phase and reason, until :meth:`record_again`."""
+        """Record how the job ended; with ``complete=False``, only its phase and reason, until :meth:`record_again`."""
         self._error = error
         if complete:
             self._record.end(phase, error=error, return_value=self.return_value, message=reason)
@@ -113,7 +113,7 @@ class JobShutdown:
         self.write()
 
     def write(self) -> None:
-        """Write the remaining records, and delete all but the last automatic checkpoint of a finished job."""
+        """Write the remaining records, and delete all automatic checkpoints of a finished job except the last."""
         if self._record.phase is JobPhase.FINISHED and self._spec.states_kept:
             self._writer.finish_states()
         if self._record.outcome() is not None:

@@ -1,4 +1,4 @@
-"""SHELL: start of a job from its stored state, at the beginning and after the loss of all workers."""
+"""SHELL: start of a job from its stored state, initially and after all workers have been lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK_AGAIN_S = 10.0
 
 
 class JobStarter:
-    """Starter of a job from its stored state, at the beginning and after the loss of all workers."""
+    """Starter of a job from its stored state, initially and after all workers have been lost."""
 
     def __init__(self, job: JobSupervisor, parts: JobContext) -> None:
         self._job, self._spec, self._record, self._writer = job, parts.spec, parts.record, parts.writer
@@ -35,18 +35,18 @@ class JobStarter:
         self.later: Allocated | None = None  # the allocator's decision to apply once the job restarts
 
     def recall(self, first_report: int) -> None:
-        """Restore the number of the run's first report from the previous controller's records; 0 if unknown."""
+        """Restore the run's first report number from the previous controller's records; 0 if unknown."""
         self._first_report = first_report
 
     @property
     def knows_reports(self) -> bool:
-        """True if this controller has read all reports that an earlier controller of the job received, if any."""
+        """True if this controller has read all reports that the job's earlier controllers received, if any."""
         return self._first_report is None or self._caught_up
 
     async def open(self) -> None:
         """Find the stored state of an earlier run with the job's name, and prepare for workers.
 
-        If storage cannot be read, the job fails, because a start from scratch would lose earlier training. A job whose
+        If storage cannot be read, the job fails, because starting from scratch would lose earlier training. A job whose
         workers are still training continues, because it needs no stored state until it restarts.
         """
         if self._opened:
@@ -108,7 +108,7 @@ class JobStarter:
             self._job.allocate(later.nodes, later.reason, later.draining)
 
     async def _poll(self, timeout_s: float) -> None:
-        """Read the run's stored state. Raises OSError: it cannot be read within ``timeout_s``."""
+        """Read the run's stored state. Raises OSError if it cannot be read within ``timeout_s``."""
         stored = await self._writer.poll(timeout_s)
         self._writer.delete(self._record.found(stored))
         last = stored.checkpoints[-1] if stored.checkpoints else None

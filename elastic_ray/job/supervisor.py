@@ -56,12 +56,12 @@ _MOST_REVIVALS = 10  # a controller that dies so often does so by itself
 
 
 class JobSupervisor:
-    """Supervisor of a job, from its submission to its end.
+    """Supervisor of a job, from submission until the job ends.
 
-    All of it runs in the controller's event loop, so no locks are needed.
+    It runs entirely in the controller's event loop, so no locks are needed.
 
     Args:
-        background: Runner of tasks beside the event loop, some of which may outlast the job.
+        background: Runner of background tasks; some of them may outlast the job.
         journal: State for the controller that Ray starts as a replacement if this process dies.
     """
 
@@ -122,7 +122,7 @@ class JobSupervisor:
     def hold(self, workers: int | None) -> None:
         """Hold the job at this number of workers; None leaves its size to the allocator.
 
-        Raises ValueError: the number is outside the job's range, or exceeds what the loader's batch limits can use.
+        Raises ValueError if the number is outside the job's range, or more than the loader's batch limits can use.
         """
         if workers is not None:
             views.check_size(workers, self._spec, self._planner)
@@ -130,14 +130,14 @@ class JobSupervisor:
         self.allocator.soon()
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of this job's speed relative to other jobs, instead of ``SchedulingConfig.weight``."""
+        """Set how much this job's speed matters relative to other jobs, instead of ``SchedulingConfig.weight``."""
         self._weight = weight
         self.allocator.soon()
 
     def pause(self, reason: str) -> None:
         """Save the job after the current step and release its slots until :meth:`resume`.
 
-        Raises ValueError: the job cannot be paused, or is already paused.
+        Raises ValueError if the job cannot be paused, or is already paused.
         """
         if why_not := self._why_not_paused():
             raise ValueError(f"job {self._spec.job!r} cannot be paused: {why_not}")
@@ -167,7 +167,7 @@ class JobSupervisor:
         return ""
 
     def resume(self) -> None:
-        """Let a paused job continue once the allocator has slots for it. Raises ValueError: the job is not paused."""
+        """Let a paused job continue once the allocator has slots for it. Raises ValueError if the job is not paused."""
         if not self._paused or self.record.phase.ended:
             raise ValueError(
                 f"job {self._spec.job!r} cannot be resumed: it is not paused, it is {self.record.phase.value}"
@@ -190,7 +190,7 @@ class JobSupervisor:
                 self.group.post_to_members(StopJob())
 
     def _can_be_saved(self) -> bool:
-        """True if the job trains, no rank is at the end of its train function, and no rank waits for storage."""
+        """True if the job is training, and no rank has finished its train function or is waiting for storage."""
         trains = self.group.machine.current is not None and not self.group.machine.in_phase(WorkerPhase.FINISHED)
         return bool(self._spec.states_kept and trains and not self.record.waiting)
 
@@ -218,12 +218,12 @@ class JobSupervisor:
             self._record_paused()
 
     def _record_paused(self) -> None:
-        """Record a requested pause once the job has no group any more."""
+        """Record a requested pause once the job no longer has a group."""
         if self._paused and self.group.machine.current is None and self.record.phase is not JobPhase.PAUSED:
             self.record.phase, self.record.message = JobPhase.PAUSED, self._paused
 
     def saved(self, message: StateSaved) -> float:
-        """Record rank 0's automatic checkpoint; return the job's mean time between losses of all workers [s]."""
+        """Record rank 0's automatic checkpoint; return the job's mean time between total losses [s]."""
         self.record.saved(message.state)
         if not self._saved:
             self._saved = True
@@ -231,19 +231,19 @@ class JobSupervisor:
         return self._losses.mean_time_s(time.monotonic() - self._begin_s)
 
     def claim_fault(self, index: int) -> bool:
-        """Claim fault ``index`` of the test's fault script; True if it has not been claimed before."""
+        """Claim fault ``index`` in the test's fault script; return True if it has not been claimed before."""
         fresh = index not in self._claimed
         self._claimed.add(index)
         return fresh
 
     def returned(self, worker: str, value: Sealed | None) -> None:
-        """Store the value returned by the train function of ``worker``; rank 0's value replaces that of other ranks."""
+        """Store the value returned by ``worker``'s train function; rank 0's value replaces other ranks' values."""
         current = self.group.machine.current
         if current is None or current.rank_of(worker) == 0 or self.shutdown.return_value is None:
             self.shutdown.return_value = value
 
     def happened(self, note: Note) -> None:
-        """Handle the report ``note`` that a group started to train, changed or failed; adds an event for the user."""
+        """Handle a ``note`` that a group has started to train, changed or failed; adds an event for the user."""
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
         started = {**history.start_detail(time.monotonic()), "owner": self._spec.owner, "metric": self._spec.metric}
@@ -267,7 +267,7 @@ class JobSupervisor:
         self.allocator.soon()
 
     def all_lost(self, reason: str) -> None:
-        """Handle the loss of all workers that held the training state: restart the job, or fail it."""
+        """Restart the job, or fail it, after losing all workers that held the training state."""
         if self._starter.looking:
             return
         if self._stopping_since is not None:
@@ -298,7 +298,7 @@ class JobSupervisor:
         self.finish(JobPhase.FINISHED)
 
     def _may_be_preempted(self) -> bool:
-        """True if the job trains, no rank is at the end of its train function, and a save exists or is due soon."""
+        """True if the job is training, no rank has finished its train function, and a save exists or is due soon."""
         if (
             not self._spec.states_kept
             or self.group.machine.current is None
@@ -404,7 +404,7 @@ class JobSupervisor:
         self._journal.record(dataclasses.replace(state, revivals=self._revivals))
 
     def recover(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
-        """Continue with the previous controller's workers that survived; fail a job whose controller dies too often."""
+        """Continue with the previous controller's surviving workers; fail a job whose controller dies too often."""
         if self.record.phase.ended:
             return
         if len(self._revivals) > _MOST_REVIVALS:
@@ -422,15 +422,15 @@ class JobSupervisor:
         self.allocator.soon()
 
     async def open(self) -> None:
-        """Find the stored state of an earlier run of this name and prepare for workers; called before the first tick.
+        """Find an earlier run's stored state under this name and prepare for workers; called before the first tick.
 
-        Raises ValueError: a setting on the controller's node is invalid.
+        Raises ValueError if a setting on the controller's node is invalid.
         """
         read_config(os.environ)
         await self._starter.open()
 
     def update_observers(self, now_s: float) -> None:
-        """Update the storage writer, trackers and metrics; called about ten times a second from start to end."""
+        """Update the storage writer, trackers and metrics; called about ten times a second while the job exists."""
         self._writer.tick(now_s)
         self._trackers.tick(now_s, self._planner, self.group.machine.current)
         self._metrics.tick(now_s)
@@ -511,11 +511,11 @@ class BatchChanges:
             self._events.emit(EventKind.BATCH_KEPT, notice)
 
     def advise(self, priors: Mapping[str, Prior]) -> None:
-        """Pass measurements of other jobs that train the same model, keyed by GPU type, to the batch planner."""
+        """Pass measurements from other jobs that train the same model, keyed by GPU type, to the batch planner."""
         self._carry_out(self._planner.advise(priors))
 
     def _carry_out(self, change: tuple[BatchChoice, str] | None) -> None:
-        """Send the chosen batch to rank 0, unless the generation is about to change, which also chooses the batch."""
+        """Send the chosen batch to rank 0, unless the generation is about to change, as that also chooses the batch."""
         current = self._group.machine.current
         if change is not None and current is not None and self._group.machine.in_flight is None:
             choice, reason = change

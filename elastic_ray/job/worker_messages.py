@@ -48,8 +48,8 @@ _REMEMBER_S = 900.0  # a node that was slow is taken to be so for this long afte
 class StragglerReplacement:
     """Replacement of a job's stragglers (slow workers), and record of its slow nodes.
 
-    The allocator is informed of slow nodes and may move their workers. If it does not, a worker is replaced on the same
-    node, once, since its process or GPU may be the cause.
+    The allocator is informed of slow nodes and may move their workers. If it does not, a slow worker is replaced once
+    on the same node, since its process or GPU may be the cause.
 
     Attributes:
         ratios: Time for equal work relative to the group's median, keyed by worker, from rank 0's last report.
@@ -66,8 +66,8 @@ class StragglerReplacement:
     def slow_nodes(self, now_s: float) -> dict[str, float]:
         """Return the slowness of current and recent slow nodes, keyed by node id.
 
-        Slowness is the time for equal work / the group's median, of the node's fastest worker. A node counts only if
-        all of the job's workers on it are to be replaced, or were when the job left it.
+        Slowness is the time of the node's fastest worker for equal work / the group's median. A node counts only if all
+        of the job's workers on it must be replaced, or had to be when the job left it.
         """
         return {node: ratio for node, (ratio, last_s) in self._slow.items() if now_s - last_s < _REMEMBER_S}
 
@@ -95,7 +95,7 @@ class StragglerReplacement:
                 self._slow[node] = min(here), now_s
 
     def _may_replace(self, worker: str, current: GenerationSpec, now_s: float) -> bool:
-        """True if a worker may be replaced now: on another node, or on the same node for the first time."""
+        """True if a worker may be replaced now: on another node, or for the first time on the same node."""
         node = self._wanted[worker].node
         goal: Mapping[str, int] = self._group.goal.nodes
         here = sum(1 for member in current.members if member.node == node)
@@ -176,7 +176,7 @@ class WorkerMessages:
             self._observe(message.report)
 
     def _observe(self, report: StepReport) -> None:
-        """Handle rank 0's report on its steps; a changed number of wanted workers is sent to the allocator at once."""
+        """Handle rank 0's report on its steps; inform the allocator at once if the number of wanted workers changed."""
         wish = self._planner.wish
         before = self._planner.observe(report)
         if self._planner.wish != wish:
@@ -213,7 +213,7 @@ class WorkerMessages:
         self._group.take(message)
 
     def _memory_advice(self) -> str:
-        """Return a clause on the declared memory need for a failure message; empty if none is declared."""
+        """Return a clause about the declared memory need, for a failure message; empty if none is declared."""
         need = self._spec.scheduling.memory
         return "" if need is None else f"; {need.after_failure(max(1, self._group.machine.world_size))}"
 
@@ -231,7 +231,7 @@ class WorkerMessages:
         self.torn = False
 
     def run_ended(self, worker: str, result: RunResult) -> None:
-        """Handle the end of a worker's train function: it returned, left, saved, lost its group, or raised an error."""
+        """Handle the result of a train function: it returned, left, saved, lost its group, or raised an error."""
         trains = self._group.machine.current is not None
         match result:
             case RunFinished(steps=steps) if (error := self._errors.at_end(steps)) is not None:
@@ -308,7 +308,7 @@ class WorkerMessages:
         Args:
             newcomer: True if the worker was joining a group; each such failure delays the next joiner longer.
             trained: True if the worker had trained a step.
-            reused: True if its process had run the train function before, which is not the node's fault.
+            reused: True if its process had run the train function before; the node is then not at fault.
             of_device: True if the error names a disk or a GPU of the node.
             blames: True if the node may be the cause.
         """

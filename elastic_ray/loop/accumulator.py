@@ -19,7 +19,7 @@ NUMBERS = itertools.count(2)
 
 
 class _Sum(float):
-    """Sum together with the amount that ``+=`` has just added to it."""
+    """Sum, with the amount that ``+=`` has just added to it."""
 
     added: float = 0.0
 
@@ -33,13 +33,13 @@ as_float(_Sum)  # a best loss, say, that user code has read and registered
 
 
 class Accumulator(Mapping[str, float]):
-    """Named sums, such as losses and hits, to which every rank adds inside a loop over a loader.
+    """Named sums, such as losses and hits, that every rank adds to inside a loop over a loader.
 
     Values added during a step count once the step is committed. If a failure voids the step, its values are discarded,
     and are added again when the step is drawn again. Contributions from committed steps are kept even if their worker
     is lost. Reading a sum returns the total over all ranks and committed steps, which is the same on every rank. Read
-    on every rank, because reading after a ``break`` out of a loop may commit the last step. Between two passes of a
-    loader, all steps are committed. Every rank must add to the same names in a step, even if it only adds 0.0.
+    sums on every rank, because reading after a ``break`` out of a loop may commit the last step. Between two passes of
+    a loader, all steps are committed. Every rank must add to the same names in a step, even if it only adds 0.0.
 
     Examples:
         >>> from elastic_ray import AdaptiveDataLoader, remaining_epochs_until
@@ -59,7 +59,7 @@ class Accumulator(Mapping[str, float]):
         self._number = 0 if session.synced else -next(NUMBERS)  # of one that an import makes before there is a run
 
     def _join_present_run(self) -> None:
-        """Attach to the current run: if a process trains several times, sums belong to the run that adds to them."""
+        """Attach to the current run; if a process trains several times, sums belong to the run that adds to them."""
         present = session_of_thread()
         if present is None or present is self._session:
             return
@@ -103,7 +103,7 @@ class Accumulator(Mapping[str, float]):
         self._run_or_present().progress.reset_sums(self._key)
 
     def _run_or_present(self) -> Session:
-        """Return the run that has added to the sums; the present one if none has."""
+        """Return the run that has added to the sums; if none has, return the current run."""
         if not self._session.synced:
             self._join_present_run()
         return self._session

@@ -1,4 +1,4 @@
-"""Public functions of a train loop: session, rank and group of the worker, reports, and shared state."""
+"""Public functions of a train loop: the worker's session, rank and group, reports, and shared state."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 def current_session() -> Session:
-    """Return the session of the train loop that runs in the calling thread.
+    """Return the session of the train loop that is running in the calling thread.
 
     Outside a trainer, the first call creates a session. Under ``torchrun``, the session uses the process group
     described by the environment; otherwise it trains with a single worker.
 
-    Raises RuntimeError: called in a worker, from a thread other than the one that runs the train function.
+    Raises RuntimeError if called in a worker from any thread but the one that runs the train function.
     """
     session = session_of_thread()
     if session is None:
@@ -43,12 +43,12 @@ def current_session() -> Session:
 
 
 def session_of_new_model() -> Session:
-    """Return the session (run of a train function) to which a model that is being wrapped belongs.
+    """Return the session (run of a train function) that a model being wrapped belongs to.
 
     Outside a trainer, wrapping a model after the first epoch, or after a failed start, starts another run in the same
     process (a notebook cell that is run again, or the next cross-validation fold). The new run adopts the loaders made
-    since then, and the loader that fed the previous run. If a loop of the previous run continues nevertheless, it
-    raises the error of ``run.current.replaced_error``.
+    since then, and the loader that fed the previous run. If a loop in the previous run continues anyway, it raises the
+    error from ``run.current.replaced_error``.
     """
     earlier = current_session()
     if earlier.elastic or not (earlier.synced or earlier.opening_failed):
@@ -82,7 +82,7 @@ def _run_after(earlier: Session) -> Session:
 
 
 def _take_along(leading: weakref.ref[Any], session: Session) -> None:
-    """Move a loader made outside the train function to the next run, unless that run has a loader of its own."""
+    """Move a loader made outside the train function to the next run, unless that run has its own loader."""
     loader = leading()
     if loader is not None and session.registry.loaders.info is None:
         loader.join(session)
@@ -92,8 +92,8 @@ def _take_along(leading: weakref.ref[Any], session: Session) -> None:
 class ElasticContext:
     """Rank and group of this worker, as in ``ray.train.get_context()``; each method returns the current value.
 
-    Before the first epoch there is no group yet, and ranks and sizes describe the group that this worker is expected to
-    join. Among the workers that start or restart a job, exactly one sees rank 0, and one on each node sees local rank
+    Before the first epoch no group exists yet, and ranks and sizes describe the group that this worker is expected to
+    join. When workers start or restart a job, exactly one of them sees rank 0, and one on each node sees local rank
     0. Workers that join a running job never see rank 0 before their first epoch. ``if get_world_rank() == 0:
     download()`` is therefore correct before the first epoch too, but the other workers do not wait for rank 0.
     """
@@ -109,15 +109,15 @@ class ElasticContext:
         return self._session.group.rank_info.rank
 
     def get_local_rank(self) -> int:
-        """Return this worker's rank among the workers on its node, from 0."""
+        """Return this worker's rank on its node, from 0."""
         return self._session.group.rank_info.local_rank
 
     def get_local_world_size(self) -> int:
-        """Return the number of workers of the current generation on this worker's node."""
+        """Return the number of the current generation's workers on this worker's node."""
         return self._session.group.rank_info.local_world_size
 
     def get_node_rank(self) -> int:
-        """Return the index of this worker's node among the nodes of the job, from 0."""
+        """Return the index of this worker's node in the job, from 0."""
         return self._session.group.rank_info.node_rank
 
     def get_generation(self) -> int:
@@ -151,8 +151,8 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
 
     Replicas are identical, so a checkpoint from rank 0 is enough. If other ranks pass a checkpoint in the same call,
     their files are added to rank 0's directory, unless rank 0 has a file of the same name. If rank 0 passes no
-    checkpoint, the files of the other ranks are discarded, and a ``warning`` event says so. The call blocks until the
-    files have been copied to the run's storage and the job has been notified.
+    checkpoint, the other ranks' files are discarded, and a ``warning`` event says so. The call blocks until the files
+    have been copied to the run's storage and the job has been notified.
 
     If storage fails, or does not respond within ``ElasticConfig(storage_timeout_s)``, the checkpoint is dropped and an
     event of kind ``storage`` reports it. The metrics are still recorded, training continues, and the next checkpoint is
@@ -193,10 +193,10 @@ def get_tracker_dir() -> str:
     """Return the directory for the train function's own logs: tensors, images, text, profiler traces.
 
     The directory belongs to the run, not to the worker, so a new rank 0 continues where the previous one stopped. It is
-    ``tensorboard/user`` in the run's directory, so that TensorBoard shows these logs beside the run's own numbers. If
-    storage is not local, it is a directory on this node, and its files are copied to storage every 15 s and when the
-    train function returns. Without a trainer, it is the value of the environment variable ``ELASTIC_RAY_TRACKER_DIR``,
-    or ``runs/user`` in the current directory.
+    ``tensorboard/user`` in the run's directory, so that TensorBoard shows these logs next to the run's own numbers. If
+    storage is not local, the directory is on this node, and its files are copied to storage every 15 s and when the
+    train function returns. Without a trainer, the directory is the value of the environment variable
+    ``ELASTIC_RAY_TRACKER_DIR``, or ``runs/user`` in the current directory.
 
     Every rank may call this; usually only rank 0 writes. A writer belongs to one process: open it when the process
     becomes rank 0, and pass the current step (``SummaryWriter(er.get_tracker_dir(), purge_step=...)``).
@@ -253,8 +253,8 @@ def unit_mesh() -> DeviceMesh:
     """Return torch's ``DeviceMesh`` over the workers of this worker's unit; see docs/units.md.
 
     For ``SchedulingConfig(unit=Unit(tp=2, shard=2))``, the mesh has the dimensions ``tp`` and ``shard``, in this order;
-    for ``unit=2``, it has a single dimension. The mesh never changes while the worker lives, because units join and
-    leave as a whole. The first call creates the mesh, so all workers of the unit must make this call at the same point.
+    for ``unit=2``, it has a single dimension. The mesh never changes during a worker's lifetime, because only complete
+    units join and leave. The first call creates the mesh, so all workers of the unit must make it at the same point.
 
     Raises:
         RuntimeError: the job has no units, or the code does not run in a job.

@@ -47,9 +47,9 @@ def all_reduce(value: float, op: ReduceOp = "sum") -> float: ...
 @overload
 def all_reduce(value: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor: ...
 def all_reduce(value: float | torch.Tensor, op: ReduceOp = "sum") -> float | torch.Tensor:
-    """Return the sum, mean, minimum or maximum of all ranks' values; the same on every rank.
+    """Return the sum, mean, minimum or maximum of the values from all ranks; the same on every rank.
 
-    Every rank must call this at the same point of the train function; the call blocks until all ranks have done so.
+    Every rank must call this at the same point in the train function; the call blocks until all ranks have done so.
     This rank's own value is returned before the worker has joined the job (before its first epoch), and while it
     replays code that the other ranks have already run. If a rank is lost within a step, the step is voided and drawn
     again. If a rank is lost between steps, the remaining ranks repeat the call automatically. To sum over the steps of
@@ -81,7 +81,7 @@ def all_reduce(value: float | torch.Tensor, op: ReduceOp = "sum") -> float | tor
 
 
 def _reduced_whole(value: int, op: ReduceOp) -> int:
-    """Reduce integers exactly: each rank receives all of them, and whether each fits into 64 bits."""
+    """Reduce integers exactly: each rank receives all values, and whether each fits into 64 bits."""
     fits = _INT64.min <= value <= _INT64.max
 
     def perform(communicator: Communicator) -> bytes:
@@ -103,11 +103,11 @@ def _reduced_whole(value: int, op: ReduceOp) -> int:
 
 
 def _travels_as(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
-    """Return the dtype in which tensors of this dtype are reduced.
+    """Return the dtype used to reduce tensors of this dtype.
 
-    Gloo and NCCL support few dtypes, and an error in them would look like a lost rank.
+    Gloo and NCCL support few dtypes, and an error inside them would be mistaken for a lost rank.
 
-    Raises TypeError: there is no suitable dtype.
+    Raises TypeError if no dtype is suitable.
     """
     wide = _WIDER.get(dtype, dtype)
     if wide in _AS_THEY_ARE or (wide in _COMPLEX and op in ("sum", "mean")):
@@ -120,7 +120,7 @@ def _travels_as(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
 
 
 def _reduced(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """Reduce a dense tensor; dtypes that gloo cannot sum, or only imprecisely, travel as wider ones."""
+    """Reduce a dense tensor; dtypes that gloo cannot sum, or only imprecisely, are sent as wider ones."""
     mean = op == "mean"
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     summed = tensor.to(torch.get_default_dtype()) if mean and whole else tensor.resolve_conj()
@@ -153,7 +153,8 @@ def all_gather(value: T) -> list[T]:
             tensors are moved to the device of this rank's tensors.
 
     Raises:
-        UnsafeStateError: the value contains an object of another type; such objects would need pickle, which is unsafe.
+        UnsafeStateError: the value contains an object of any other type; such objects would need pickle, which is
+            unsafe.
         RanksDisagreeError: the ranks make different calls.
     """
     mine = _plain(value)
@@ -173,7 +174,7 @@ def all_gather(value: T) -> list[T]:
 
 
 def broadcast(value: T, src: int = 0) -> T:
-    """Return the value of rank ``src``, on every rank.
+    """Return rank ``src``'s value, on every rank.
 
     Every rank must call this; the call blocks until all ranks have done so. As in :func:`all_reduce`, the call is
     repeated if a rank is lost between steps, and is local before this worker has joined the job. If the lost rank is
@@ -184,7 +185,8 @@ def broadcast(value: T, src: int = 0) -> T:
         src: rank of the worker that provides the value.
 
     Raises:
-        UnsafeStateError: the value contains an object of another type; such objects would need pickle, which is unsafe.
+        UnsafeStateError: the value contains an object of any other type; such objects would need pickle, which is
+            unsafe.
         ValueError: ``src`` is not a rank of the current group.
         RanksDisagreeError: the ranks make different calls.
     """

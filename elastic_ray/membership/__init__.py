@@ -1,1 +1,1 @@
-"""Membership of a job: its workers, and how one group of them replaces another between two steps."""
+"""Membership of a job: its workers, and how one group of workers replaces another between two steps."""

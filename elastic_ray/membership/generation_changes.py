@@ -1,4 +1,4 @@
-"""Changes between generations, which are announced, entered, broken, replaced or cancelled (pure)."""
+"""Changes of generation: how generations are announced, entered, broken, replaced or cancelled (pure)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class GenerationChanges(Roster):
             self._bereave(record, cause, now_s)
 
     def _rest_after_joiner(self, now_s: float) -> None:
-        """Delay the next joiner after a failed one; the delay doubles with each recent failure."""
+        """Delay the next joiner after a joiner has failed; the delay doubles with each recent failure."""
         recent = now_s - self._joiner_rested_s <= self.config.remember_s
         self._failed_joiners = self._failed_joiners + 1 if recent else 1
         rest_s = min(self.config.backoff_s * 2 ** min(self._failed_joiners - 1, 20), self.config.remember_s)
@@ -88,7 +88,7 @@ class GenerationChanges(Roster):
         self._not_before_s = max(self._not_before_s, self._joiner_rested_s)
 
     def _bereave(self, record: WorkerRecord, cause: str, now_s: float) -> None:
-        """React to a worker that has gone unexpectedly."""
+        """React to a worker's unexpected loss."""
         if record.phase is WorkerPhase.MEMBER:
             self._bereft = True
             self._record_loss(record, cause)
@@ -103,18 +103,18 @@ class GenerationChanges(Roster):
         self._check_state(record, cause)
 
     def _record_loss(self, record: WorkerRecord, cause: str) -> None:
-        """Record a member that the current generation has lost, in order."""
+        """Record a member that the current generation has lost; losses stay in order."""
         generation = self.current.generation if self.current is not None else 0
         lost = self._losses[1] if self._losses[0] == generation else ()
         self._losses = generation, (*lost, f"worker {record.worker} on node {record.node[:8]}: {cause}")
 
     def _all_lost(self, cause: str) -> AllLost:
-        """Return the instruction for the loss of all workers with state; its reason names those lost together."""
+        """Return the instruction for the loss of all workers with state; its reason names workers lost together."""
         lost = self._losses[1]
         return AllLost(reason=f"lost all {len(lost)} workers: {'; '.join(lost)}" if len(lost) > 1 else cause)
 
     def _check_state(self, gone: WorkerRecord, cause: str) -> None:
-        """End the job if the lost worker was the last with state and there is no group any more."""
+        """End the job if the lost worker was the last with state and no group is left."""
         idle = self.current is None and self.in_flight is None
         if gone.has_state and idle and not self.holders() and not self._ended:
             self._end(AllLost(reason=f"lost worker {gone.worker}, the last that held the state: {cause}"))
@@ -163,10 +163,10 @@ class GenerationChanges(Roster):
         self._short = short
 
     def _force(self, cause: str, now_s: float) -> None:
-        """Force a generation of the survivors, who hold the state, because the current generation is broken.
+        """Force a generation of the survivors, which hold the state, because the current generation is broken.
 
-        If a change was under way, its joiners are included: they may already have trained in the new generation, and
-        such a worker must not be left behind with a state that differs from the others'.
+        If a change was in progress, its joiners are included: they may already have trained in the new generation, and
+        such a worker must not be left behind with a state that differs from the other workers'.
         """
         self._suspicion = None
         flight, planned = self.in_flight, self.planned()
@@ -191,7 +191,7 @@ class GenerationChanges(Roster):
             self._end(self._all_lost(cause))
 
     def _behind(self, survivors: Sequence[WorkerRecord]) -> bool:
-        """True if a worker that restarts in its process holds a newer state than `survivors`, none of them members."""
+        """True if a worker restarting in its process holds a newer state than `survivors`, none of them members."""
         if any(w.phase is WorkerPhase.MEMBER for w in survivors):
             return False
         newest = max(w.state_generation for w in survivors)
@@ -206,7 +206,7 @@ class GenerationChanges(Roster):
         self.current = self.in_flight = self._hope = None
 
     def _withdraw(self, reason: str, now_s: float) -> None:
-        """Cancel a planned change; if some rank has already entered it, replace it by a forced generation."""
+        """Cancel a planned change; if any rank has already entered it, replace it with a forced generation."""
         flight = self.in_flight
         if flight is None:
             return
@@ -244,7 +244,7 @@ class GenerationChanges(Roster):
             self._suspicion = _Deadline(now_s + self.config.notice_s, cause, generation)
 
     def _entered(self, record: WorkerRecord, generation: int, now_s: float) -> None:
-        """Handle a joiner that has entered a generation; if the others continued without it, give it up."""
+        """Handle a joiner that has entered a generation; if the others have continued without it, give it up."""
         record.has_state = True
         flight = self.in_flight
         expected = flight is not None and (flight.spec.generation == generation or record in self.entering())
@@ -327,7 +327,7 @@ class GenerationChanges(Roster):
         )
 
     def _flight_deadline(self, flight: InFlight, now_s: float) -> None:
-        """Give up a generation that was not entered in time, or the silent members of one that was partly entered."""
+        """Give up a generation that was not entered in time, or its silent members if it was partly entered."""
         # A planned change waits for the step at which all ranks agree; the first one has none to wait for.
         begun_s = flight.since_s if flight.forced or not flight.from_workers else flight.effective_s
         if begun_s is None or now_s - begun_s <= self.config.switch_timeout_s:
@@ -352,7 +352,7 @@ class GenerationChanges(Roster):
         self._check_state(record, reason)
 
     def _emit(self, kind: EventKind, to_workers: int, reason: str, *, generation: int = 0) -> None:
-        """Emit an event of the job, for the generation in effect unless `generation` is given."""
+        """Emit a job event, for the generation in effect unless `generation` is given."""
         self._out.append(
             Note(
                 kind=kind,

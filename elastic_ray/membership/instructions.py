@@ -1,4 +1,4 @@
-"""Instructions of the membership machine to the code that carries them out (plain values)."""
+"""Instructions from the membership machine to the code that carries them out (plain values)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Instruction to free a worker's resources; its process is killed if ``kill``, else it returns to the warm pool."""
+    """Instruction to free a worker's resources; kill its process if ``kill``, otherwise return it to the warm pool."""
 
     worker: str
     kill: bool

@@ -53,7 +53,7 @@ class JobMembership(GenerationChanges):
         self._first_wish_s: float | None = None
 
     def handle(self, stimulus: Stimulus, now_s: float) -> list[Instruction]:
-        """Handle an event and return the resulting instructions in order; after the job's end, none until a reset."""
+        """Handle an event and return the resulting instructions, in order; once the job ends, none until a reset."""
         self._out = []
         if self._ended:
             return self._out
@@ -104,10 +104,10 @@ class JobMembership(GenerationChanges):
 
         Args:
             issued: Latest generation that was saved; workers may know later ones.
-            announced: Members of the latest generation announced since the last start, as saved. If none of them
+            announced: Members of the latest generation announced since the last start, as saved. If no such member
                 survives, all workers count as lost, because these members may have trained.
-            trained: Whether a generation had taken effect. If so, and no survivor holds the state, all workers count
-                as lost.
+            trained: True if a generation had taken effect. If no survivor holds the state in that case, all workers
+                count as lost.
             named: Number of the latest worker that may have been requested; survivors may have higher numbers.
         """
         self._aim(target)
@@ -144,11 +144,11 @@ class JobMembership(GenerationChanges):
 
     @property
     def target_workers(self) -> int:
-        """Number of workers that the allocator has decided for the job, on all nodes together."""
+        """Number of workers, over all nodes, that the allocator has decided on for the job."""
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:
-        """True if the worker has joined, or will join, a group that trains, and its loss would lose no state."""
+        """True if the worker has joined, or will join, a group that is training, and its loss would lose no state."""
         record = self.workers.get(worker)
         if record is None or self.current is None:
             return False
@@ -163,7 +163,7 @@ class JobMembership(GenerationChanges):
         self._target, self._reason, self._draining = target, goal.reason, goal.draining
 
     def _replace(self, wish: Replace, now_s: float) -> None:
-        """Mark members that must leave once others are ready, unless no others were available recently."""
+        """Mark members that must leave once others are ready, unless none have been available recently."""
         for record in self.workers.values():
             wanted = record.worker in wish.workers and now_s >= self._replace_after_s
             record.replaced = wanted and record.phase is WorkerPhase.MEMBER
@@ -184,7 +184,7 @@ class JobMembership(GenerationChanges):
         self._out.append(Launch(worker=worker, node=record.node))
 
     def _ready(self, told: Ready, now_s: float) -> None:
-        """Handle a worker that is ready and waits for a generation."""
+        """Handle a worker that is ready and is waiting for a generation."""
         record = self.workers.get(told.worker)
         if record is None:
             return
@@ -196,7 +196,7 @@ class JobMembership(GenerationChanges):
             record.rebuilt = True  # it starts over, and its Rerun was overtaken
 
     def _left(self, worker: str, now_s: float) -> None:
-        """Handle a worker whose train function has unwound after leaving its generation."""
+        """Handle a worker whose train function has ended after the worker left its generation."""
         record = self.workers.pop(worker, None)
         if record is None:
             return
@@ -217,7 +217,7 @@ class JobMembership(GenerationChanges):
             self._end(Complete())
 
     def _rerun(self, worker: str, has_state: bool, now_s: float) -> None:
-        """Handle a worker that rebuilds its model in its process and belongs to no generation."""
+        """Handle a worker that is rebuilding its model in its process and belongs to no generation."""
         record = self.workers.get(worker)
         if record is None or record.phase not in (WorkerPhase.MEMBER, WorkerPhase.READY, WorkerPhase.STARTING):
             return
@@ -263,7 +263,7 @@ class JobMembership(GenerationChanges):
             self._flight_deadline(self.in_flight, now_s)
 
     def _reconcile(self, now_s: float) -> None:
-        """Request workers, release surplus ones and announce a generation, to approach the target."""
+        """Request workers, release surplus workers and announce a generation, to approach the target."""
         if self.returned:
             return  # the job is ending
         leavers, unwanted = surplus(self, self._target)
@@ -347,7 +347,8 @@ class JobMembership(GenerationChanges):
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
     """Return the members that must leave, and the other workers to release at once, to reach the target.
 
-    Members marked for replacement leave once as many new workers are ready, or if the target has no room for them.
+    Members marked for replacement leave once the same number of new workers are ready, or if the target has no room for
+    them.
     """
     leavers: list[WorkerRecord] = []
     unwanted: list[WorkerRecord] = []
@@ -383,15 +384,15 @@ def next_group(
 ) -> list[WorkerRecord] | None:
     """Return the members of the next planned generation, in rank order; None if it should wait.
 
-    While more workers are on their way, the generation waits if it would have fewer than ``min_workers``; for a
-    while, it also waits if its size would not be allowed. If no more workers are on their way, joiners beyond an
-    allowed size wait; remaining members always continue. Leavers hand their state over to members that stay. They are
-    therefore kept while too few others stay for the job's memory need, and leave as joiners arrive. A group that is
-    too small for its memory need accepts joiners until it is large enough, even if its size is not allowed.
+    While more workers are starting, the generation waits if it would have fewer than ``min_workers``; for a while, it
+    also waits if its size would not be allowed. If no more workers are starting, joiners beyond an allowed size wait;
+    remaining members always continue. Leavers hand their state over to members that stay. They are therefore kept if
+    too few others stay for the job's memory need, and leave as joiners arrive. A group that is too small for its memory
+    need accepts joiners until it is large enough, even if its size is not allowed.
 
     Args:
-        patient: Whether to wait for an allowed size; False if the requested resources may never become free.
-        hurry: Whether to form the group at once, because a leaver's node is about to shut down.
+        patient: True to wait for an allowed size; False if the requested resources may never become free.
+        hurry: True to form the group at once, because a leaver's node is about to shut down.
     """
     members = roster.members()
     leaving = {w.worker for w in leavers}
@@ -413,7 +414,7 @@ def next_group(
 def first_group(
     roster: Roster, *, wanted: int, most: int, patient: bool, sizes: AllowedSizes = ANY_SIZE
 ) -> list[WorkerRecord] | None:
-    """Return the members of the first generation, or of the first one after all members were lost; None to wait.
+    """Return the first generation's members, initially or after all members have been lost; None to wait.
 
     After a loss, the group consists only of workers that hold the state; others join later, at a suitable step. A
     worker that has loaded an automatic checkpoint does not count as a holder, because all starting workers can load
@@ -421,8 +422,8 @@ def first_group(
 
     Args:
         most: Largest number of workers that can start; 0 for no limit.
-        patient: Whether to wait for workers that are starting.
-        sizes: Allowed numbers of workers; workers that hold a state start in any case.
+        patient: True to wait for workers that are starting.
+        sizes: Allowed numbers of workers; workers that hold a state always start.
     """
     holders = roster.holders()
     group = [w for w in roster.in_phase(WorkerPhase.READY) if w.has_state or not holders]

@@ -1,4 +1,4 @@
-"""Messages of the membership protocol as plain values (docs/protocol.md), and the schedule of transfers (pure)."""
+"""Messages of the membership protocol as plain values (docs/protocol.md), and the transfer schedule (pure)."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ class GenerationSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """Message from the controller that a planned generation is cancelled, because a joiner died or was late."""
+    """Message from the controller that a planned generation has been cancelled, because a joiner died or was late."""
 
     generation: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProposal:
-    """Message from the controller that requests another batch shape; rank 0 applies it to the next step."""
+    """Message from the controller that requests a different batch shape; rank 0 applies it to the next step."""
 
     generation: int
     batch: BatchChoice
@@ -110,7 +110,7 @@ class StopJob:
     """Message from the controller to end the job cleanly after the current step.
 
     Attributes:
-        save: True if the job is preempted: rank 0 first saves the state, from which the job continues later.
+        save: True if the job is being preempted: rank 0 first saves the state, so that the job can continue later.
     """
 
     save: bool = False
@@ -128,7 +128,7 @@ ControllerMessage = GenerationSpec | Cancel | BatchProposal | CriticalBatch | St
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateVersion:
-    """Version of a worker's training state. A higher version is further advanced in training."""
+    """Version of a worker's training state. A higher version is further along in training."""
 
     step: int = 0  # committed optimizer steps (loader iterations)
     optimizers_stepped: int = 0  # optimizers already stepped within the step in progress (a GAN has two)
@@ -148,13 +148,13 @@ class StateVersion:
 
 
 def transfer_rounds(progress: Sequence[StateVersion]) -> list[list[tuple[int, int]]]:
-    """Return rounds of ``(source rank, destination rank)`` after which every rank holds the most advanced state.
+    """Return rounds of ``(source rank, destination rank)`` that give every rank the most advanced state.
 
-    Ranks with the most advanced version are holders; all others are receivers. This includes survivors that did not
+    Ranks with the most advanced version are holders; all others are receivers. Receivers include survivors that did not
     complete the last step. In each round, every holder sends to one receiver, so h holders serve n receivers in
-    ceil(log2((n + h) / h)) rounds. If some holders have already left a loader pass, the holders that are still
-    leaving it do not send, because a newcomer would remain in that pass for good. If no rank holds a trained state
-    (in the first generation, or after a restart from a checkpoint), rank 0 is the source.
+    ceil(log2((n + h) / h)) rounds. If some holders have already left a loader pass, the holders that are still leaving
+    it do not send, because a newcomer would remain in that pass forever. If no rank holds a trained state (in the first
+    generation, or after a restart from a checkpoint), rank 0 is the source.
     """
     if not progress:
         raise ValueError("progress must hold at least one rank, but got none")

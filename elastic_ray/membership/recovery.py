@@ -1,4 +1,4 @@
-"""Recovery of the membership machine after a restart of the controller, from the reports of its workers (pure).
+"""Recovery of the membership machine after a controller restart, from the workers' reports (pure).
 
 The workers' reports are authoritative: workers continue to train without their controller, and each knows which
 generation it has entered. Announced generations that no worker has entered are cancelled. Every other fact is
@@ -46,7 +46,7 @@ class SurvivingWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """Roster of the surviving workers, and the signals that the workers sent while there was no controller."""
+    """Roster of the surviving workers, and the signals that the workers sent while no controller was running."""
 
     workers: dict[str, WorkerRecord]  # the living, by id
     current: GenerationSpec | None  # the generation in effect

@@ -1,4 +1,4 @@
-"""Records of the membership machine: its workers, and the announced generation that they enter (pure)."""
+"""Records of the membership machine: its workers, and the announced generation that they are entering (pure)."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class WorkerRecord:
         self.loaded, self.has_state = loaded, has_state or self.has_state
 
     def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
-        """Record that the worker reruns its train function in its process; with ``has_state``, it keeps its state."""
+        """Record that the worker is rerunning its train function; with ``has_state``, it keeps its state."""
         self.enter(WorkerPhase.READY if self.rebuilt else WorkerPhase.STARTING, now_s)
         self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 
     def join(self, now_s: float, *, others: bool) -> None:
-        """Make the worker a member of a generation; ``others`` is True if some other members already train."""
+        """Make the worker a member of a generation; ``others`` is True if other members are already training."""
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures, self.joined_others = 0, others
 
@@ -89,7 +89,7 @@ class InFlight:
 
     @property
     def begun(self) -> bool:
-        """True once it is certain that the members enter the generation, so that it can no longer be cancelled."""
+        """True once the members are certain to enter the generation, so that it can no longer be cancelled."""
         return self.forced or self.effective_s is not None
 
     @property
@@ -132,7 +132,7 @@ class Roster:
         return dict(Counter(w.node for w in self.workers.values()))
 
     def present(self) -> dict[str, int]:
-        """Return the number of workers on each node, keyed by node, except those leaving or marked for replacement."""
+        """Return the number of workers, keyed by node, except workers leaving or marked for replacement."""
         return dict(Counter(w.node for w in self.workers.values() if w.stays))
 
     def watched(self) -> set[str]:
@@ -160,12 +160,12 @@ class Roster:
         return self.in_flight is not None and self.in_flight.spec.rank_of(worker) is not None
 
     def planned(self) -> list[WorkerRecord]:
-        """Return the joiners of the announced generation that have not yet reported that they entered it."""
+        """Return the announced generation's joiners that have not reported entering it yet."""
         return [w for w in self.in_phase(WorkerPhase.READY) if self.is_planned(w.worker)]
 
     @property
     def expects_joiners(self) -> bool:
-        """True if any worker is starting, or is ready and waits to become a member of a group."""
+        """True if any worker is starting, or is ready and waiting to become a member of a group."""
         return bool(self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY))
 
     def entering(self) -> list[WorkerRecord]:

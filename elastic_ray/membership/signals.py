@@ -34,14 +34,14 @@ class Finished(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun(Signal):
-    """Signal that the worker ran out of memory and reruns its train function; ``has_state`` if it keeps its state."""
+    """Signal that the worker ran out of memory and is rerunning; ``has_state`` if it keeps its state."""
 
     has_state: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(Signal):
-    """Signal that the worker has built its model and waits for a generation."""
+    """Signal that the worker has built its model and is waiting for a generation."""
 
     has_state: bool = False  # it kept a trained state in memory, which is lost with it
     loaded: int = 0  # steps of the automatic checkpoint that it has loaded, as all others can; 0 without one
@@ -57,7 +57,7 @@ class Lost(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed(Signal):
-    """Signal that a collective of group number ``generation`` failed on the worker, which waits for the next group."""
+    """Signal that a collective of group ``generation`` failed on the worker, which is waiting for the next group."""
 
     generation: int
     cause: str
@@ -73,7 +73,7 @@ class PrepareFailed(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Switched(Signal):
-    """Signal that the worker has entered group number ``generation`` and trains in it."""
+    """Signal that the worker has entered group number ``generation`` and is training in it."""
 
     generation: int
     pause: Pause  # the time since its last committed step
@@ -92,7 +92,7 @@ class Allocated:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replace:
-    """Signal that the listed members must leave once replacements are ready; earlier signals no longer count."""
+    """Signal that the listed members must leave once replacements are ready; it replaces any earlier such signal."""
 
     workers: frozenset[str]
     reason: str

@@ -47,17 +47,17 @@ class WorkerMembership:
     Args:
         on_prepare_failed: Called (from the forming thread) with a generation that failed to form, and the reason.
         retired: Broken groups to be dropped later. All runs in a process share this object, which must outlive them.
-        hears: Whether the controller will send the strategies that earlier jobs have found.
+        hears: True if the controller will send the strategies that earlier jobs have found.
 
     Attributes:
         current, communicator: Current generation and its group; None before the first.
-        voided: Whether the current generation was cancelled.
-        prepared_ahead: Number of the prepared generation minus that of the current one; 0 if none is prepared.
+        voided: True if the current generation was cancelled.
+        prepared_ahead: Number of the prepared generation minus the current one's; 0 if none is prepared.
         wanted_batch: Batch shape that the controller requests in the current generation; None for no change.
         known_strategies: Fastest strategies for this model from other jobs, keyed by a description of the group;
             None until they arrive.
         critical_batch: Critical batch measured by the job's branches [samples]; 0 if unknown.
-        stop_requested, preempting: Whether the job must stop for good, or must stop to continue later.
+        stop_requested, preempting: True if the job must stop permanently, or must stop to continue later.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class WorkerMembership:
         self._forming.start()
 
     def is_void(self, generation: int) -> bool:
-        """True if the generation (group) of this number was cancelled or superseded."""
+        """True if the generation (group) with this number was cancelled or superseded."""
         return generation < self._void_below or generation in self._cancelled
 
     def _void_groups(self) -> None:
@@ -203,10 +203,10 @@ class WorkerMembership:
     def await_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
         """Wait for the next group, and make it the current one.
 
-        A newcomer accepts any group. A member whose group is broken accepts only a group that replaces it, and no
+        A newcomer accepts any group. A member whose group is broken accepts only a group that replaces it, not a
         planned change.
 
-        Raises LostGroupError: no group has formed within ``timeout_s`` [s], or none ever will.
+        Raises LostGroupError if no group has formed within ``timeout_s`` [s], or none ever will.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -229,7 +229,7 @@ class WorkerMembership:
         return self._prepared is not None and (self.current is None or self.is_void(self.current.generation))
 
     def close(self, *, broken: bool) -> None:
-        """Release all groups; ``broken`` if operations may still be pending in them."""
+        """Release all groups; ``broken`` is True if operations may still be pending in them."""
         with self._news:
             for communicator in (self.communicator, self._prepared[1] if self._prepared else None):
                 if communicator is not None:

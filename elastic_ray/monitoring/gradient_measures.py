@@ -26,7 +26,7 @@ class GradientVariance:
 
     @property
     def total(self) -> float:
-        """Variance tr(Sigma) of one sample's gradient, over the whole model."""
+        """Variance tr(Sigma) of one sample's gradient, over the entire model."""
         return math.fsum(self.groups)
 
     @property
@@ -52,12 +52,12 @@ class GradientNorms:
 
     @property
     def gradient(self) -> float:
-        """Norm of the gradient of the whole model."""
+        """Norm of the entire model's gradient."""
         return math.hypot(*self.gradients)
 
     @property
     def update(self) -> float:
-        """Norm of the parameter update of the whole model."""
+        """Norm of the entire model's parameter update."""
         return math.hypot(*self.updates)
 
 
@@ -65,12 +65,12 @@ class GradientNorms:
 class StepMeasures:
     """Measures of one model's steps, identical on every rank after each committed training step.
 
-    A measure is None if it was not requested (``Monitor``), or not yet measured in the current group of workers. In a
-    group of several workers, the results of a step become available after the next step.
+    A measure is None if it was not requested (``Monitor``), or has not been measured yet in the current group of
+    workers. In a group with several workers, a step's results become available after the next step.
 
     Attributes:
         noise: Smoothed gradient noise scale; for Adam and similar optimizers, it refers to preconditioned gradients.
-        initial_batch_size: M0, the batch size to which ``noise.var`` refers [samples]; 0 before the first step.
+        initial_batch_size: M0, the batch size that ``noise.var`` refers to [samples]; 0 before the first step.
         variance: Latest variance of the gradient.
         norms: Latest norms of gradient and update.
         workers: Times, memory and bytes of each worker, in rank order; empty if not requested.
@@ -84,10 +84,10 @@ class StepMeasures:
 
     @property
     def noise_batch(self) -> float | None:
-        """Batch size at which the gradient's noise equals its signal [samples]; None until there is an estimate.
+        """Batch size where the gradient's noise equals its signal [samples]; None before the first estimate.
 
         B_simple = tr(Sigma) / ||G||^2, 0 or more. For batches far below this size, a larger batch helps almost as much
-        as more steps; far above, hardly at all. Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch
+        as more steps; far above it, hardly at all. Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch
         Training", eq. 2.9 and appendix A.
         """
         if self.noise is None or self.noise.sqr <= 0:

@@ -1,4 +1,4 @@
-"""Measures that each worker of a group records in each step (pure)."""
+"""Measures that each worker in a group records in each step (pure)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ class WorkerMeasures:
     """Measures of one worker in one step.
 
     They are sent as float32, so sizes are in MiB, a power of two: up to 64 MiB they are exact to the byte for float32
-    gradients, and to 1e-7 beyond.
+    gradients, and to 1e-7 beyond that.
 
     Attributes:
         compute_s: Time from the first micro-batch until the gradients were complete, excluding waits for data [s]. On a
-            GPU, this is the time of the process that launches the work, not of the device.
+            GPU, this is the time spent by the process that launches the work, not by the device.
         data_s: Time spent waiting for the loader's batches in that step [s].
         sync_s: Time spent waiting for reductions in the previous step [s].
-        step_s: Duration of the previous step, from the end of its predecessor to its own end [s]; 0 for a group's
-            first.
+        step_s: Duration of the previous step, measured from when its predecessor ended [s]; 0 for a group's first.
         passed_s: Time since the same point in the last committed step, including pauses [s]; 0 for the first.
-        host_mib: Resident memory of the process at the end of the previous step [MiB].
+        host_mib: Resident memory of the process after the previous step [MiB].
         device_mib: GPU memory reserved by torch's allocator [MiB]; 0 without a GPU.
-        memory_used: Used fraction (0 to 1) of the memory of the host, the control group or the GPU, whichever is
-            nearest to its limit; sampled once a second.
-        major_faults: Number of pages read from disk in the previous step (swapped out, or of mapped files).
-        sending_s: Time per step in which gloo connections had unacknowledged bytes and receivers with room for them,
-            sampled twice a second [s]; 0 if the kernel does not report it, as for NCCL.
+        memory_used: Used fraction (0 to 1) of the host's, control group's or GPU's memory, whichever is nearest to its
+            limit; sampled once a second.
+        major_faults: Number of pages read from disk in the previous step (swapped out, or from mapped files).
+        sending_s: Time per step when gloo connections had unacknowledged bytes and receivers had room for them, sampled
+            twice a second [s]; 0 if the kernel does not report it, as with NCCL.
         all_reduce_mib: Data passed to all-reduces in the previous step, including gradients and votes [MiB].
         all_gather_mib: The worker's own parts of all-gathers [MiB].
         all_to_all_mib: The worker's own parts of all-to-alls [MiB].
@@ -68,12 +67,12 @@ class WorkerMeasures:
 
     @property
     def wire_mib_per_s(self) -> float:
-        """Data passed to collectives per second of the previous step [MiB/s]; 0 before a step has been timed."""
+        """Data passed to collectives per second in the previous step [MiB/s]; 0 before a step has been timed."""
         return self.wire_mib / self.step_s if self.step_s > 0 else 0.0
 
 
 def busiest(by_position: Sequence[Sequence[WorkerMeasures]]) -> tuple[WorkerMeasures, ...]:
-    """Return, for each unit (workers that act as one rank), the measures of the worker that was busy for longest.
+    """Return, for each unit (workers that act as one rank), the measures of the worker that was busy longest.
 
     Args:
         by_position: ``by_position[p][u]`` is the measures of the worker at position p within unit u.
@@ -106,7 +105,7 @@ def packed(own: WorkerMeasures, rank: int, world_size: int) -> list[float]:
 
 
 def unpacked(sums: Sequence[float], world_size: int) -> tuple[WorkerMeasures, ...]:
-    """Return the measures of all ``world_size`` ranks' workers, given the sum of their :func:`packed` values."""
+    """Return the measures of all ``world_size`` ranks, given the sum of their :func:`packed` values."""
     count = len(FIELDS)
     rows = (sums[count * rank : count * (rank + 1)] for rank in range(world_size))
     return tuple(WorkerMeasures(**dict(zip(FIELDS, row, strict=True))) for row in rows)

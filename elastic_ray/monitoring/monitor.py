@@ -7,9 +7,9 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Monitor:
-    """Request for measurements; those that are not requested are not made, and cost nothing.
+    """Request for measurements; other measurements are not made, and cost nothing.
 
-    The requests of all models and policies of a run are combined (:meth:`joined`), so that each gets at least the
+    Requests from all of a run's models and policies are combined (:meth:`joined`), so that each gets at least the
     measurements that it requested.
 
     Attributes:
@@ -42,7 +42,7 @@ class Monitor:
                 raise ValueError(f"{name} must be 1 or more steps, or None for not at all, but got {every}")
 
     def joined(self, other: Monitor) -> Monitor:
-        """Return a monitor that requests everything that this one or ``other`` requests, at the higher frequency."""
+        """Return a monitor that requests all measurements of this one and ``other``, at the higher frequency."""
         return Monitor(
             noise_every=_more_often(self.noise_every, other.noise_every),
             variance_every=_more_often(self.variance_every, other.variance_every),

@@ -45,14 +45,14 @@ class Monitoring:
     def ask(self, monitor: Monitor) -> None:
         """Request the measurements in ``monitor`` from the next group on; call this on all ranks.
 
-        Requests made before the first epoch thus apply from the first step.
+        Requests made before the first epoch therefore apply from the first step.
         """
         self._request = self._request.joined(monitor)
         if monitor.workers:
             self.meter.ask()
 
     def record_report(self, metrics: Mapping[str, object], number: int) -> None:
-        """Record the number ``metrics["loss"]`` of the run's report ``number``; ignore a report without a loss."""
+        """Record the number ``metrics["loss"]`` from the run's report ``number``; ignore a report without a loss."""
         loss = metrics.get("loss")
         if isinstance(loss, (int, float)) and not isinstance(loss, bool):
             self.loss = number, float(loss)
@@ -70,7 +70,7 @@ class Monitoring:
 
 # No clock but the monotonic one is read here. It measures nothing, and nothing rides, until someone asks.
 class StepMeter:
-    """Meter of this worker's steps, whose values are all-reduced together with the group's control values.
+    """Meter of this worker's steps; its values are all-reduced with the group's control values.
 
     Args:
         traffic: Function that returns the bytes passed to the current group's collectives, keyed by operation; empty
@@ -120,8 +120,7 @@ class StepMeter:
         """Start timing a training step, before its first micro-batch is fetched.
 
         Args:
-            goes_on: True if the step is committed together with the previous one, so that only the mean of both is
-                reported.
+            goes_on: True if the step is committed with the previous one, so that only their mean is reported.
         """
         if goes_on:
             self._of += 1
@@ -130,7 +129,7 @@ class StepMeter:
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
 
     def leave_out(self) -> None:
-        """Exclude the current step from averages, because another worker executes it in place of this one."""
+        """Exclude the current step from averages, because another worker executes it instead of this one."""
         self._of = max(1, self._of - 1)
 
     def waited_for_data(self, seconds: float) -> None:
@@ -230,7 +229,7 @@ class _Looks:
 
 
 def host_bytes() -> int:
-    """Return the resident set size of this process [bytes], or its peak if there is no ``/proc``."""
+    """Return the resident set size of this process [bytes], or its peak if ``/proc`` does not exist."""
     try:
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -256,7 +255,7 @@ def major_faults() -> int:
 
 
 def memory_used() -> float:
-    """Return the largest used fraction (0 to 1) among the memory of the host, the container (cgroup) and the GPU."""
+    """Return the largest used fraction (0 to 1) of the host's, container's (cgroup) and GPU's memory."""
     return max(_host_used(_PROC), _group_used(_PROC, _CGROUPS), _device_used())
 
 
@@ -291,7 +290,7 @@ def _device_used() -> float:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a kernel file; empty if there is none."""
+    """Return the text of a kernel file; empty if it does not exist."""
     try:
         return path.read_text()
     except OSError:

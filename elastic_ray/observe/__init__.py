@@ -1,1 +1,1 @@
-"""Views of jobs and of the cluster for people: a web page, metrics, and trackers such as TensorBoard."""
+"""Views of jobs and the cluster for people: a web page, metrics, and trackers such as TensorBoard."""

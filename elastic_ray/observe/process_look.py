@@ -48,13 +48,13 @@ def inspect_process(worker: WorkerInfo, what: str) -> str:
 
 
 def _logs(pid: int) -> tuple[str, str]:
-    """Return the last output of a process on this node, and the reason if there is none."""
+    """Return the last output of a process on this node, and the reason if it has none."""
     node: Any = ray_worker._global_node
     return read_logs(Path(node.get_session_dir_path()) / "logs", pid)
 
 
 def read_logs(folder: Path, pid: int) -> tuple[str, str]:
-    """Return the last output of process ``pid``, from log files in ``folder``, and "" or why there is none."""
+    """Return the last output of process ``pid``, from log files in ``folder``, and why it is missing, or ""."""
     found: Mapping[str, list[Path]] = {end: sorted(folder.glob(f"worker-*-{pid}.{end}")) for end in ("out", "err")}
     parts = []
     for end, paths in found.items():
@@ -71,7 +71,7 @@ def read_logs(folder: Path, pid: int) -> tuple[str, str]:
 
 
 def read_stack(pid: int) -> tuple[str, str]:
-    """Return the thread stacks of local process ``pid``, read with py-spy, and "" or why they cannot be read."""
+    """Return the thread stacks of local process ``pid``, read with py-spy, and why they cannot be read, or ""."""
     spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}") or shutil.which("py-spy")
     if spy is None:
         return "", "py-spy is not installed there; `pip install 'ray[default]'` brings it"

@@ -17,7 +17,7 @@ _SAMPLE = 64  # elements of a tensor
 
 
 class BufferSync:
-    """Synchroniser of a module's buffers: floating-point buffers are averaged, others are copied from rank 0."""
+    """Synchroniser for a module's buffers: floating-point buffers are averaged, others are copied from rank 0."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -31,7 +31,7 @@ class BufferSync:
     def __call__(self, communicator: Communicator) -> None:
         """Synchronise the buffers; all ranks must call this at the same point.
 
-        Raises CommunicationFailedError: The group broke; the buffers are unchanged.
+        Raises CommunicationFailedError if the group broke; the buffers are then unchanged.
         """
         if communicator.world_size == 1:
             return
@@ -90,10 +90,10 @@ class SavedBuffers:
 class WrittenTensors:
     """Tensors that forward passes modify (queues, centres, a teacher's weights), to be restored if a step is lost.
 
-    Normalisation statistics are not restored: the passes of a lost step merely add samples to them. A frozen parameter
-    is copied only once it has changed a second time, so that a backbone's parameters are not held twice. Torch does not
-    count changes through ``.data``, as made by MoCo and DINO. These are detected by comparing samples of the values, at
-    ever longer intervals.
+    Normalisation statistics are not restored, because a lost step's passes merely add samples to them. A frozen
+    parameter is copied only once it has changed a second time, so that a backbone's parameters are not held twice.
+    Torch does not count changes through ``.data``, as made by MoCo and DINO. These are detected by comparing samples of
+    the values, at ever longer intervals.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -137,7 +137,7 @@ class WrittenTensors:
                 holder[name] = known.tensor
 
     def _find_uncounted(self) -> None:
-        """Compare samples of the tensors with earlier ones; a changed sample with an equal counter gives them away."""
+        """Compare samples of the tensors with earlier ones, to find changed samples with an unchanged counter."""
         for number, (holder, name) in enumerate(self._places):
             now = holder.get(name)
             if now is None or number in self._uncounted or (sample := _sample(now)) is None:
@@ -149,18 +149,18 @@ class WrittenTensors:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """True for a tensor whose elements lie in memory one by one, and whose changes torch can count."""
+    """True for a tensor with consecutive elements in memory and changes that torch can count."""
     return tensor.layout == torch.strided and not tensor.is_inference() and type(tensor.detach()) is torch.Tensor
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return some elements of a tensor, of a divided one this worker's; None if it is of a kind of its own."""
+    """Return some elements of a tensor (if divided, of this worker's part); None for other kinds of tensors."""
     own = getattr(tensor, "_local_tensor", tensor)
     return own.detach().reshape(-1)[:: max(1, own.numel() // _SAMPLE)].clone() if _plain(own) else None
 
 
 def _same(tensor: torch.Tensor, copied: torch.Tensor) -> bool:
-    """True if a tensor has the values of a copy, or is of a kind of its own, whose changes are counted."""
+    """True if a tensor has the same values as a copy, or is of another kind, whose changes are counted."""
     own, kept = (getattr(each, "_local_tensor", each) for each in (tensor, copied))
     return not _plain(own) or torch.equal(own, kept)
 

@@ -33,13 +33,14 @@ class FiniteWatch:
     def are_finite(
         self, params: Sequence[torch.Tensor], suspects: Sequence[int] | None, *, scaled: bool = False
     ) -> bool:
-        """True if the gradients about to be applied are finite; reports the start of each streak of non-finite steps.
+        """True if the gradients about to be applied are finite; reports the first of consecutive non-finite steps.
 
         Args:
             suspects: Ranks whose gradients were not finite before reduction; None if all were finite.
             scaled: True if AMP's scaler lets the optimizer itself skip non-finite updates.
 
-        Raises NonFiniteGradientsError: A gradient is not finite, and the user has chosen to end training in that case.
+        Raises NonFiniteGradientsError if a gradient is not finite, and the user has chosen to end training in that
+        case.
         """
         if not self.looks:
             return True
@@ -76,7 +77,7 @@ class FiniteWatch:
         return False
 
     def _grads_are_finite(self, grads: list[torch.Tensor]) -> bool:
-        """True if all gradients are finite; on a GPU, this may refer to earlier steps that it has finished."""
+        """True if all gradients are finite; on a GPU, this may refer to earlier, finished steps."""
         if not grads:
             return True
         # On CPUs torch takes 17 times as long for the largest value as for the 2-norm, an eighth of a ResNet's step.
@@ -87,9 +88,9 @@ class FiniteWatch:
         return math.isfinite(float(largest)) or all(bool(grad.isfinite().all()) for grad in grads)
 
     def check_parameters(self) -> None:
-        """Check the parameters and buffers at the end of the train function.
+        """Check the parameters and buffers after the train function has returned.
 
-        Raises NonFiniteParametersError: A parameter or buffer is NaN or infinite.
+        Raises NonFiniteParametersError if a parameter or buffer is NaN or infinite.
         """
         if not self.looks:
             return
@@ -114,7 +115,7 @@ class LaggingLook:
         self._going: collections.deque[tuple[torch.cuda.Event, torch.Tensor]] = collections.deque()
 
     def are_finite(self, number: torch.Tensor) -> bool:
-        """Queue ``number`` for a check; return False if an earlier number that is computed by now is not finite."""
+        """Queue ``number`` for a check; return False if an earlier number has been computed and is not finite."""
         finite = True
         while self._going and self._going[0][0].query():  # type: ignore[no-untyped-call]
             finite = math.isfinite(self._going.popleft()[1]) and finite
@@ -127,7 +128,7 @@ class LaggingLook:
 
 
 def total(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum, in float32, of numbers on one or several devices."""
+    """Return the sum, in float32, of numbers on one or more devices."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in numbers:
         by_device.setdefault(each.device, []).append(each.float())

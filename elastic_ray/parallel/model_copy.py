@@ -45,7 +45,7 @@ class ModelCopy(torch.nn.Module):
 def copied(module: torch.nn.Module, training: bool) -> tuple[type[ModelCopy], tuple[torch.nn.Module, bool]]:
     """Return the class and arguments that reconstruct a copy of the module, as ``__reduce_ex__`` requires.
 
-    Raises TypeError: Other workers hold parts of the model.
+    Raises TypeError if other workers hold parts of the model.
     """
     tables = [name for name, each in module.named_modules() if isinstance(each, ShardedEmbedding)]
     if tables or is_sharded_model(module):

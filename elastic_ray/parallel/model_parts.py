@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Optimizer], torch.optim.Optimizer]:
-    """Return the optimizers given for a model as a list, and one optimizer that represents all of them.
+    """Return a model's optimizers as a list, and one optimizer that represents all of them.
 
     Raises:
         TypeError: An optimizer is missing, or of the wrong type.
@@ -66,7 +66,7 @@ def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Op
 
 
 def schedulers_of(given: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]]:
-    """Return a list of schedulers for each optimizer; the first also gets those whose optimizer is not in the list."""
+    """Return a list of schedulers for each optimizer; the first also has those of unlisted optimizers."""
     found: list[list[Any]] = [[] for _ in optimizers]
     places = {id(each): number for number, each in enumerate(optimizers)}
     for scheduler in given if isinstance(given, (list, tuple)) else [given]:
@@ -80,7 +80,7 @@ def joint_noise(
 ) -> NoiseScale | None:
     """Return the noise scale of a model whose optimizers measure gradients in different units.
 
-    Return None before there is an estimate.
+    Return None before the first estimate.
 
     Each optimizer's parameters are weighted by their number of elements n. Their gradients are normalised so that the
     gradient of one batch has the squared norm n, as Adam's preconditioned gradient does::
@@ -88,8 +88,8 @@ def joint_noise(
         sqr = sum n_i sqr_i / (sqr_i + var_i),    var = sum n_i var_i / (sqr_i + var_i)
 
     Args:
-        whole: Noise scale of all parameters together, which is returned if there is only one optimizer.
-        parts: For each optimizer, the noise scales of its parameter groups and the number of elements that it updates.
+        whole: Noise scale over all parameters, returned if the model has only one optimizer.
+        parts: For each optimizer, the noise scales of its parameter groups and the number of elements it updates.
     """
     if len(parts) == 1 or whole is None:
         return whole
@@ -119,7 +119,7 @@ class KeptModel:
 
 
 class ModelParts:
-    """Builder of the components of one wrapped model, replicated or sharded."""
+    """Builder of the components for one wrapped model, replicated or sharded."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class ModelParts:
     def replicated(
         self, builder: Any, tracker: NoiseTracker, grad_scale: Callable[[], float], *, check_finite: bool, scaler: Any
     ) -> KeptModel:
-        """Return the components of a model replicated on each rank; ``grad_scale`` returns AMP's loss scale."""
+        """Return the components for a model replicated on each rank; ``grad_scale`` returns AMP's loss scale."""
         run, module, optimizer = self._run, self._module, self._optimizer
         optimizers = optimizers_of(optimizer)
         ranges = group_ranges(optimizers) if len(optimizers) > 1 else [None]
@@ -189,7 +189,7 @@ class ModelParts:
         return KeptModel(sync, parts, each_measured, ModuleState(module), states)
 
     def sharded(self) -> KeptModel:
-        """Return the components of a sharded model.
+        """Return the components for a sharded model.
 
         Raises:
             ValueError: Modules of the model were sharded with different values of ``shard_size``.

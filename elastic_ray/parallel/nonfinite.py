@@ -18,7 +18,7 @@ class NonFiniteParametersError(FloatingPointError):
 def check_choice(nonfinite: object) -> str:
     """Return the user's choice for non-finite gradients after checking it.
 
-    Raises ValueError: The choice is not one of ``NONFINITE``.
+    Raises ValueError if the choice is not one of ``NONFINITE``.
     """
     if nonfinite not in NONFINITE:
         raise ValueError(f"nonfinite must be one of {', '.join(NONFINITE)}, but got {nonfinite!r}")
@@ -26,7 +26,7 @@ def check_choice(nonfinite: object) -> str:
 
 
 def describe_gradients(model: int, step: int, ranks: Sequence[int], nonfinite: str) -> str:
-    """Return a message on non-finite gradients of model number ``model`` on ``ranks`` (empty: unknown) at ``step``."""
+    """Return a message about non-finite gradients of model number ``model`` on ``ranks`` (may be empty) at ``step``."""
     where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
     done = {"skip": "the update was left out", "raise": "training ends"}.get(nonfinite, "they were applied")
     return f"gradients of model {model} were NaN or infinite{where} in step {step}; {done}"

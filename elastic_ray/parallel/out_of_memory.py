@@ -1,8 +1,8 @@
-"""Recovery of a wrapped model that runs out of memory: the step is lost and its batch drawn again (torch).
+"""Recovery of a wrapped model that runs out of memory: the step is lost, and its batch is drawn again (torch).
 
-An exception that leaves the user's loop could only be handled by restarting the job. Errors are therefore caught where
-they are raised: in the model's forward pass, in ``backward()`` and in ``optimizer.step()``. User code then gets outputs
-of the right shape, zero gradients and an optimizer that does not step, and the loader draws the batch again in smaller
+An exception that leaves the user's loop could only be handled by restarting the job. Errors are therefore caught at
+their source: in the model's forward pass, in ``backward()`` and in ``optimizer.step()``. User code then gets outputs of
+the right shape, zero gradients and an optimizer that does not step, and the loader draws the batch again in smaller
 micro-batches. Errors in the user's own computations in between (a loss) are raised as usual.
 """
 
@@ -19,7 +19,7 @@ from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 
 
 def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequence[Tensor]) -> Any:
-    """Return an output of ``module`` for a step given up for lack of memory; ``params`` get zero gradients from it.
+    """Return an output of ``module`` for a step abandoned for lack of memory; it gives ``params`` zero gradients.
 
     Raises:
         torch.OutOfMemoryError: Not even a single sample fits, or the arguments cannot be split.
@@ -67,7 +67,7 @@ def _called(module: torch.nn.Module, given: Any) -> Any:
 
 
 def _joined(outputs: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any:
-    """Return the outputs of all parts, joined into one."""
+    """Return the joined outputs of all parts."""
     flat = [tree_flatten(each) for each in outputs]
     return tree_unflatten(
         [_join(column, sizes, exact=exact) for column in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1]
@@ -75,7 +75,7 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any
 
 
 def _join(column: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any:
-    """Return the joined value of one leaf of all parts' outputs."""
+    """Return the joined value of one leaf, from the outputs of all parts."""
     if all(_is_of(each, size) for each, size in zip(column, sizes, strict=True)):
         return torch.cat(list(column))
     if exact and column[0] is not None:
@@ -96,7 +96,7 @@ def _is_real(value: Any) -> bool:
 
 
 class _Lost(torch.autograd.Function):
-    """Identity of a tensor through which some parameters get zero gradients."""
+    """Identity function on a tensor that gives some parameters zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *params: Tensor) -> Tensor:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class DividedOptimizer(Protocol):
-    """Protocol of an optimizer whose state is divided among the ranks."""
+    """Protocol of an optimizer whose state is divided between the ranks."""
 
     def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
-        """Return the complete states, keyed by parameter, on rank 0 ({} elsewhere), None if undivided; a collective."""
+        """Gather the complete states, keyed by parameter, on rank 0 ({} on others); return None if undivided."""
 
     def loaded(self) -> None:
         """Keep only this rank's part of the complete states that all ranks have just loaded into the optimizer."""
@@ -76,7 +76,7 @@ def patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
 
 
 def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:
-    """Call ``then`` each time after the optimizer has cleared the gradients of its parameters."""
+    """Call ``then`` each time the optimizer has cleared its parameters' gradients."""
     original = optimizer.zero_grad
 
     @functools.wraps(original)
@@ -88,7 +88,7 @@ def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) 
 
 
 def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer) -> None:
-    """Make ``optimizer.state_dict`` return, and ``load_state_dict`` accept, the state that is divided among ranks."""
+    """Make ``optimizer.state_dict`` return, and ``load_state_dict`` accept, the state divided between the ranks."""
     give, load = optimizer.state_dict, optimizer.load_state_dict
 
     @functools.wraps(give)
@@ -113,7 +113,7 @@ def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer
 
 
 def check_schedule(schedule: Any) -> None:
-    """Raise ValueError unless ``schedule`` is one of ``SCHEDULES``, the units in which schedulers count."""
+    """Raise ValueError unless ``schedule`` is one of ``SCHEDULES``, the units that schedulers count in."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, but got {schedule!r}")
 
@@ -121,8 +121,8 @@ def check_schedule(schedule: Any) -> None:
 def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> None:
     """Make a scheduler that is stepped with every batch count optimizer steps instead of micro-steps.
 
-    With ``"progress"``, an optimizer step counts as many steps as the initial batch size would need for the same
-    samples. A call with arguments (a metric, an epoch) always counts as one step.
+    With ``"progress"``, an optimizer step counts as the number of steps that the initial batch size would need for the
+    same samples. A call with arguments (a metric, an epoch) always counts as one step.
     """
     if not hasattr(scheduler, "step"):
         return
@@ -179,7 +179,7 @@ def _undo_scale(scaler: Any, kept: Any) -> None:
 
 
 def patch_scaler(scaler: Any, run: Run) -> None:
-    """Make an AMP scaler keep its scale while gradients accumulate, and agree on overflows within a unit of workers."""
+    """Make an AMP scaler keep its scale while gradients accumulate, and agree on overflows with its unit's workers."""
     _keep_scale_while_accumulating(scaler, run.ledger)
     if run.unit is not None and scaler.is_enabled():
         _agree_on_overflow(scaler, run.unit)
@@ -224,7 +224,7 @@ def _agree_on_overflow(scaler: Any, unit: UnitGroup) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parts:
-    """Parameters of an optimizer in the form that a scaler reads."""
+    """An optimizer's parameters in the form that a scaler reads."""
 
     param_groups: list[dict[str, Any]]
 
@@ -244,7 +244,7 @@ def after_step(scaler: Any, optimizer: torch.optim.Optimizer, then: Callable[[],
 
 
 def _override(target: Any, **methods: Any) -> None:
-    """Override methods of one object by changing its class, because a scheduler's attributes enter its state dict.
+    """Override methods of one object by changing its class, since a scheduler's attributes enter its state dict.
 
     Copies and pickles of the object have its original class.
     """
@@ -262,7 +262,7 @@ def _override(target: Any, **methods: Any) -> None:
 def complete(optimizer: torch.optim.Optimizer) -> None:
     """Add torch's hooks to an optimizer that does not call ``Optimizer.__init__``, as some Lookaheads do not.
 
-    Raises TypeError: The optimizer lacks an attribute that every optimizer has; the message names it.
+    Raises TypeError if the optimizer lacks an attribute that every optimizer has; the message names it.
     """
     missing = [name for name in ("param_groups", "state", "defaults") if not hasattr(optimizer, name)]
     if missing:
@@ -309,13 +309,13 @@ def refuse_several_evaluations(optimizer: torch.optim.Optimizer) -> None:
 def evaluated(
     optimizer: torch.optim.Optimizer, closure: Callable[[], Any], arguments: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Call the closure of an optimizer step before the update; return its value, and new arguments for the step.
+    """Call an optimizer step's closure before the update; return its value, and new arguments for the step.
 
-    The new arguments contain a closure that only returns the known value. Ranks thus see the gradients of the whole
-    group when they decide whether to apply them, and at what rate.
+    The new arguments contain a closure that only returns the known value. When ranks decide if and at what rate to
+    apply gradients, they therefore see the entire group's gradients.
 
-    Raises ValueError: The optimizer calls the closure several times, or after changing parameters; raised in the
-    optimizer's step.
+    Raises ValueError, in the optimizer's step, if the optimizer calls the closure several times, or after changing
+    parameters.
     """
     with torch.enable_grad():
         value = closure()
@@ -323,7 +323,7 @@ def evaluated(
 
 
 class _Once:
-    """Stand-in for a closure that was already called; returns its value at the first call."""
+    """Stand-in for a closure that has already been called; the first call returns its value."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, value: Any) -> None:
         self._value, self._asked = value, False
@@ -354,7 +354,7 @@ _NOT_GIVEN = (
 def check_scaler(run: Run) -> None:
     """Check that every enabled scaler that calls the optimizer's step is part of the run's state.
 
-    Raises RuntimeError: A scaler is not part of the state, and the group may change. If the group is fixed, only warn.
+    Raises RuntimeError if a scaler is not part of the state and the group may change. If the group is fixed, only warn.
     """
     frame = sys._getframe(1)
     for _ in range(_NEAR):

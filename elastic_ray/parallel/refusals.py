@@ -48,7 +48,7 @@ NO_COMMUNICATION_HOOK = (
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError if ``options`` holds DistributedDataParallel's arguments or unknown ones; empty is accepted."""
+    """Raise TypeError for DistributedDataParallel's arguments and unknown ones; accept empty ``options``."""
     for name in options:
         if name in _OF_DDP:
             raise TypeError(f"AdaptiveDataParallel has no {name}=, which is DistributedDataParallel's: {_OF_DDP[name]}")
@@ -73,7 +73,7 @@ def refuse_in_unit(module: torch.nn.Module) -> None:
 def check_stragglers(response: Any) -> StragglerConfig:
     """Check the response to slow workers that a train loop requests in a run without a trainer.
 
-    Raises ValueError: The response is unknown, or requires a trainer.
+    Raises ValueError if the response is unknown, or requires a trainer.
     """
     if response == "replace":
         raise ValueError(
@@ -174,7 +174,7 @@ def refuse_bounded_tables(tables: Mapping[str, torch.nn.Module], workers: int) -
 
 
 def _reach(hook: Any) -> Iterator[Any]:
-    """Yield the objects to which a hook refers by name, including the contents of dicts and lists."""
+    """Yield the objects that a hook refers to by name, including the contents of dicts and lists."""
     try:
         found = inspect.getclosurevars(inspect.unwrap(getattr(hook, "__func__", hook)))
     except (TypeError, ValueError):  # a callable object, or written in C
@@ -201,12 +201,12 @@ def refuse_divided_by_torch(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_inner_training(run: Run, outer: LoaderStep) -> None:
-    """Refuse micro-batches in a step ``outer`` for which a model is trained, and within which a loop trains it too.
+    """Refuse micro-batches in a step ``outer`` that trains a model if an inner loop also trains it.
 
     The inner loop would run once for each micro-batch, between gradients that belong together. No step is halved to
     measure noise from now on.
 
-    Raises RuntimeError: The step has several micro-batches, or its loader's later ones may.
+    Raises RuntimeError if the step has several micro-batches, or later steps of its loader may have several.
     """
     run.registry.adds_up_gradients()
     info = run.registry.loaders.info

@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of a model: sent to joining workers, and rolled back with lost steps (torch)."""
+"""A model's learning-rate schedulers: sent to joining workers, and rolled back with lost steps (torch)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Schedulers:
     """Schedulers of one model's optimizer.
 
     Args:
-        schedule: Unit in which schedulers that step with every batch count; see ``AdaptiveDataParallel``.
+        schedule: Unit for schedulers that step with every batch; see ``AdaptiveDataParallel``.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Schedulers:
             )
 
     def _strangers(self, known: Sequence[int]) -> tuple[list[str], bool]:
-        """Return names of schedulers that no state of the run holds, and whether any was made (only in a job)."""
+        """Return the names of schedulers that no state of the run holds, and whether any was made (only in a job)."""
         made = self._run.optimizers.schedulers_of(self._optimizer) if self._run.elastic else ()
         strange = [each for each in made if id(each) not in known and not self._run.states.holds(each)]
         return [type(each).__name__ for each in strange], bool(made)
@@ -116,7 +116,7 @@ class Schedulers:
 def _with_inner(scheduler: Any) -> list[Any]:
     """Return a scheduler and all schedulers nested in it.
 
-    These occur in ``SequentialLR``, ``ChainedScheduler``, warm-ups and third-party wrappers.
+    Nested schedulers occur in ``SequentialLR``, ``ChainedScheduler``, warm-ups and third-party wrappers.
     """
     found, seen, waiting = list[Any](), set[int](), [scheduler]
     while waiting:
@@ -144,11 +144,11 @@ class LearningRates:
     """Learning rates of one optimizer, scaled by a rule during each step.
 
     Args:
-        noise: Returns the noise of each parameter group; None for a group whose noise is unknown.
-        held: Factors of the previous step if they depend on the noise; equal on all ranks, and changed in place.
-        adam_steps: Same as in ``NoiseTracker``; equal on all ranks, and changed in place.
+        noise: Returns each parameter group's noise; None for a group whose noise is unknown.
+        held: Factors from the previous step if they depend on the noise; the same on all ranks, and changed in place.
+        adam_steps: Same as in ``NoiseTracker``; the same on all ranks, and changed in place.
 
-    Raises TypeError, ValueError: The rule does not exist.
+    Raises TypeError or ValueError if the rule does not exist.
     """
 
     def __init__(
@@ -249,16 +249,16 @@ class LearningRates:
 
 
 def policies_of(schedule: str) -> list[Policy]:
-    """Return the adaptation policies that a schedule requires: one for ``"seesaw"``, none for any other schedule."""
+    """Return the adaptation policies that a schedule requires: one for ``"seesaw"``, none for other schedules."""
     return [Seesaw()] if schedule == SEESAW else []
 
 
 def rules_of(
     rule: ScalingRule | str | None, schedule: str, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[ScalingRule | str | None]:
-    """Return the learning-rate scaling rule of each optimizer, which the schedule ``"seesaw"`` chooses itself.
+    """Return the learning-rate scaling rule for each optimizer; the schedule ``"seesaw"`` chooses it itself.
 
-    Raises ValueError: ``"seesaw"`` is combined with a rule, or the rule ``"adam"`` applies to no optimizer.
+    Raises ValueError if ``"seesaw"`` is combined with a rule, or the rule ``"adam"`` applies to no optimizer.
     """
     if schedule == SEESAW:
         if rule is not None:
@@ -281,7 +281,7 @@ def rules_of(
 def check_readable(scheduler: Any) -> None:
     """Check that a scheduler's factor depends on progress alone, so that ``"seesaw"`` can read its future values.
 
-    Raises ValueError: The factor depends on a metric, or changes from call to call.
+    Raises ValueError if the factor depends on a metric, or changes from call to call.
     """
     for each in _with_inner(scheduler):
         why = ""
@@ -304,7 +304,7 @@ def has_second_moments(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_adam_group(group: dict[str, Any]) -> bool:
-    """True if a parameter group has a beta2 in (0, 1) and an eps; groups of Lion, for example, do not."""
+    """True if a parameter group has a beta2 in (0, 1) and an eps; Lion's groups, for example, do not."""
     betas = group.get("betas")
     return "eps" in group and isinstance(betas, tuple | list) and len(betas) == 2 and 0.0 < float(betas[1]) < 1.0
 

@@ -1,7 +1,7 @@
-"""Support for ``torch.distributed.checkpoint.state_dict`` on models whose state is divided among ranks (torch).
+"""Support for ``torch.distributed.checkpoint.state_dict`` on models whose state is divided between ranks (torch).
 
-Torch's functions do not support groups that change. On all ranks but the first, they would return a part of the state
-as if it were the whole. They would also step an optimizer whose state is not in ``optimizer.state``, and require a
+Torch's functions do not support groups that change. On all ranks except the first, they would return part of the state
+as if it were complete. They would also step an optimizer whose state is not in ``optimizer.state``, and require a
 default process group. Programs import these functions by name, before or after a model is wrapped. The internal
 functions that they call are therefore replaced: at once, or when the module is imported (importing it takes half a
 second).
@@ -34,7 +34,7 @@ _OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] 
 
 
 def install_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer: Any, divided: Any) -> None:
-    """Make torch's functions return the complete state of a model and optimizer that are divided among the ranks."""
+    """Make torch's functions return the complete state of a model and optimizer divided between the ranks."""
     sharded, first = isinstance(divided, OptimizerPart), not _MODELS
     for each in wrapper.modules():
         if any(isinstance(inner, ShardedEmbedding) for inner in each.modules()):
@@ -55,7 +55,7 @@ def _replace_parts(functions: types.ModuleType) -> None:
 
 
 def _get_model(theirs: Callable[..., Any], model: torch.nn.Module, info: Any) -> Any:
-    """Return whole parameters, on the ranks on which torch documents them."""
+    """Return complete parameters, on the ranks that torch documents."""
     name = "get_state_dict()" if info.handle_optim else "get_model_state_dict()"
     if info.handle_model:
         _check_served(name, model)
@@ -67,7 +67,7 @@ def _get_model(theirs: Callable[..., Any], model: torch.nn.Module, info: Any) ->
 
 
 def _get_optimizers(theirs: Callable[..., Any], model: torch.nn.Module, optimizers: Any, info: Any) -> Any:
-    """Return whole optimizer states, on the ranks on which torch documents them."""
+    """Return complete optimizer states, on the ranks that torch documents."""
     ours = _known(optimizers)
     if not info.handle_optim or not ours:
         return theirs(model, optimizers, info)
@@ -86,7 +86,7 @@ def _init_optimizer(theirs: Callable[[Any], None], optimizer: torch.optim.Optimi
 
 
 def _load_model(theirs: Callable[..., Any], model: torch.nn.Module, state_dict: Any, info: Any) -> Any:
-    """Load whole parameters, from rank 0 with ``broadcast_from_rank0``."""
+    """Load complete parameters, from rank 0 with ``broadcast_from_rank0``."""
     name = "set_state_dict()" if info.handle_optim else "set_model_state_dict()"
     if info.handle_model:
         _check_served(name, model)
@@ -102,7 +102,7 @@ def _load_model(theirs: Callable[..., Any], model: torch.nn.Module, state_dict: 
 def _load_optimizers(
     theirs: Callable[..., Any], model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any
 ) -> Any:
-    """Load whole optimizer states, from rank 0 with ``broadcast_from_rank0``."""
+    """Load complete optimizer states, from rank 0 with ``broadcast_from_rank0``."""
     ours = _known(optimizers)
     if not info.handle_optim or not ours:
         return theirs(model, optimizers, state_dict, info)
@@ -128,7 +128,7 @@ def _known(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
 
 
 def _as_given(info: Any) -> Any:
-    """Return options for loading whole tensors that each rank already has.
+    """Return options for loading complete tensors that each rank already has.
 
     Torch would otherwise divide them over its own mesh.
     """
@@ -136,9 +136,9 @@ def _as_given(info: Any) -> Any:
 
 
 def _shared(state: Any, info: Any) -> Any:
-    """Share rank 0's state: with ``full_state_dict`` and ``cpu_offload`` rank 0 keeps it, otherwise all get it.
+    """Share rank 0's state: with ``full_state_dict`` and ``cpu_offload``, only rank 0 keeps it.
 
-    Raises CommunicationFailedError: Rank 0, the only holder of the whole state, is lost.
+    Raises CommunicationFailedError if rank 0, the only holder of the complete state, is lost.
     """
     first = current_session().rank == 0
     if info.full_state_dict and info.cpu_offload:
@@ -150,13 +150,13 @@ def _shared(state: Any, info: Any) -> Any:
 
 
 def _of_rank_zero(state_dict: Any) -> Any:
-    """Return the state that rank 0 was given, in a dict that torch may modify."""
+    """Return the state given to rank 0, in a dict that torch may modify."""
     found = broadcast(state_dict if current_session().rank == 0 else {})
     return state_dict if current_session().world_size == 1 else found
 
 
 def _check_served(name: str, model: torch.nn.Module) -> None:
-    """Raise RuntimeError for a module of whose state torch would find only a part, or nothing."""
+    """Raise RuntimeError for a module if torch would find only part of its state, or none."""
     if model in _REFUSED:
         which, way_out = _REFUSED[model]
         raise RuntimeError(f"{name} of a {type(model).__name__} {which} is not supported: {way_out}")

@@ -1,4 +1,4 @@
-"""``AdaptiveDataParallel``: a model and its optimizer in a group of workers that may change."""
+"""``AdaptiveDataParallel``: a model and its optimizer in a changing group of workers."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class AdaptiveDataParallel(torch.nn.Module):
     When ``backward()`` returns, gradients are averaged over all samples of the step. ``optimizer.step()`` works as
     usual, with learning rates scaled for the current batch size. It does nothing while gradients are accumulated, or in
     a step that a failure has voided. Parameters, optimizer state and all other objects passed here are sent to every
-    worker that joins later. Within an epoch, each worker has its own buffers (BatchNorm statistics). At the end of a
-    loader's pass and when the group changes, buffers are averaged (integers: copied from rank 0).
+    worker that joins later. Within an epoch, each worker has its own buffers (BatchNorm statistics). When a loader's
+    pass ends and when the group changes, buffers are averaged (integers: copied from rank 0).
 
     The module's state dict has the prefix ``module.``, as in DDP. Wrap the model before the first epoch, identically on
     every worker.
@@ -113,23 +113,23 @@ class AdaptiveDataParallel(torch.nn.Module):
         optimizer: Optimizer of this model's parameters, or several with separate parameters (such as Muon and AdamW).
             The loop must call each once per step, in the same order on every worker. Use one wrapper per model.
         lr_scheduler: Learning-rate scheduler (or several) of these optimizers. Every scheduler in use must be passed.
-        schedule: Unit in which a scheduler that steps with every batch counts. ``"progress"`` counts in steps of the
-            initial batch, so that a decay ends after the planned number of samples; ``"steps"`` counts optimizer steps.
-            ``"seesaw"`` is ``"progress"`` with decays turned into batch growth (``adaptation.policies.seesaw``).
+        schedule: Unit for a scheduler that steps with every batch. ``"progress"`` counts in steps of the initial batch,
+            so that a decay ends after the planned number of samples; ``"steps"`` counts optimizer steps. ``"seesaw"``
+            is ``"progress"`` with decays turned into batch growth (``adaptation.policies.seesaw``).
         grad_scaler: AMP's ``GradScaler``, if the loop uses one; gradient statistics need its scale.
         scaling_rule: How the learning rate depends on the batch size: a name (``"adascale"``, ``"adamscale"``,
             ``"adam"``, ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with ``factors(scale, noise,
             progress)``. The default is AdaScale, its square root for Adam-like optimizers, or ``"none"`` if the
             strategy averages models. User code and schedulers set the rates at the initial batch size.
-        nonfinite: Response if the optimizer is about to apply NaN or infinite gradients, on whichever rank they arose.
+        nonfinite: Response if the optimizer is about to apply NaN or infinite gradients, whichever rank they come from.
             ``"warn"`` reports them and applies them as PyTorch would, ``"skip"`` skips such updates on all ranks,
             ``"raise"`` ends the training, ``"ignore"`` does nothing. Except with ``"ignore"``, a train function that
             returns with non-finite parameters fails.
         strategy: How gradients or models are synchronised: a name (``"all_reduce"``, ``"powersgd"``, ... see
-            ``elastic_ray.sync``), a builder, a ``Strategy``, or the path of a JSON file with one; None means
-            ``"all_reduce"``.
-        policy: One or several adaptation policies (control loops over the run, see ``elastic_ray.adaptation``), called
-            in order; None for none.
+            ``elastic_ray.sync``), a builder, a ``Strategy``, or the path of a JSON file that contains a strategy; None
+            means ``"all_reduce"``.
+        policy: One or more adaptation policies (control loops over the run, see ``elastic_ray.adaptation``), called in
+            order; None for none.
         monitor: Quantities to measure in addition to the noise scale, for :attr:`measures`; None for none.
         stragglers: Response to slow workers in a run without a trainer: ``"ignore"`` (same as None), ``"tell"`` (log
             them), or ``"share"`` (give them fewer samples).
@@ -281,7 +281,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return found
 
     def _noise_of(self, groups: slice) -> Sequence[NoiseScale | None]:
-        """Return the noise scale of some parameter groups; the same object as long as it is unchanged."""
+        """Return the noise scale of some parameter groups; the same object until it changes."""
         noise = self._tracker.by_group
         return noise if len(self._optimizers) == 1 else noise[groups]
 
@@ -326,12 +326,12 @@ class AdaptiveDataParallel(torch.nn.Module):
         return self._forward_in_parts(trains, args, kwargs)  # with the failed one's frames gone
 
     def _lose_step(self) -> bool:
-        """Lose the current step, which does not fit into memory; False if the error must be raised to the loop."""
+        """Void the current step, which does not fit into memory; False if the error must be raised to the loop."""
         amp = self._sharded and self._scaler is not None  # which asks for gradients that nothing gives
         return not amp and self._run.run_out_of_memory()
 
     def _forward_in_parts(self, trains: bool, args: Any, kwargs: Any) -> Any:
-        """Return the output, computed in parts; if the model trains, the output of a lost step."""
+        """Return the output, computed in parts; if the model is training, return a lost step's output."""
         if self._sharded:  # torch takes the failed pass as in progress
             self._sync.end_lost_pass(give_zero_gradients)
         if not trains:
@@ -346,7 +346,7 @@ class AdaptiveDataParallel(torch.nn.Module):
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
 
     def _too_few(self, torchs: str) -> str:
-        """Return an explanation of BatchNorm's error on one sample: the division that caused it, and how to fix it."""
+        """Return an explanation for BatchNorm's error with one sample: the division that caused it, and the remedy."""
         run = self._run
         step = run.ledger.outermost
         samples = sum(map(sum, step.sizes)) if step is not None else 0
@@ -358,14 +358,14 @@ class AdaptiveDataParallel(torch.nn.Module):
         )
 
     def _find_carried(self, step: LoaderStep) -> None:
-        """Detect pending gradients of an earlier step, which the halves of this rank's batch would count twice."""
+        """Detect pending gradients from an earlier step, which the halves of this rank's batch would count twice."""
         if any(p.grad is not None and bool(p.grad.any()) for p in self._trainable.params):
             self._run.registry.adds_up_gradients()
             if step.halved:
                 self._run.notify("warning", _ADDED_UP)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[ModelCopy], tuple[torch.nn.Module, bool]]:
-        """Reduce to a ``ModelCopy``: copies and pickles hold the current weights, and train nothing."""
+        """Reduce to a ``ModelCopy``; copies and pickles hold the current weights, and train nothing."""
         return copied(self.module, self.training)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -374,15 +374,15 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._tables.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes accumulate gradients locally, like DDP's ``no_sync``."""
+        """Return a context where backward passes accumulate gradients locally, as with DDP's ``no_sync``."""
         return self._sync.no_sync()
 
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Return a context that does nothing; unlike DDP, no join is needed, as all ranks have equally many batches."""
+        """Return a context that does nothing, because all ranks have the same number of batches, unlike with DDP."""
         return nullcontext()
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Raise RuntimeError: hooks are not supported, because the strategy decides how gradients are sent."""
+        """Raise RuntimeError; hooks are not supported, because the strategy decides how gradients are sent."""
         raise RuntimeError(NO_COMMUNICATION_HOOK)
 
     @property
@@ -391,7 +391,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return self._sync.strategy
 
     def set_strategy(self, strategy: str | os.PathLike[str] | Strategy | StrategyBuilder) -> None:
-        """Switch to another strategy from the next step on (KungFu's SetStrategy).
+        """Switch to a different strategy from the next step on (KungFu's SetStrategy).
 
         Every rank must request the same strategy in the same step. If ranks differ, the next step raises an error.
         Within a round of model averaging, the switch happens after the round.
@@ -406,15 +406,15 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync.set_strategy(strategy)
 
     def explain_strategy(self) -> StrategyTable:
-        """Return a table of how each parameter is synchronised, and why, with measured times; ``str()`` formats it."""
+        """Return a table that shows how and why each parameter is synchronised, with measured times; see ``str()``."""
         return self._sync.explain_strategy()
 
     @property
     def noise_scale(self) -> NoiseScale | None:
-        """Smoothed gradient noise scale, equal on all ranks; None before the first estimate.
+        """Smoothed gradient noise scale, the same on all ranks; None before the first estimate.
 
         With several optimizers, whose gradients have different units, each optimizer's estimate is weighted by the
-        number of elements that it updates.
+        number of elements it updates.
         """
         if len(self._optimizers) == 1:
             return self._tracker.value
@@ -425,12 +425,12 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     @property
     def measures(self) -> StepMeasures:
-        """Measurements requested by ``monitor=``, for the steps so far; equal on all ranks."""
+        """Measurements requested by ``monitor=``, for the steps so far; the same on all ranks."""
         known = self._statistics.measures(self._run.registry.monitoring.meter.workers)
         return known if len(self._optimizers) == 1 else dataclasses.replace(known, noise=self.noise_scale)
 
     def gain(self, scale: float) -> float:
-        """Return the number of steps at the initial batch size that one step at ``scale`` x that size is worth.
+        """Return the number of steps at the initial batch size that equal one step at ``scale`` times that size.
 
         With the gradient's variance ``var`` and squared norm ``sqr``, the gain is (var + sqr) / (var / scale + sqr):
         between 1 and ``scale``, and 1 before the first estimate. Source: AdaScale SGD (ICML 2020).
@@ -440,7 +440,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     @property
     def scale_invariant_steps(self) -> float:
-        """Progress in steps at the initial batch size: the sum of all steps' gains (see :meth:`gain`)."""
+        """Progress in steps at the initial batch size: the summed gains of all steps (see :meth:`gain`)."""
         return self._tracker.progress
 
     def _grad_scale(self) -> float:
@@ -490,7 +490,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.SHAPE_CHANGED, self._statistics.invalidate)
 
     def _ask_for_shares(self) -> None:
-        """Request at least two samples per rank if BatchNorm in training mode would raise for one."""
+        """Request at least two samples per rank if BatchNorm in training mode would fail with one."""
         norms = (each for each in self.module.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm))
         if any(each.training and not isinstance(each, torch.nn.SyncBatchNorm) for each in norms):
             self._run.registry.least_share = max(self._run.registry.least_share, LEAST_HALF)
@@ -586,7 +586,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             )
 
     def _counts(self, own: OptimizerSteps) -> bool:
-        """True if the update counts; a skipped update leaves neither statistics nor buffers behind."""
+        """True if the update counts; a skipped update changes neither statistics nor buffers."""
         saved = self._saved_buffers
         left_out = False
         scaled = getattr(own.optimizer, "found_inf", None) is not None  # AMP's scaler has a fused optimizer step

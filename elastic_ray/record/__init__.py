@@ -1,1 +1,1 @@
-"""Records kept for a job, and reports on it: phase, events, reports and views."""
+"""Records kept about a job, and reports on it: phase, events, reports and views."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.json_numbers import known_fields
+from elastic_ray.json_numbers import build
 from elastic_ray.sealed import Sealed
 from placement.versions import check_format
 
@@ -19,7 +19,7 @@ _MOST_VALUE = 1 << 16  # bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerState:
-    """State of a job that its controller saves for the controller that replaces it."""
+    """State of a job that its controller saves for a replacement controller."""
 
     job: str
     run: str  # its run (:func:`run_of`); a trial that is paused and continues has another one
@@ -65,28 +65,25 @@ class ControllerState:
 
     @classmethod
     def from_json(cls, text: str) -> ControllerState:
-        """Parse ``json.dumps(dataclasses.asdict(state))``. Raises ValueError: the text is invalid."""
+        """Parse ``json.dumps(dataclasses.asdict(state))``. Raises ValueError if the text is invalid."""
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a note must be a JSON object, but got {text[:100]!r}")
         check_format(values, FORMAT)
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        try:
-            return cls(**known_fields(cls, values | lists))
-        except TypeError as error:
-            raise ValueError(f"a note lacks fields: {error}") from None
+        return build(cls, values | lists, "a note")
 
 
 def run_of(spec: JobSpec) -> str:
-    """Return a digest that identifies this run of a job or trial among all runs of the same controller."""
+    """Return a digest that distinguishes this run of a job or trial from the same controller's other runs."""
     return hashlib.sha256(f"{spec.job} {spec.storage_path} {spec.secret}".encode()).hexdigest()
 
 
 def as_text(value: Sealed | None) -> str | None:
-    """Return a train function's return value as text, to be stored; None if there is none or it is too large."""
+    """Return a train function's return value as text, to be stored; None if it is missing or too large."""
     return base64.b64encode(value.pickled).decode() if value is not None and len(value.pickled) <= _MOST_VALUE else None
 
 
 def from_text(text: str | None) -> Sealed | None:
-    """Return the value that :func:`as_text` has converted to ``text``; None for None."""
+    """Return the value that :func:`as_text` converted to ``text``; None for None."""
     return Sealed(pickled=base64.b64decode(text)) if text is not None else None

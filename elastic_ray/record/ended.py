@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic_ray.events import JobPhase, JobStatus, TrialFacts, named_parts
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.json_numbers import dump, dumpable, known_fields, load
+from elastic_ray.json_numbers import build, dump, dumpable, load
 from elastic_ray.sealed import Raised
 from placement.versions import check_format
 
@@ -45,7 +45,7 @@ class EndedJobNote:
 
     @property
     def duration_s(self) -> float:
-        """Time from submission to the end [s]."""
+        """Time from submission until the job ended [s]."""
         return sum(named_parts(self.status).values())
 
     def to_json(self) -> str:
@@ -60,15 +60,11 @@ class EndedJobNote:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> EndedJobNote:
-        """Parse the output of :meth:`to_json`. Raises ValueError: the text is invalid or comes from a newer release."""
+        """Parse the output of :meth:`to_json`. Raises ValueError if the text is invalid or from a newer release."""
         told = load(text)
         if not isinstance(told, dict) or not isinstance(told.get("status"), dict):
             raise ValueError("a note of an ended job must be an object with an object 'status'")
         check_format(told, FORMAT)
-        try:
-            said = told["status"]
-            read = {"phase": JobPhase(said.get("phase")), "trial": TrialFacts.read(said.get("trial"))}
-            status = JobStatus(**{**known_fields(JobStatus, said), **read})
-            return cls(**{**known_fields(cls, told), "status": status})
-        except TypeError as error:
-            raise ValueError(f"a note of an ended job lacks fields: {error}") from None
+        said, what = told["status"], "a note of an ended job"
+        read = {"phase": JobPhase(said.get("phase")), "trial": TrialFacts.read(said.get("trial"))}
+        return build(cls, told, what, status=build(JobStatus, said, what, **read))

@@ -1,16 +1,17 @@
-"""Fingerprint of the model that a job trains, by which jobs share measurements (pure).
+"""Fingerprint of the model that a job trains, which lets jobs share measurements (pure).
 
-Two jobs have equal fingerprints if their steps should take equal time on the same nodes at the same batch. It includes:
+Two jobs have equal fingerprints if their steps should take equal time on the same nodes at the same batch. A
+fingerprint includes:
 
-- the user's name for the model, ``ElasticTrainer(model_fingerprint="resnet18-224")``. Without a name, the following of
+- the user's name for the model, ``ElasticTrainer(model_fingerprint="resnet18-224")``. Without a name, the following for
   every wrapped model: its class, the names, shapes, types and ``requires_grad`` of its parameters, the class of its
   optimizer, whether AMP scales its loss, and its synchronisation strategy if that is not all-reduce. In addition, the
   class of the training loader's dataset and, if it holds tensors, their shapes and types;
 - the resources of one worker.
 
-It excludes: learning rates, seeds, batch sizes (part of each measurement), numbers of workers, GPU types (measurements
-are kept by type), and what the forward pass does with the parameters. Jobs that differ only in the forward pass (a
-stride, a resolution that the dataset does not show) and not in class names need different user names.
+A fingerprint excludes: learning rates, seeds, batch sizes (part of each measurement), numbers of workers, GPU types
+(measurements are kept by type), and how the forward pass uses the parameters. Jobs that differ only in the forward pass
+(a stride, a resolution that the dataset does not show) and not in class names need different user names.
 """
 
 from __future__ import annotations

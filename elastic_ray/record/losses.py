@@ -1,4 +1,4 @@
-"""Counts of lost workers and of complete losses of a job so far, and the history of the job's size (pure)."""
+"""Counts of a job's lost workers and complete losses so far, and the history of its size (pure)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MOST_FRUITLESS = 3  # restarts without a new checkpoint between them: what ends 
 class Losses:
     """Counts of lost workers and of failures that cost a job all its workers, which limit the job's restarts.
 
-    The loss of all workers is a failure, and so is the loss of one worker to its own exception.
-    ``FailureConfig.max_failures`` limits the number of failures. If it is 0, Ray Train's default, the job restarts as
-    long as it makes progress. Preemption, which saves the job between two steps, is not a failure.
+    Losing all workers is a failure, and so is losing one worker to its own exception. ``FailureConfig.max_failures``
+    limits the number of failures. If it is 0, Ray Train's default, the job restarts as long as it makes progress.
+    Preemption, which saves the job between two steps, is not a failure.
 
     Args:
-        max_failures: Number of failures after which the job may restart; 0 for no limit while it makes progress, -1 for
+        max_failures: Number of failures that the job may restart after; 0 for no limit while it makes progress, -1 for
             no limit at all.
         restart: True if the job may restart when ``max_failures`` is 0; False if its first failure then ends it.
     """
@@ -57,7 +57,7 @@ class Losses:
         self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:
-        """Record the loss of the whole job; return True if the job may restart."""
+        """Record the loss of the entire job; return True if the job may restart."""
         self.lost += 1.0
         self.failures += 1
         if self._just_raised:  # the exception that has cost the job its last worker is this failure
@@ -71,7 +71,7 @@ class Losses:
         return self._restart and self.fruitless <= MOST_FRUITLESS
 
     def mean_time_s(self, observed_s: float) -> float:
-        """Return the mean time between losses of all workers [s], given the time ``observed_s`` of observation [s]."""
+        """Return the mean time between total losses [s], given an observation time of ``observed_s`` [s]."""
         return mean_time_between_losses_s(self.lost, observed_s)
 
 
@@ -102,7 +102,7 @@ class SizeHistory:
         return {name: getattr(self, name) for name in names}
 
     def recall(self, state: ControllerState, at_s: float) -> None:
-        """Restore the history of the previous controller; ``at_s`` is the current time [s since the epoch]."""
+        """Restore the previous controller's history; ``at_s`` is the current time [s since the epoch]."""
         if state.launched_at_s is not None:
             self.launched(self.settled_s - max(0.0, at_s - state.launched_at_s), state.launched_at_s)
         self.most_workers, self.resizes = state.most_workers, state.resizes
@@ -110,12 +110,12 @@ class SizeHistory:
         self._first_s = self.settled_s if state.most_workers else None
 
     def launched(self, now_s: float, at_s: float) -> None:
-        """Record that processes are starting while no group trains; ``at_s`` is ``now_s`` as [s since the epoch]."""
+        """Record that processes are starting without a training group; ``at_s`` is ``now_s`` in [s since the epoch]."""
         if self._launched_s is None:
             self._launched_s, self.launched_at_s = now_s, at_s
 
     def starting_s(self, now_s: float) -> float:
-        """Return how long processes have been starting while no group trains [s]; 0 if none are starting."""
+        """Return how long processes have been starting while no group is training [s]; 0 if none are starting."""
         return max(0.0, now_s - self._launched_s) if self._launched_s is not None else 0.0
 
     def start_detail(self, now_s: float) -> dict[str, float]:
@@ -123,7 +123,7 @@ class SizeHistory:
         return {"start_s": self.starting_s(now_s)} if self._launched_s is not None else {}
 
     def start_ended(self) -> None:
-        """Record that the processes that were starting have formed a group or failed."""
+        """Record that the starting processes have formed a group or failed."""
         self._launched_s = self.launched_at_s = None
 
     def settled(self, note: Note, now_s: float) -> None:
@@ -139,10 +139,10 @@ class SizeHistory:
             self.resize_cost_s += 0.3 * (note.pause.pause_s - self.resize_cost_s)
 
     def is_stuck(self, steps: int) -> bool:
-        """Count a failed group; True if many in a row have failed without a committed step in between."""
+        """Count a failed group; return True if many in a row have failed without a committed step in between."""
         self._stuck = (steps, self._stuck[1] + 1 if steps == self._stuck[0] else 1)
         return self._stuck[1] > STUCK_FAILURES
 
     def saves_soon(self, now_s: float) -> bool:
-        """True if the job has trained so briefly that its first automatic checkpoint is not expected yet."""
+        """True if the job has trained too briefly for its first automatic checkpoint to be expected."""
         return now_s - (self._first_s or 0.0) < 2.0 * FIRST_INTERVAL_S

@@ -24,7 +24,7 @@ _LEAST_EFFICIENCY = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Time since a job's submission, by what it was spent on; the parts sum to the whole [s, each >= 0]."""
+    """Time since a job's submission, divided by activity; the parts sum to the total [s, each >= 0]."""
 
     waiting_s: float = 0.0  # for resources, without processes
     starting_s: float = 0.0  # from the start of its processes until a group trained
@@ -34,7 +34,7 @@ class TimeSpent:
 
     @property
     def total_s(self) -> float:
-        """Time from submission until now, or until the job's end [s]."""
+        """Time from submission until now, or until the job ended [s]."""
         return sum(named_parts(self).values())
 
     @property
@@ -63,7 +63,7 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
     Args:
         events: The job's events, in order; an event with an earlier time than its predecessor counts as simultaneous.
         now_s: Current time [s since the epoch]; ignored if the job has ended.
-        started_for_s: Time for which processes have been starting, if no group is training [s].
+        started_for_s: How long processes have been starting, if no group is training [s].
     """
     spent, since, paused, goal = TimeSpent(), submitted_s, 0.0, 0
     trains = ended = False
@@ -88,7 +88,7 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
 
 
 def steps_to_reach(events: Iterable[JobEvent]) -> int:
-    """Return the step that a job had reached before it lost steps, while it repeats them; 0 if it repeats none."""
+    """Return the step that a job had reached before losing steps, while it is repeating them; 0 if it is not."""
     goal = 0
     for event in events:
         goal = _goal(goal, event)
@@ -106,7 +106,7 @@ def _goal(before: int, event: JobEvent) -> int:
 
 
 def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float | None) -> Pause | None:
-    """Return the latest pause of training among a job's events; None if there was none.
+    """Return the latest pause in training from a job's events; None if training never paused.
 
     Args:
         first_step_s: Duration of this group's first step [s], used if the pause led to this group; None if unknown.
@@ -161,7 +161,7 @@ def samples_to_end(
 
 
 def seconds_to_end(progress: Progress | None, init_batch_size: int | None, goodput: float | None) -> float | None:
-    """Return the time until the job's end, iterations left x M0 / goodput [s]; None if any of these is unknown."""
+    """Return the time until the job ends, iterations left x M0 / goodput [s]; None if any of these is unknown."""
     left = remaining(progress)
     if left is None or not init_batch_size or not goodput or not math.isfinite(goodput) or goodput < 0:
         return None
@@ -171,17 +171,16 @@ def seconds_to_end(progress: Progress | None, init_batch_size: int | None, goodp
 def eta_range(
     eta_s: float | None, rates: Iterable[float], efficiency: float | None
 ) -> tuple[float, float] | tuple[None, None]:
-    """Return likely bounds of the time to the job's end, low <= eta <= high [s]; (None, None) if it is unknown.
+    """Return likely bounds on the time until the job ends, low <= eta <= high [s]; (None, None) if unknown.
 
     Let v be the coefficient of variation of recent speeds (standard deviation / mean), and c = min(2 v, 0.75), or c =
-    0.5 if there are fewer than three speeds. Then::
+    0.5 with fewer than three speeds. Then::
 
         low  = E eta / (1 + c)
         high = eta / (1 - c)
 
     E is the statistical efficiency of the current batch, at least 0.1: the noise scale tends to grow during training,
-    and at best every sample will count in full (McCandlish et al. 2018). The bounds ignore size changes by the
-    allocator.
+    and at best every sample will count fully (McCandlish et al. 2018). The bounds ignore size changes by the allocator.
     """
     if eta_s is None or not math.isfinite(eta_s) or eta_s < 0:
         return None, None
@@ -202,7 +201,7 @@ def reports_to_end(reports: int, most: int | None) -> float | None:
 
 
 def seconds_of_reports(trained_s: float, made: int, left: int) -> float | None:
-    """Return the time for ``left`` more reports at the pace of the ``made`` ones [s]; None before the first."""
+    """Return the time for ``left`` more reports at the pace of the ``made`` reports [s]; None before the first."""
     return trained_s / made * max(0, left) if made > 0 else None
 
 

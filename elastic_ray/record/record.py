@@ -53,7 +53,7 @@ class JobRecord:
         self.looked = False  # whether it is known what storage has
 
     def found(self, stored: StoredProgress) -> tuple[str, ...]:
-        """Apply the run's checkpoints found in storage; return paths of checkpoints that are no longer kept.
+        """Apply the run's checkpoints found in storage; return the paths of checkpoints that are no longer kept.
 
         Storage overrides the state in memory: a message about a new checkpoint may have been lost, or a user may have
         deleted a checkpoint.
@@ -91,13 +91,13 @@ class JobRecord:
 
     @property
     def newest_checkpoint(self) -> str:
-        """Path of the checkpoint from which a restart would continue; empty before the first checkpoint."""
+        """Path of the checkpoint that a restart would continue from; empty before the first checkpoint."""
         states = self.states
         return states[0].path if states else self.restart_point[0] or ""
 
     @property
     def resume_point(self) -> ResumePoint | None:
-        """Resume point of a restart; None if the job would start from scratch."""
+        """Resume point for a restart; None if the job would start from scratch."""
         states = self.states
         return states[0].resume_point if states else self.restart_point[1]
 
@@ -125,7 +125,7 @@ class JobRecord:
             self.phase, self.message = JobPhase.STARTING, "workers are starting"
 
     def starts_again(self, *, waits_because: str | None) -> None:
-        """Record that the job has no workers: new ones are starting, or it waits for the reason ``waits_because``."""
+        """Record that the job has no workers: new ones are starting, or it is waiting because of ``waits_because``."""
         self.phase = JobPhase.STARTING if waits_because is None else JobPhase.WAITING
         self.message = waits_because or ""
 
@@ -146,7 +146,7 @@ class JobRecord:
         self.events = list(events)
 
     def report(self, message: WorkerReport, workers: int = 0) -> tuple[str, ...]:
-        """Store a report of rank 0 from a group of ``workers``; return paths of checkpoints that are no longer kept."""
+        """Store rank 0's report from a group of ``workers``; return paths of checkpoints that are no longer kept."""
         report = report_of(message, workers)
         self._put(report)
         if report.checkpoint is None:
@@ -214,7 +214,7 @@ class JobRecord:
     def end(
         self, phase: JobPhase, *, error: BaseException | Raised | None, return_value: Sealed | None, message: str
     ) -> None:
-        """Record the job's end: its final phase, error, return value, and a message that explains the end."""
+        """Record how the job ended: its final phase, error, return value, and a message that explains the end."""
         self.phase, self.message = phase, message
         left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
         self._outcome = JobOutcome(
@@ -229,7 +229,7 @@ class JobRecord:
         )
 
     def outcome(self) -> JobOutcome | None:
-        """Return the job's outcome; None before its end."""
+        """Return the job's outcome; None until the job has ended."""
         return self._outcome
 
 

@@ -29,7 +29,7 @@ class BoundedLog(Generic[T]):
         return number in self._things
 
     def get(self, number: int) -> T | None:
-        """Return the item with this number; None if no such item was stored or it is no longer kept."""
+        """Return the item with this number; None if no such item was stored, or if it is no longer kept."""
         return self._things.get(number)
 
     def gone(self, number: int) -> bool:
@@ -37,7 +37,7 @@ class BoundedLog(Generic[T]):
         return self._full and number < self.low
 
     def put(self, number: int, thing: T) -> None:
-        """Store an item, replacing an earlier item of the same number."""
+        """Store an item, replacing an earlier item with the same number."""
         self.first = min(self.first or number, number)
         if self.gone(number):
             return
@@ -81,7 +81,7 @@ class Backlog:
             self.dropped += 1
 
     def pop_dropped(self) -> int:
-        """Return the number of lines dropped since the previous call of this method."""
+        """Return the number of lines dropped since the previous call."""
         dropped, self.dropped = self.dropped, 0
         return dropped
 
@@ -116,7 +116,7 @@ class ReportQueue:
     Only the latest reports are kept; earlier ones must be read from the run's file, see :meth:`gone`.
 
     Args:
-        taken: Number of the report from whose checkpoint this run continues; reports are numbered on from it.
+        taken: Number of the report whose checkpoint this run continues from; numbering continues from there.
         ahead: Number of undelivered reports that training may make before it waits for the reader; None for no limit.
     """
 
@@ -134,7 +134,7 @@ class ReportQueue:
             self._wake()
 
     def start_after(self, taken: int) -> None:
-        """Set the number ``taken`` of the report after which the run continues; call this before reports are added."""
+        """Set the number ``taken`` of the report that the run continues after; call this before reports are added."""
         self._taken = max(self._taken, taken)
 
     def wanted(self, after: int | None) -> int:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 
 from elastic_ray.events import EventKind, JobEvent
-from elastic_ray.json_numbers import known_fields
+from elastic_ray.json_numbers import build, known_fields
 from placement.versions import check_format
 
 _FORMAT = 1
@@ -38,7 +38,7 @@ class SubmittedJob:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SubmittedJob:
-        """Parse the output of :meth:`to_json`. Raises ValueError: the text is invalid."""
+        """Parse the output of :meth:`to_json`. Raises ValueError if the text is invalid."""
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a submission must be a JSON object, but got {values!r:.80}")
@@ -50,10 +50,7 @@ class SubmittedJob:
             kind = {"command": list, "submitted_s": float | int, "named": bool, "format": int}.get(name, str)
             if not isinstance(value, kind):
                 raise ValueError(f"a submission's {name} cannot be {value!r:.80}")
-        try:
-            return cls(**{**known, "command": tuple(words)})
-        except TypeError as error:
-            raise ValueError(f"a submission lacks fields: {error}") from None
+        return build(cls, known, "a submission", command=tuple(words))
 
     @property
     def next_submission(self) -> str:
@@ -62,7 +59,7 @@ class SubmittedJob:
         return f"{self.submission.partition(_RESUMED)[0]}{_RESUMED}{token}"
 
     def why_not(self, events: Iterable[JobEvent]) -> str | None:
-        """Return why the job cannot be resubmitted, judging by its events; "" if it can, None if the job has ended."""
+        """Return why the job cannot be resubmitted, based on its events; "" if it can, None if the job has ended."""
         last = None
         for event in events:
             if event.time_s >= self.submitted_s and event.kind in _ENDS:

@@ -119,7 +119,7 @@ def _spans(events: Sequence[JobEvent], seen_s: float) -> Iterator[_Span]:
 
 
 def _costs(events: Sequence[JobEvent]) -> dict[int, float]:
-    """Return the last known cost of each run [USD], keyed by the run's number from 0."""
+    """Return each run's last known cost [USD], keyed by run number from 0."""
     costs: dict[int, float] = {}
     run = 0
     for event in events:
@@ -130,6 +130,6 @@ def _costs(events: Sequence[JobEvent]) -> dict[int, float]:
 
 
 def _amount(told: object, name: str) -> float:
-    """Return a number of 0 or more from an untrusted file; 0 if it is anything else."""
+    """Return a number of 0 or more from an untrusted file; 0 for any other value."""
     value = told.get(name, 0.0) if isinstance(told, dict) else 0.0
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else 0.0

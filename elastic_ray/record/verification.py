@@ -55,7 +55,7 @@ class _Proof:
 def verify_events(lines: Iterable[str], *, epochs: int = 0) -> tuple[Finding, ...]:
     """Check all lines of a run's ``events.jsonl`` and return the findings, in the order of the lines.
 
-    ``epochs`` is the least number of epochs that the run has ended, as its result says: lines cut off are missed.
+    ``epochs`` is the minimum number of epochs that the run has ended according to its result, to detect lines cut off.
     """
     found: list[Finding] = []
     proofs = _read(lines, found)
@@ -80,7 +80,7 @@ def verify_events(lines: Iterable[str], *, epochs: int = 0) -> tuple[Finding, ..
 
 
 def _place(proof: _Proof, proofs: Iterable[_Proof]) -> str:
-    """Return a description of the place in the chain that a proof follows."""
+    """Return a description of the position in the chain that a proof follows."""
     before = next((each for each in proofs if each.link == proof.before), None)
     return "the start" if before is None else f"step {before.step} ({before.says})"
 
@@ -140,7 +140,7 @@ def _group(proof: _Proof) -> Finding:
 
 
 def _epoch(proof: _Proof) -> Finding:
-    """Return the finding for the end of an epoch."""
+    """Return the finding for an ended epoch."""
     facts = proof.facts
     used = f"{proof.says}: {facts.get('samples')} of {facts.get('of')} samples"
     try:

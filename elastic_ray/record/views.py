@@ -72,7 +72,7 @@ def allocator_view(
     paused: str = "",
     node_failures: tuple[NodeFailure, ...] = (),
 ) -> JobView:
-    """Return the job's view for the allocator; until workers report, its progress comes from ``resume_point``."""
+    """Return the job's view for the allocator; until workers report, ``resume_point`` provides its progress."""
     limits = planner.loader.limits if planner.loader is not None else None
     most, wished = _wished(spec, planner, held_at)
     return JobView(
@@ -126,7 +126,7 @@ def allocator_view(
 
 
 def _forecast(planner: BatchPlanner) -> BatchForecast | None:
-    """Return the batch sizes at which the job will be held, if its policies know them."""
+    """Return the batch sizes that the job will be held at, if its policies know them."""
     coming = planner.latest.coming if planner.latest is not None and planner.held_batch is not None else ()
     return BatchForecast(steps=coming) if coming else None
 
@@ -143,7 +143,7 @@ def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[
 
 
 def _atomic_bsz_range(planner: BatchPlanner) -> tuple[int, int] | None:
-    """Return the bounds of a worker's batch on the current GPU type; None if there are none."""
+    """Return the bounds on a worker's batch for the current GPU type; None if unbounded."""
     bounds = planner.tuner.atomic_bsz_range if planner.tuner is not None else None
     return (bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None
 
@@ -158,7 +158,7 @@ def _progress(spec: JobSpec, planner: BatchPlanner, resume_point: ResumePoint | 
 
 
 def _run_progress(planner: BatchPlanner, resume_point: ResumePoint | None) -> Progress | None:
-    """Return the run's progress; before its first report, the progress at which it starts."""
+    """Return the run's progress; before its first report, the progress it starts with."""
     if planner.latest is not None:
         return planner.latest.progress
     return RunProgress.from_resume_point(resume_point).summary() if resume_point is not None else None
@@ -216,7 +216,7 @@ def job_status(
 
 
 def _waits_for(spec: JobSpec, record: JobRecord, machine: JobMembership) -> str:
-    """Return what the job waits for; empty if it is running."""
+    """Return what the job is waiting for; empty if it is running."""
     return waits_for(
         spec,
         record.phase,
@@ -273,7 +273,7 @@ def _remarks(record: JobRecord, planner: BatchPlanner, report: StepReport | None
 
 
 def wish_note(planner: BatchPlanner) -> str:
-    """Return a note on how many workers adaptation policies request; empty if they request no number."""
+    """Return a note on the number of workers that adaptation policies request; empty if they request none."""
     match planner.wish:
         case (None, None):
             return ""
@@ -297,7 +297,7 @@ def members(
     """Return the members of the current generation in rank order, without those whose process is unknown.
 
     Args:
-        ratios: Time of each worker for equal work, divided by the group's median, keyed by worker.
+        ratios: Each worker's time for equal work, divided by the group's median, keyed by worker.
     """
     spec = machine.current
     if spec is None or record.phase.ended:
@@ -320,7 +320,7 @@ def members(
 
 
 def explain(error: BaseException | Raised | None, phase: JobPhase, why_stopped: str = "") -> str:
-    """Return one line on why a job ended: ``error``, ``why_stopped``, or else its final ``phase``."""
+    """Return one line that says why a job ended: ``error``, ``why_stopped``, or else its final ``phase``."""
     if error is None and phase is JobPhase.STOPPED and why_stopped:
         return f"{why_stopped}: the job has stopped"
     if error is None:

@@ -1,7 +1,7 @@
 """Attribution of a train function's exception either to one worker, which is lost, or to the program (pure).
 
-A program error occurs on every rank, or recurs. An exception that only one worker raises, and its replacement does not,
-is attributed to the worker's process, GPU or node.
+A program error occurs on every rank, or recurs. If only one worker raises an exception, and its replacement does not,
+the exception is attributed to the worker's process, GPU or node.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WorkerError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorVerdict:
-    """Verdict on a worker's exception: it ends the job, or the job only loses the worker."""
+    """Verdict on a worker's exception: either it ends the job, or the job only loses the worker."""
 
     ends: BaseException | Raised | None  # the error that ends the job; None where only the worker is lost
     reason: str  # why, a sentence
@@ -59,7 +59,7 @@ class ErrorVerdict:
 
 
 class WorkerErrors:
-    """Judge of whether exceptions of a job's workers end the job, or only cost it the worker."""
+    """Decision-maker on whether a worker's exception ends the job, or only costs it the worker."""
 
     def __init__(self, losses: Losses) -> None:
         self._losses = losses
@@ -72,7 +72,7 @@ class WorkerErrors:
         self._noted: list[tuple[float, NodeFailure]] = []
 
     def of_member(self, error: WorkerError, *, others_train: bool, now_s: float) -> ErrorVerdict:
-        """Judge the exception of a worker that was training.
+        """Decide the consequence of an exception from a worker that was training.
 
         Args:
             others_train: True if other workers hold the state and have not returned from the train function.
@@ -93,7 +93,7 @@ class WorkerErrors:
         return ErrorVerdict(ends=None, reason="no other worker has raised the same")
 
     def _same(self, error: WorkerError, now_s: float) -> WorkerError | None:
-        """Return an earlier exception that shows that this one is a program error; None if there is none."""
+        """Return an earlier exception that shows this one to be a program error; None if none does."""
         self._members = self._members[-_KEPT:]
         alike = [(now_s - at_s, each) for at_s, each in self._members if error.is_like(each)]
         lately = [each for ago_s, each in alike if ago_s < REMEMBER_S]
@@ -105,7 +105,7 @@ class WorkerErrors:
         return lately[0] if lately else before[0] if len(before) > 1 else None
 
     def of_newcomer(self, error: WorkerError, *, joined: bool, now_s: float) -> ErrorVerdict:
-        """Judge the exception of a worker that has not yet trained a step in a group that is training.
+        """Decide the consequence of an exception from a worker that has trained no step in a training group yet.
 
         The exception ends the job only if the worker had ``joined`` the group and an earlier member was lost to the
         same exception.
@@ -121,11 +121,12 @@ class WorkerErrors:
         return ErrorVerdict(ends=None, reason="it has not trained a step")
 
     def of_start(self, error: WorkerError, *, beside: Collection[str], nodes: int, wanted: int) -> ErrorVerdict:
-        """Judge the exception of a worker of a job that is not training yet.
+        """Decide the consequence of an exception from a worker in a job that is not training yet.
 
         Args:
-            beside: The job's other workers, all of which were started before this exception.
-            nodes, wanted: Number of nodes that could run a worker, and of workers wanted; each limits failed starts.
+            beside: The job's other workers, all started before this exception.
+            nodes, wanted: Number of nodes that could run a worker, and number of wanted workers; each limits failed
+                starts.
         """
         origin = error.origin
         if origin is None or origin.refusal:
@@ -154,28 +155,28 @@ class WorkerErrors:
     def record(
         self, node: str, worker: str, cause: str, *, starting: bool, now_s: float, of_device: bool = False
     ) -> None:
-        """Record a worker's failure on a node, to be reported to the allocator as a possible fault of that node."""
+        """Record a worker's failure on a node, to be reported to the allocator as a possible fault of the node."""
         told = {"node": node, "worker": worker, "cause": cause[:_CAUSE]}
         failure = NodeFailure(**told, age_s=0.0, starting=starting, of_device=of_device)
         self._noted = [*self._noted, (now_s, failure)][-_MOST_NOTED:]
 
     def failures(self, now_s: float) -> tuple[NodeFailure, ...]:
-        """Return the worker failures of the 24 hours before ``now_s``."""
+        """Return the worker failures in the 24 hours before ``now_s``."""
         aged = (dataclasses.replace(each, age_s=max(0.0, now_s - at_s)) for at_s, each in self._noted)
         return tuple(each for each in aged if each.age_s < FORGET_S)
 
     def all_lost(self) -> BaseException | Raised | None:
-        """Return the exception to which the job lost its last worker; None if the cause was no exception."""
+        """Return the exception that cost the job its last worker; None if the cause was not an exception."""
         return self._last.raised if self._last is not None else None
 
     def settled(self, *, started: bool = False) -> None:
-        """Record that a group trains again; ``started`` is True if it started from a checkpoint or from scratch."""
+        """Record that a group is training again; ``started`` means it started from a checkpoint or from scratch."""
         self._last, self._starts, self._tried = None, [], set()
         self._losses.settled()
         if started:  # its steps may be fewer than those before, and more than enough
             self._last_of_member = None
 
     def at_end(self, steps: int) -> BaseException | Raised | None:
-        """Return the last lost member's exception if the survivors have not trained a step since; None otherwise."""
+        """Return the last lost member's exception if the survivors have not trained a step since; otherwise None."""
         last = self._last_of_member
         return last.raised if last is not None and last.steps >= steps else None

@@ -1,4 +1,4 @@
-"""SHELL: access of a job's controller to storage, in separate threads so that the controller never waits for it."""
+"""SHELL: a job controller's access to storage, in separate threads so that the controller never waits for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _THREADS = 4  # one each may hang: writing events and reports, looking for check
 
 
 class _BacklogWriter:
-    """Writer of one backlog, one call at a time; a call that hangs is awaited, because it may still write its lines."""
+    """Writer for one backlog, one call at a time; a hanging call is awaited, because it may still write its lines."""
 
     def __init__(self, what: str, backlog: Backlog, append: Callable[[tuple[str, ...]], None]) -> None:
         self.what, self.backlog = what, backlog
@@ -96,7 +96,7 @@ class RecordWriter:
         self._record.waits("controller", waiting or self._events.problem or self._reports.problem)
 
     async def finish(self) -> None:
-        """Write the remaining lines and finish deletions, within seconds, because the user waits for the job's end."""
+        """Write remaining lines and finish deletions within seconds, because the user is waiting for the job to end."""
         writers = (self._events, self._reports)
         away = self._calls.waiting() or any(writer.problem for writer in writers)
         until_s = time.monotonic() + (_LAST_WORDS_AWAY_S if away else _LAST_WORDS_S)
@@ -122,7 +122,7 @@ class RecordWriter:
             self._do(f"deleting {path}", functools.partial(self._storage.delete_checkpoint, path))
 
     def finish_states(self) -> None:
-        """Delete an ended job's automatic checkpoints, except the last one if the job's settings keep that one."""
+        """Delete an ended job's automatic checkpoints, except the last one if the job's settings keep it."""
         last = self._record.last_state
         if last is None:
             self._do("deleting automatic checkpoints", lambda: delete_states(self._storage))
@@ -141,7 +141,7 @@ class RecordWriter:
             logger.warning("job %s: %s failed: %s", self._spec.job, what, error)
 
     async def poll(self, timeout_s: float) -> StoredProgress:
-        """Read the stored state of the run, retrying after failures."""
+        """Read the run's stored state, retrying after failures."""
         until_s, pause_s = time.monotonic() + timeout_s, 0.2
         trial = self._spec.trial
         while True:
@@ -190,7 +190,7 @@ class RecordWriter:
         return next((report for index, report in self._block.items() if index >= number), None)
 
     async def catch_up(self, first_report: int) -> tuple[Report, ...]:
-        """Continue the files of a controller that died, and append the recorded events that these files lack.
+        """Continue a dead controller's files, and append recorded events that these files lack.
 
         Returns the latest reports, which are also added to the record.
         """

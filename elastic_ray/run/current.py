@@ -1,4 +1,4 @@
-"""Session of the train loop that runs in this thread, and the exception that ends a worker's part in a job."""
+"""Session of the train loop running in this thread, and the exception that ends a worker's part in a job."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def session_of_thread() -> Session | None:
 
 
 def _is_thread_of_torch() -> bool:
-    """True if torch runs a backward pass in this thread, and no Python code started the thread."""
+    """True if torch is running a backward pass in this thread, and no Python code started the thread."""
     torch = sys.modules.get("torch")
     in_backward = torch is not None and torch._C._current_graph_task_id() != -1
     return in_backward and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def replaced_error() -> RuntimeError:
-    """Return the error to raise in a loop whose run was replaced by a later run of this process."""
+    """Return the error to raise in a loop whose run was replaced by a later run in this process."""
     return RuntimeError(
         "AdaptiveDataParallel must wrap every model before the first epoch: wrapping another model since has "
         "started a new run in this process, so the earlier run's loop cannot continue"
@@ -51,14 +51,14 @@ def set_session(session: Session | None) -> None:
 
 
 def set_worker_session(session: Session | None) -> None:
-    """Set the session of a job's worker, in whose process no thread but the worker's may start a run."""
+    """Set the session of a job's worker; no other thread in the worker's process may start a run."""
     global _in_worker
     set_session(session)
     _in_worker = session is not None
 
 
 def in_worker() -> bool:
-    """True while this process runs the train function of a job."""
+    """True while this process is running a job's train function."""
     return _in_worker
 
 
@@ -73,7 +73,7 @@ def check_thread() -> None:
 
 
 class WorkerDismissed(BaseException):
-    """Exception that ends a worker's train function; ``stopped`` is True if the whole job ends."""
+    """Exception that ends a worker's train function; ``stopped`` is True if the entire job ends."""
 
     def __init__(self, *, stopped: bool) -> None:
         super().__init__("stopped" if stopped else "left")

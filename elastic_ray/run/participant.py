@@ -1,4 +1,4 @@
-"""Participants of a run: hooks by which a model's gradients react to steps and changes of group (pure)."""
+"""Participants in a run: hooks that let a model's gradients react to steps and group changes (pure)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Participant:
     all ranks have committed a step that trained, :meth:`after_step` is called on each.
 
     Between two groups: ``local`` may postpone a planned change. Before the change, all ranks call :meth:`before_change`
-    in the group that they leave, unless ranks were lost. Ranks that lack the current state receive the state from
+    in the group that they are leaving, unless ranks were lost. Ranks that lack the current state receive the state from
     :meth:`capture` and :meth:`restore` it. Then :meth:`enter_group` is called on all ranks. By then, anything that
     differs from rank to rank (residuals of a compression, delayed gradients) must have been made equal or dropped.
 
     In a lost step: :meth:`remember` at its start, :meth:`roll_back` before its batch is drawn again.
 
-    The registry visits the models in the order in which the loop wraps them, which is the same on all ranks.
+    The registry visits the models in the order that the loop wraps them, which is the same on all ranks.
     """
 
     averages = False  # whether replicas are averaged, so that :meth:`scale_moments` is called
@@ -38,22 +38,26 @@ class Participant:
         """Prepare for a forward pass, right before the model is called."""
 
     def before_update(self) -> None:
-        """Prepare for an optimizer step, when user code has called the optimizer."""
+        """Prepare for an optimizer step after user code has called the optimizer."""
 
     def applied(self) -> None:
         """Record that the optimizer is about to apply its update in this step."""
 
     def scale_moments(self, optimizer: Any) -> None:
-        """Correct an optimizer's second moments to those of the whole batch, after a step with this rank's gradient."""
+        """Correct an optimizer's second moments for the full batch, after a step with this rank's gradient."""
 
-    def prepare_average(self) -> None:
-        """Start the work for which :meth:`after_step` waits, before the ranks vote on a round of local steps."""
+    def prepare_average(self, *, ends_pass: bool) -> None:
+        """Start the work for which :meth:`after_step` waits, before the ranks vote on a round of local steps.
+
+        Args:
+            ends_pass: Whether the pass ends with the round, so that replicas are merged right after it.
+        """
 
     def after_step(self, *, agree_on_scale: bool) -> None:
         """Average the replicas if due, after all ranks have committed a step that trained.
 
         Args:
-            agree_on_scale: Whether to make the loss scale equal on all ranks, because ranks may have updated the
+            agree_on_scale: True to make the loss scale equal on all ranks, because ranks may have updated the
                 ``GradScaler`` differently: it is shared with a model whose replicas drift.
         """
 
@@ -79,12 +83,12 @@ class Participant:
 
     @property
     def is_open(self) -> bool:
-        """True if there are accumulated gradients that no optimizer step has applied yet."""
+        """True if accumulated gradients exist that no optimizer step has applied yet."""
         return False
 
     @property
     def local(self) -> bool:
-        """True if accumulated gradients differ between ranks, so that a planned change of group should wait."""
+        """True if accumulated gradients differ between ranks, so that a planned group change should wait."""
         return False
 
     @property
@@ -99,12 +103,12 @@ class Participant:
 
     @property
     def settled(self) -> bool:
-        """True if replicas are identical after the committed steps, and this rank holds the whole state to be saved."""
+        """True if replicas are identical after the committed steps, and this rank holds all state to be saved."""
         return True
 
     @property
     def divided(self) -> bool:
-        """True if optimizer state is divided among ranks; equal on all ranks."""
+        """True if optimizer state is divided between ranks; the same on all ranks."""
         return False
 
     @property
@@ -129,7 +133,7 @@ class Participant:
 
     @property
     def strategy_key(self) -> str | None:
-        """Key under which step times are recorded; times with equal keys are comparable. None during a race."""
+        """Key for recording step times; times with equal keys are comparable. None during a race."""
         return ""
 
     @property
@@ -138,17 +142,17 @@ class Participant:
         return {}
 
     def set_strategy(self, strategy: object) -> None:
-        """Switch to another strategy from the next step on; raises ValueError or TypeError if it cannot be used."""
+        """Switch to a different strategy from the next step on; raises ValueError or TypeError if it cannot be used."""
 
     def keep_strategy(self) -> None:
-        """Cancel a switch to another strategy that was requested since the last step."""
+        """Cancel a strategy switch that was requested since the last step."""
 
     def set_topology(self, topology: str) -> None:
-        """Switch to another reduction topology; raises ValueError if the model cannot use it."""
+        """Switch to a different reduction topology; raises ValueError if the model cannot use it."""
         raise ValueError("the gradients of a sharded model have no topology")
 
     def fix_drift(self) -> int:
-        """Fix the strategy that applies after this step; return a digest of it, which ranks compare."""
+        """Fix the strategy that applies after this step; return its digest, for ranks to compare."""
         return 0
 
     # -- the group -----------------------------------------------------------------------------------------------------
@@ -162,24 +166,24 @@ class Participant:
         """Merge diverged replicas into one model.
 
         Args:
-            gather: Whether to also collect the whole optimizer state on rank 0.
-            alike: Whether all ranks are known to have the same :attr:`merge_layout`.
+            gather: True to also collect the entire optimizer state on rank 0.
+            alike: True if all ranks are known to have the same :attr:`merge_layout`.
         """
 
     def prepare_to_save(self) -> None:
         """Collect on rank 0, before it saves, the state that only other ranks hold; called on every rank."""
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Equalise state that differs from rank to rank, before a planned change of group; called on every rank.
+        """Equalise state that differs between ranks, before a planned change of group; called on every rank.
 
         Args:
             stays: ``stays[r]`` is True if rank r is in the next group too. State that only leavers hold is handed over.
 
-        Raises CommunicationFailedError: The current group broke meanwhile.
+        Raises CommunicationFailedError if the current group breaks during the call.
         """
 
     def enter_group(self) -> None:
-        """Enter a new group, in which all ranks hold the same state."""
+        """Enter a new group, where all ranks hold the same state."""
 
     def capture(self) -> Any:
         """Return the state for joining ranks and checkpoints: nested containers of tensors and plain values."""

@@ -1,16 +1,16 @@
 """Registry of the objects that a train function has built: models, loaders, hooks, buffers (pure).
 
-Hooks of one point are called in the order of registration; hooks that a hook adds are called in the same round. The
+Hooks for one point are called in the order of registration; hooks that a hook adds are called in the same round. The
 order of the following moments matters, and ``tests/run/test_registry.py`` fails if two of them are swapped:
 
-* ``BEFORE_FIRST_EPOCH`` precedes the first group, because the job is then told the loader, which hooks may set. An
-  earlier run's loader joins before models check its batch. A model that a hook wraps is checked like any other.
+* ``BEFORE_FIRST_EPOCH`` precedes the first group, because the job is then informed of the loader, which hooks may set.
+  An earlier run's loader joins before models check its batch. A model that a hook wraps is checked like any other.
 * In a new group, in this order: ranks exchange state, models enter, agreements are reset, buffers are averaged, and
-  ``SHAPE_CHANGED`` is called. Each relies on the result of the one before.
+  ``SHAPE_CHANGED`` is called. Each relies on the result of the previous one.
 * Between steps, replicas are merged, then their buffers. Rank 0 gathers the state to save and ``BETWEEN_STEPS`` saves
   it. The group changes only then, because leavers may hold parts; they hand these over in ``before_change``.
 * A worker that is preempted merges replicas before it leaves, and calls no hook.
-* ``BEFORE_END`` precedes the end of policies and the report that the run has ended: hooks may end a last epoch.
+* ``BEFORE_END`` precedes the end of policies and the report that the run has ended, because hooks may end a last epoch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Noise = Callable[[], "NoiseScale | None"]
 
 
 class HookPoint(enum.Enum):
-    """Moment of a run at which registered hooks are called."""
+    """Moment in a run when registered hooks are called."""
 
     BEFORE_FIRST_EPOCH = enum.auto()
     BETWEEN_STEPS = enum.auto()
@@ -67,7 +67,7 @@ class ModelRegistry:
     """Registry of wrapped models, in order of wrapping; the first model determines the job's efficiency.
 
     Attributes:
-        infos: Descriptions of the models that are sent to the controller.
+        infos: Descriptions of the models, as sent to the controller.
         first: Facts about the first model; None before it is wrapped.
     """
 
@@ -85,7 +85,7 @@ class ModelRegistry:
         return len(self.infos) - 1
 
     def noise(self) -> NoiseScale | None:
-        """Return the gradient noise scale of the first model; None before it is estimated."""
+        """Return the first model's gradient noise scale; None before it is estimated."""
         return self.first.noise() if self.first is not None else None
 
     def gain(self, scale: float) -> float:
@@ -110,7 +110,7 @@ class LoaderRegistry:
         self._made: list[weakref.WeakMethod[Any]] = []
 
     def lead(self, loader: object, info: LoaderInfo, *, in_processes: bool = False) -> None:
-        """Make this loader the one that sets the job's limits; with ``in_processes``, worker processes load samples."""
+        """Make this loader set the job's limits; with ``in_processes``, worker processes load samples."""
         if self._fixed_batch:
             if info.limits.per_worker:
                 raise ValueError(
@@ -135,7 +135,7 @@ class LoaderRegistry:
         self._late.append(join)
 
     def add(self, close: weakref.WeakMethod[Any]) -> None:
-        """Add a loader of this run; ``close`` ends its worker processes."""
+        """Add a loader to this run; ``close`` ends its worker processes."""
         self._made = [*(known for known in self._made if known() is not None), close]
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class LoaderRegistry:
                 close()
 
     def late(self) -> Iterator[Callable[[Any], None]]:
-        """Yield the function that moves a loader to another run, for each loader from :meth:`add_late` that exists."""
+        """For each remaining loader from :meth:`add_late`, yield the function that moves it to another run."""
         for reference in self._late:
             if (join := reference()) is not None:
                 yield join
@@ -183,7 +183,7 @@ class Registry:
 
     @property
     def buffer_layout(self) -> int:
-        """Digest of the buffers' layout; buffers can only be synchronised if it is equal on all ranks."""
+        """Digest of the buffers' layout; buffers can only be synchronised if it is the same on all ranks."""
         return digest([buffers.layout for buffers in self.buffers])
 
     def sync_buffers(self, communicator: Communicator) -> None:
@@ -203,18 +203,18 @@ class Registry:
         return tuple(each.strategy_name for each in self.gradients)
 
     def set_strategy(self, model: int, strategy: object) -> None:
-        """Switch a model to another strategy; all ranks must make the same call between the same two steps.
+        """Switch a model to a different strategy; all ranks must make the same call between the same two steps.
 
-        Raises ValueError, TypeError: The model or the strategy does not exist, or the model cannot use the strategy.
+        Raises ValueError or TypeError if the model or strategy does not exist, or the model cannot use the strategy.
         """
         self._of(model).set_strategy(strategy)
 
     def keep_strategy(self, model: int) -> None:
-        """Cancel a switch to another strategy that was requested between the same two steps."""
+        """Cancel a strategy switch that was requested between the same two steps."""
         self._of(model).keep_strategy()
 
     def set_topology(self, model: int, topology: str) -> None:
-        """Switch a model's gradients to another reduction topology, under the conditions of :meth:`set_strategy`."""
+        """Switch a model's gradients to a different reduction topology; the rules are as for :meth:`set_strategy`."""
         self._of(model).set_topology(topology)
 
     def _of(self, model: int) -> Participant:
@@ -229,7 +229,7 @@ class Registry:
 
     @property
     def strategy_key(self) -> str | None:
-        """Joined keys of all models' strategies, under which step times are recorded; None during a race."""
+        """Joined keys of the models' strategies, used to record step times; None during a race."""
         if len(self.gradients) == 1:
             return self.gradients[0].strategy_key
         keys = [each.strategy_key for each in self.gradients]
@@ -237,13 +237,13 @@ class Registry:
 
     @property
     def samples(self) -> int | None:
-        """Number of samples per epoch of the leading loader, as determined at its construction; None if unknown."""
+        """Leading loader's number of samples per epoch, as determined at its construction; None if unknown."""
         return self.loaders.info.dataset_size if self.loaders.info is not None else None
 
     def halving(self, steps: int) -> Halving | None:
-        """Return the rule by which a single rank splits steps into two halves, after ``steps`` committed steps.
+        """Return the rule for splitting a single rank's steps into two halves, after ``steps`` committed steps.
 
-        The gradients of the halves show the gradient noise. Returns None if no steps are split, for example because the
+        The halves' gradients reveal the gradient noise. Returns None if no steps are split, for example because the
         noise can be measured in the models' layers.
         """
         wanted = self._wanted_halving(steps)
@@ -262,7 +262,7 @@ class Registry:
             self.halving_changes += 1
 
     def _wanted_halving(self, steps: int) -> Halving | None:
-        """Return the steps in which the noise is needed, by an adaptive batch or by a monitor; None for no steps."""
+        """Return the steps where an adaptive batch or a monitor needs the noise; None for no steps."""
         if self._adds_up or not any(each.gives_statistics for each in self.gradients):
             return None
         limits = self.loaders.info.limits if self.loaders.info is not None else None
@@ -275,7 +275,7 @@ class Registry:
         return Halving(since=steps + UNHALVED_STEPS, adapts=adapts, every=every, least=least)
 
     def adds_up_gradients(self) -> None:
-        """Record that the loop accumulates gradients over steps, so that no step is halved from now on."""
+        """Record that the loop accumulates gradients over steps, so that no more steps are halved."""
         if not self._adds_up:
             self._adds_up = True
             self.halving_changes += 1
@@ -301,7 +301,7 @@ class Registry:
 
     @property
     def _drifts(self) -> list[Drift]:
-        """Schedule of the averages of each model whose replicas may diverge."""
+        """Averaging schedule of each model whose replicas may diverge."""
         return [each.drift for each in self.gradients if each.drift is not None]
 
     @property
@@ -332,7 +332,7 @@ class Registry:
         return digest(found) if found else 0
 
     def enter_exchanges(self, communicator: Communicator) -> None:
-        """Start exchanging models with the ranks of a group; raises CommunicationFailedError if the group breaks."""
+        """Start exchanging models with the ranks in a group; raises CommunicationFailedError if the group breaks."""
         for each in self._drifts:
             if each.pulls:
                 each.enter_exchange(communicator)
@@ -344,14 +344,14 @@ class Registry:
 
     @property
     def round_steps(self) -> int:
-        """Number of steps in the round that starts now, up to the next average."""
+        """Number of steps in the round that is starting now, up to the next average."""
         if self.round_period == 1:
             return 1
         return min(each.steps_to_average for each in self._drifts)
 
     @property
     def in_parts(self) -> bool:
-        """True if state is divided among ranks and each rank can write its own part; equal on all ranks."""
+        """True if state is divided between ranks and each rank can write its own part; the same on all ranks."""
         gradients = self.gradients
         return any(each.divided for each in gradients) and not any(each.tabled for each in gradients)
 
@@ -376,15 +376,15 @@ class Registry:
         """Return a digest, to be compared across ranks, of the models that are averaged after a step; 0 for none.
 
         Args:
-            trained: Number of steps that have trained, or whether the current step has.
+            trained: Number of steps that have trained, or 1 if the current step has, otherwise 0.
         """
         layouts = [(number, each.fix_drift()) for number, each in enumerate(self.gradients) if each.drifts]
         return digest((layouts, trained)) if layouts else 0
 
-    def prepare_averages(self) -> None:
+    def prepare_averages(self, *, ends_pass: bool) -> None:
         """Start the averages of a round that has ended; raises CommunicationFailedError if the group breaks."""
         for each in self.gradients:
-            each.prepare_average()
+            each.prepare_average(ends_pass=ends_pass)
 
     def after_step(self) -> None:
         """Average models if due, after a training step that all ranks have committed."""
@@ -423,9 +423,9 @@ class Registry:
             each.prepare_to_save()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Prepare all models for a change of group on which the ranks have agreed.
+        """Prepare all models for a group change that the ranks have agreed on.
 
-        Raises CommunicationFailedError: The current group broke meanwhile.
+        Raises CommunicationFailedError if the current group breaks during the call.
         """
         for each in self.gradients:
             each.before_change(stays)

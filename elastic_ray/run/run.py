@@ -1,4 +1,4 @@
-"""Run of a train function in one process: shared components of its models, steps and changes of group."""
+"""Run of a train function in one process: shared components for its models, steps and group changes."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Components of a run. Higher layers receive the whole run; lower layers receive only the components they need.
+    """Components of a run; higher layers receive all of them, lower layers only the components they need.
 
     Args:
         membership: This worker's side of the membership protocol.
-        elastic: Whether the group may change.
-        fixed_batch: Whether the batch size stays constant even if the loader allows it to adapt.
+        elastic: True if the group may change.
+        fixed_batch: True if the batch size stays constant even if the loader allows it to adapt.
         faults: Injects scripted faults; None outside tests.
         expected: This worker's expected rank and world size in its first group, if known.
-        most_workers: Largest number of workers that the job may ever have; None in a group of fixed size.
-        unit: Unit to which this worker belongs; None if each worker is a rank by itself.
+        most_workers: Largest number of workers that the job may ever have; None in a fixed-size group.
+        unit: Unit that this worker belongs to; None if each worker is a rank by itself.
         stragglers: Configured response to slow workers.
 
     Attributes:
@@ -61,16 +61,16 @@ class Run:
         sums: Contributions to accumulators in steps that are not committed yet.
         tally: Records the samples that a step has used.
         shares: Decides which steps of a round this rank executes.
-        exchanges: Published and pulled models, one for each model that is averaged in pairs.
+        exchanges: Published and pulled models, with an entry for each model that is averaged in pairs.
         unit, wishes: The unit, and the requests that all its workers know; None if each worker is a rank by itself.
-        agreed: Decisions that the ranks have agreed on and not yet carried out.
-        replicas: Compares the wrapped models of the ranks.
+        agreed: Decisions that the ranks have agreed on but not carried out yet.
+        replicas: Compares the ranks' wrapped models.
         consensus: This rank's announcements and votes.
         meter: Measurements of each rank, known to all ranks.
         stragglers: Detects slow workers, and sets each worker's share of a step's samples.
         gpu_types: Sets each worker's share according to its GPU's type.
-        synced: Whether this worker has joined the job, at its first epoch.
-        shape_changes: Number of changes of the group or the batch shape so far.
+        synced: True if this worker has joined the job, at its first epoch.
+        shape_changes: Number of times the group or the batch shape has changed so far.
         models: Number of models that the loop has wrapped.
     """
 
@@ -131,25 +131,25 @@ class Run:
 
     @property
     def speaks(self) -> bool:
-        """True if this worker represents its unit towards the job, or is a rank by itself."""
+        """True if this worker represents its unit to the job, or is a rank by itself."""
         return self.unit is None or self.unit.leads
 
     @property
     def voided(self) -> bool:
-        """True if the current group was called off and, in a unit, all workers of the unit know that."""
+        """True if the current group was cancelled and, in a unit, all workers of the unit know it."""
         return self.membership.voided if self.wishes is None else self.wishes.voided
 
     def agree_in_unit(self, failure: str | None, *, saves: bool = False, measured: float = 0.0) -> str | None:
         """Agree with the other workers of a unit on the reason why their work failed, if it did.
 
-        All workers of the unit must call this at the same point of the program.
+        All workers of the unit must call this at the same point in the program.
 
         Args:
             failure: Why the work failed on this worker; None if it succeeded.
             saves: Request a checkpoint even if none is due.
             measured: Number of parameter groups whose statistics this worker has measured, sent to the other workers.
 
-        Returns the failure of this worker or of another one; None if all succeeded.
+        Returns the failure on this worker or another one; None if all succeeded.
         """
         due = saves or self.registry.saves()
         if self.wishes is None or self.wishes.complete(well=failure is None, due=due, measured=measured):
@@ -176,7 +176,7 @@ class Run:
             self.faults.at(name, worker=self.worker, rank=self.group.rank, step=self.states.progress.steps)
 
     def refuse_in_round(self, what: str, way_out: str) -> None:
-        """Raise RuntimeError if the loop is within a round, whose steps each rank makes independently."""
+        """Raise RuntimeError if the loop is within a round (each rank makes a round's steps independently)."""
         step = self.ledger.outermost
         if step is not None and step.leads and self.registry.drifting and self.registry.round_period > 1:
             raise RuntimeError(
@@ -186,7 +186,7 @@ class Run:
             )
 
     def leave_group(self) -> None:
-        """Close connections to other ranks, except those of the communicator."""
+        """Close connections to other ranks, except the communicator's."""
         self.shares.close()
         for each in self.exchanges:
             each.close()
@@ -254,7 +254,7 @@ class Run:
 
         Raises:
             RuntimeError: Training has started.
-            ValueError: The model shares parameters with another one.
+            ValueError: The model shares parameters with another model.
         """
         if self.synced:
             raise RuntimeError(
@@ -281,10 +281,10 @@ class Group:
         communicator: Communicator of the current generation; without one, every call on it raises RuntimeError.
         returned: Workers that have left the group because their train functions returned.
         members: The members of the current generation, in rank order; empty before the first.
-        nodes: The node of each rank of the current generation; before the first, one entry for this worker.
+        nodes: The node of each rank in the current generation; before the first, one entry for this worker.
         domains: The network domain of each rank's node, as for ``nodes``; empty strings for nodes without the label.
         rank_info: This worker's rank and world size in the current generation; before the first, the expected ones.
-        mixed: Whether the current generation uses several types of GPU.
+        mixed: True if the current generation uses several types of GPU.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class Group:
 
     @property
     def most_workers(self) -> int:
-        """Largest number of ranks that the group may ever have; equal on all ranks, even before they join."""
+        """Largest number of ranks that the group may ever have; the same on all ranks, even before they join."""
         return self.rank_info.world_size if self._most_workers is None else self._most_workers
 
     @property
@@ -338,7 +338,7 @@ class Group:
 
     @property
     def sending_s(self) -> float:
-        """Time for which the group's connections were sending [s]; 0 before the first generation."""
+        """Time that the group's connections have spent sending [s]; 0 before the first generation."""
         return self.communicator.connections.sending_s() if self.members else 0.0
 
 
@@ -346,9 +346,9 @@ _installed = False
 
 
 def watch_optimizers() -> None:
-    """Install a hook by which a thread's session inspects every step of any optimizer in this process.
+    """Install a hook that lets a thread's session inspect every step of any optimizer in this process.
 
-    The hook is never removed: torch iterates over its hooks during a step, and cannot handle a removal meanwhile.
+    The hook is never removed, because torch iterates over its hooks during a step and cannot handle a removal then.
     """
     global _installed
     if not _installed:
@@ -389,7 +389,7 @@ class OptimizerWatch:
     Each worker has its own samples, so the replicas of a model that is not synchronised diverge.
 
     Attributes:
-        late: Optimizers made after the start of the first epoch: the models that they train are each worker's own.
+        late: Optimizers made after the first epoch has started; the models that they train are each worker's own.
     """
 
     def __init__(self, group: Group, tell: Callable[[str, str], None]) -> None:
@@ -404,7 +404,7 @@ class OptimizerWatch:
     def made(self, scheduler: Any, optimizer: torch.optim.Optimizer, *, late: bool) -> None:
         """Check a newly made scheduler; ``late`` is True if training has started in a group that may change.
 
-        Raises RuntimeError: ``late`` is True, and the scheduler's optimizer belongs to a wrapped model.
+        Raises RuntimeError if ``late`` is True and the scheduler's optimizer belongs to a wrapped model.
         """
         if late and optimizer in self.known:
             raise RuntimeError(
@@ -423,7 +423,7 @@ class OptimizerWatch:
     def check_stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer that is about to step.
 
-        Raises RuntimeError: It steps a model that is not wrapped, or is wrapped with another optimizer.
+        Raises RuntimeError if it steps a model that is not wrapped, or is wrapped with another optimizer.
         """
         if not self._group.generation or optimizer in self.known or optimizer in self._checked:
             return

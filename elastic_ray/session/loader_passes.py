@@ -320,7 +320,7 @@ class LoaderPasses:
                     averaged = digest((averaged, run.registry.buffer_layout))
                     layout = run.registry.merge_layout if plan is None else None
                 if ended.trained and run.registry.round_period > 1:
-                    run.registry.prepare_averages()
+                    run.registry.prepare_averages(ends_pass=ended.ends_pass)
                 self._vote(Announced(Intent.EDGE, 1, averaged), ended.last, plan or layout)
                 self._due = 0, None
                 if ended.ends_pass:

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from elastic_ray.checkpoints import reported as reported_module
 from elastic_ray.checkpoints.copying import SourceError
 from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
-from elastic_ray.checkpoints.run_directory import PROGRESS_FILE, RunStorage
+from elastic_ray.checkpoints.run_directory import PROGRESS_FILE, SUBMISSION_FILE, RunStorage
 from elastic_ray.run.current import WorkerDismissed
 from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.storage_calls import StorageCalls
@@ -102,6 +102,16 @@ def test_links_to_files_and_directories_are_copied(storage: RunStorage, source: 
     assert not problem
     found = {each.relative_to(path).as_posix() for each in Path(path).rglob("*.pt")}
     assert found == {"model.pt", "latest.pt", "linked/more.pt", "twice/more.pt"}
+
+
+def test_storage_that_takes_no_submission_is_named(tmp_path: Path) -> None:
+    run = RunStorage(str(tmp_path / "run"))
+    run.create()
+    (tmp_path / "run" / SUBMISSION_FILE).mkdir()  # stands for a full disk: the directory is there
+    with pytest.raises(
+        OSError, match=r"the run's directory '.*/run' .* cannot be written: .* set RunConfig\(storage_path"
+    ):
+        run.write_submission("{}")
 
 
 def test_a_run_directory_that_comes_back_is_waited_for(storage: RunStorage, source: Path) -> None:

@@ -16,7 +16,7 @@ from elastic_ray.run.current import set_session
 class Counting:
     """Leaves gradients as they are, and notes what it is asked for."""
 
-    nonfinite_ranks, is_open, local, strategy_key = None, False, False, ""
+    nonfinite_ranks, drift, is_open, local, strategy_key = None, None, False, False, ""
     gives_statistics, drifts, averages, settled, marker = True, False, False, True, 0
     calls: list[str]  # of the latest
 

@@ -119,7 +119,11 @@ def test_what_carries_least_in_the_fewest_collectives_comes_first() -> None:
     assert names([layer], mine) == ["all_reduce", "partitioned_ar", "ps_balanced"]
     layers = [ParamInfo(names=(f"w{number}",), shape=(200, 200)) for number in range(200)]
     found = names(layers, mine)
-    assert found[0] == "all_reduce" and found[-1] == "ps_balanced" and "all_reduce of 1 MiB" in found
+    assert (
+        found[0] == "all_reduce"
+        and found[-1] == "ps_balanced"
+        and {"all_reduce of 1 MiB", "all_reduce of 25 MiB"} <= set(found)
+    )
     table = ParamInfo(names=("t",), shape=(200_000, 128), table=True, rows=2000)
     small = ParamInfo(names=("w",), shape=(10, 10))
     assert names([table, small], mine) == ["all_reduce", "parallax"], "the present one first, however hopeless"

@@ -60,7 +60,7 @@ def pulled(exchange: ModelExchange, into: list[torch.Tensor], layout: int = LAYO
     exchange.ask(layout, into)
     assert exchange._pulled is not None
     exchange._pulled.exception(5.0)
-    return exchange.arrived(into)
+    return exchange.arrived(into) is not None
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -97,29 +97,47 @@ def two() -> Iterator[Two]:
 def test_steps_made_during_a_pull_count_in_full(two: Two) -> None:
     (first, second), (params, _) = two
     for dropped, wanted in ((False, 10.0 + (20.0 - 10.0) / 2 - 1.0), (True, 14.0 - 1.0)):
-        second.publish()
-        first.publish()
+        second.publish(1)
+        first.publish(1)
         if dropped:
             first.drop_pull()
         assert first.exchange._pulled is not None and first.exchange._pulled.result(5.0)
         params["w"] -= 1.0
-        PairAverager().mix(first)
+        PairAverager().mix(first, 1)
         assert params["w"].tolist() == [wanted] * 3
         assert first.exchange._pulled is not None and not first.exchange._pulled.result(5.0), "it has that one"
         assert first.pulled() is None
 
 
+@pytest.mark.parametrize(("steps", "own"), [(0, 9.0), (1, 9.0), (2, 8.0), (3, 7.0), (9, 7.0)])
+def test_models_are_compared_after_equally_many_steps(two: Two, steps: int, own: float) -> None:
+    """Two that this rank has published are held, and its present one."""
+    (first, second), (params, _) = two
+    alone(first.exchange, 1)
+    for step in range(3):
+        if step == 2:
+            second.publish(steps)
+        first.publish(step)
+        assert first.exchange._pulled is not None
+        first.exchange._pulled.exception(5.0)
+        if step < 2:
+            assert first.pulled() is None, "nothing is published yet"
+        params["w"] -= 1.0
+    PairAverager().mix(first, 3)
+    assert params["w"].tolist() == [7.0 + (20.0 - own) / 2] * 3
+
+
 def test_pull_from_before_unfreezing_is_ignored(two: Two) -> None:
     (first, second), (params, others) = two
-    second.publish()
-    first.publish()
+    second.publish(1)
+    first.publish(1)
     assert first.exchange._pulled is not None and first.exchange._pulled.result(5.0)
     params["unfrozen"], others["unfrozen"] = torch.full((2,), 1.0), torch.full((2,), 3.0)
-    second.publish()
-    PairAverager().mix(first)
+    second.publish(1)
+    PairAverager().mix(first, 1)
     assert params["w"].tolist() == [10.0] * 3
     assert first.exchange._pulled is not None and first.exchange._pulled.result(5.0)
-    PairAverager().mix(first)
+    PairAverager().mix(first, 1)
     assert params["w"].tolist() == [15.0] * 3 and params["unfrozen"].tolist() == [2.0] * 2
 
 
@@ -204,7 +222,7 @@ def test_a_pull_ends_with_its_group(three: list[ModelExchange]) -> None:
         connection, _ = silent.accept()
         with connection:
             first.close()
-            assert pull.result(timeout=2.0) is False, "long before the group's timeout"
+            assert pull.result(timeout=2.0) is None, "long before the group's timeout"
 
 
 def test_strangers_are_told_nothing(three: list[ModelExchange]) -> None:
@@ -224,7 +242,7 @@ def test_a_pull_of_other_tensors_is_not_taken(three: list[ModelExchange]) -> Non
     first.ask(LAYOUT, before)
     assert first._pulled is not None
     first._pulled.exception(5.0)
-    assert not first.arrived([torch.zeros(3)])
+    assert first.arrived([torch.zeros(3)]) is None
 
 
 def mixed(strategy: Any) -> Any:

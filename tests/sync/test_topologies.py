@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.communication.background_work import BackgroundWork
+from elastic_ray.communication.background_work import TransferThreads
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.sync import AllReduce, Strategy, StrategyError
 from elastic_ray.sync.builders import resolve_strategy
@@ -181,7 +181,7 @@ def test_a_failed_transfer_keeps_nothing_alive() -> None:
 
     backend = Backend()
     there = weakref.ref(backend)
-    work = BackgroundWork(functools.partial(Backend.fail, backend))
+    work = TransferThreads().start(functools.partial(Backend.fail, backend))
     del backend
     gc.disable()
     try:
@@ -195,13 +195,33 @@ def test_a_failed_transfer_keeps_nothing_alive() -> None:
         gc.enable()
 
 
+def test_transfers_keep_their_order_until_one_fails() -> None:
+    threads, go, order = TransferThreads(1), threading.Event(), list[int]()
+
+    def transfer(number: int) -> None:
+        assert go.wait(20.0)
+        order.append(number)
+        if number == 50:
+            raise RuntimeError("the peer is gone")
+
+    before = threading.active_count()
+    works = [threads.start(functools.partial(transfer, number)) for number in range(100)]
+    assert threading.active_count() <= before + 1 and not any(each.is_completed() for each in works)
+    go.set()
+    works[49].wait()
+    for each in (works[50], works[99], threads.start(functools.partial(transfer, 100))):
+        with pytest.raises(RuntimeError, match="gone"):
+            each.wait()
+    assert order == list(range(51))
+
+
 def _wait_for(event: threading.Event) -> None:
     event.wait(20.0)
 
 
 def test_a_short_wait_for_transfers_leaves_them_alone() -> None:
     go = threading.Event()
-    work = BackgroundWork(functools.partial(_wait_for, go))
+    work = TransferThreads().start(functools.partial(_wait_for, go))
     with pytest.raises(RuntimeError, match="not ended"):
         work.wait(timedelta(milliseconds=1))
     assert not work.is_completed()

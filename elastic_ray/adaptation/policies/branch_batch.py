@@ -1,4 +1,4 @@
-"""Policy for a branch of a job, which trains a given number of samples with a constant batch size (pure)."""
+"""Policy for a branch that trains on a given number of samples with a constant batch size (pure)."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class _ByMetric(ReadyPolicy):
-    """Base of policies that track the best value of a metric; each report counts once."""
+    """Base class of policies that track a metric's best value; each report counts once."""
 
     def __init__(self, metric: str, *, mode: str) -> None:
         if not isinstance(metric, str) or not metric:

@@ -69,7 +69,7 @@ class Interference(ReadyPolicy):
         self.tried: dict[str, list[float]] = {}
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Record this step's times; once ``window`` steps are recorded, return a change of strategy if needed."""
+        """Record this step's times; once ``window`` steps are recorded, return a strategy change if needed."""
         steps_s = [each.step_s for each in view.worker_measures]
         if len(view.strategies) <= self.model or not steps_s or min(steps_s) <= 0:
             return None
@@ -86,7 +86,10 @@ class Interference(ReadyPolicy):
         times = [statistics.median(step[rank][0] for step in self.steps) for rank in range(view.workers)]
         busy_s = max(statistics.median(step[rank][1] for step in self.steps) for rank in range(view.workers))
         present = self.using or view.strategies[self.model]
-        sent = {name: _sent(name, view.workers, view.nodes) for name in (*self.strategies, present)}
+        sent = {
+            name: sent_between_nodes(name, view.workers, view.nodes)
+            for name in (*self.strategies, *self.tried, present)
+        }
         return self._judge(present, times, busy_s, sent)
 
     def _loses(self) -> bool:
@@ -140,7 +143,7 @@ class Interference(ReadyPolicy):
         return SetStrategy(name, model=self.model)
 
 
-def _sent(name: str, workers: int, nodes: int) -> float | None:
+def sent_between_nodes(name: str, workers: int, nodes: int) -> float | None:
     """Return how often a link between nodes is busy for as long as it takes to send all gradients once.
 
     None for strategies that are not topologies, and on a single node.

@@ -1,4 +1,4 @@
-"""Policies that add workers while they are worth their cost: rules and search of Or et al. (MLSys 2020; pure)."""
+"""Policies that add workers while they are worth their cost: rules and search from Or et al. (MLSys 2020; pure)."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Seesaw(ReadyPolicy):
         return SetBatch(self.asked)
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Return a request for the batch of the step after the next one; None if the batch would change too little."""
+        """Return a request for the batch two steps ahead; None if the batch would change too little."""
         if not self.asked:
             return self.before_train(view)
         target = self.target(view)

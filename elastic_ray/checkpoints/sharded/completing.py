@@ -1,4 +1,4 @@
-"""SHELL: completion of a sharded checkpoint: once all parts exist, its manifest is written last (torch)."""
+"""SHELL: completes a sharded checkpoint by writing its manifest once all parts exist (torch)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Path = tuple[Any, ...]
 
 
 class ManifestError(ValueError):
-    """Error raised if a checkpoint's manifest, or a rank's description of its part, has impossible contents."""
+    """Error raised if a checkpoint's manifest, or a rank's description of its part, has invalid contents."""
 
 
 def part_name(rank: int) -> str:
@@ -109,7 +109,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Manifest of a sharded checkpoint: its files, its tree of states, and its tensors."""
+    """Manifest of a sharded checkpoint: its files, state tree and tensors."""
 
     steps: int  # optimizer steps
     files: tuple[tuple[str, int], ...]  # checksum and size [bytes] of each rank's part, by rank
@@ -138,7 +138,7 @@ class Manifest:
         return found
 
     def check(self) -> None:
-        """Check that the pieces of each tensor cover it completely and lie within the files."""
+        """Check that the pieces of each tensor cover it completely and are within the files."""
         if type(self.tree) is not dict:
             raise ManifestError(f"the manifest has no tree of states, but a {type(self.tree).__name__}")
         total = 0

@@ -1,4 +1,4 @@
-"""SHELL: reads automatic checkpoints with any number of ranks, without unpickling anything (torch)."""
+"""SHELL: reads automatic checkpoints with any number of ranks, without unpickling (torch)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 
 
 def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
-    """Retry a read while storage fails, so that a short failure does not cost the progress since an earlier state."""
+    """Retry a read while storage fails, so that a short failure does not lose the progress since an earlier state."""
     try:
         for pause_s in _PAUSES_S:
             try:
@@ -169,7 +169,7 @@ def _size(storage: RunStorage, path: str) -> int:
 
 
 class PartFile:
-    """Reader of one rank's part of a checkpoint, which detects changes of the file after the first complete read."""
+    """Reader of one rank's part of a checkpoint, which detects file changes after the first complete read."""
 
     def __init__(self, storage: RunStorage, path: str) -> None:
         self._storage, self.path = storage, path

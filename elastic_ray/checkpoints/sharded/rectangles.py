@@ -1,4 +1,4 @@
-"""Consecutive elements of a tensor as rectangles, the form that torch's distributed checkpoints require (pure)."""
+"""Consecutive tensor elements as rectangles, the form that torch's distributed checkpoints require (pure)."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class CopyBuffers:
 
 
 def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
-    """Return the kinds of the tensors: shape, dtype, and whether they are on a GPU."""
+    """Return each tensor's kind: its shape, dtype, and whether it is on a GPU."""
     return [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
 
 
@@ -296,7 +296,7 @@ def _tensors(named: Sequence[NamedPieces]) -> list[Any]:
 
 
 def _on_cpu(named: NamedPieces) -> NamedPieces:
-    """Return the tensors in CPU memory; those of a preempted job were not copied."""
+    """Return the tensors in CPU memory; a preempted job's tensors were not copied."""
     held = tuple((start, tensor.cpu()) for start, tensor in named.pieces.held)
     return dataclasses.replace(named, pieces=dataclasses.replace(named.pieces, held=held))
 

@@ -56,7 +56,7 @@ class OnMainProcess(accelerate.Accelerator):
         return self._where(function, lambda: get_context().get_local_rank() == local_process_index)
 
     def _where(self, function: Callable[..., Any] | None, here: Callable[[], bool]) -> Any:
-        """Return `function`, or a decorator for one, that runs only if ``here()`` is true and else returns None."""
+        """Return `function`, or a decorator for it, that runs only if ``here()`` is true; otherwise it returns None."""
         if function is None:
             return functools.partial(self._where, here=here)
 
@@ -105,8 +105,8 @@ class Accelerator(OnMainProcess, Collectives):
     """``accelerate.Accelerator`` for a train function that iterates over ``elastic_ray.remaining_epochs_until(n)``.
 
     ``prepare`` accepts models, optimizers and schedulers in one call or in several. A loader's ``batch_size`` is the
-    global batch, which all workers share, however many there are. Collectives such as ``gather``,
-    ``gather_for_metrics`` and ``reduce`` accept tensors and plain values, and never pickle.
+    global batch, which is divided between all workers. Collectives such as ``gather``, ``gather_for_metrics`` and
+    ``reduce`` accept tensors and plain values, and never pickle.
 
     Args:
         max_batch_size: Largest global batch [samples] of the first loader that is prepared, as in
@@ -313,7 +313,7 @@ class Accelerator(OnMainProcess, Collectives):
             super().save(obj, f, safe_serialization)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Save the training state and the position in the data to a folder, on rank 0 only; return the folder."""
+        """Save the training state and the data position to a folder, on rank 0 only; return the folder."""
         if not self.is_main_process:
             return output_dir
         if self.project_configuration.automatic_checkpoint_naming:
@@ -324,7 +324,7 @@ class Accelerator(OnMainProcess, Collectives):
         return folder
 
     def _number_the_next_state(self) -> None:
-        """Continue numbering after the states in the folder, since accelerate counts only those this process saved."""
+        """Continue numbering after the states in the folder; accelerate counts only states saved by this process."""
         states = (Path(self.project_dir) / "checkpoints").glob("checkpoint_*")
         found = [re.fullmatch(r"checkpoint_(\d+)", each.name) for each in states]
         theirs = self.project_configuration
@@ -348,8 +348,8 @@ class Accelerator(OnMainProcess, Collectives):
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load a saved state on every worker.
 
-        Before the first epoch, the job resumes at the saved position in the data. Later, only the model, optimizer and
-        other saved objects are restored, as in accelerate, and the job keeps its current position.
+        Before the first epoch, the job resumes at the saved data position. Later, only the model, optimizer and other
+        saved objects are restored, as in accelerate, and the job keeps its current position.
         """
         found: list[str] = []
         hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
@@ -371,7 +371,7 @@ class Accelerator(OnMainProcess, Collectives):
 
     @contextlib.contextmanager
     def _plain_models(self) -> Iterator[None]:
-        """Substitute the plain models in the block, because accelerate saves and loads those."""
+        """Substitute the plain models inside the block, because accelerate must save and load those."""
         prepared = self._models
         self._models = [plain_model(each) for each in prepared]
         try:

@@ -54,8 +54,8 @@ _PLATEAU = (torch.optim.lr_scheduler.ReduceLROnPlateau,)
 class ElasticTrainerMixin(SavesAlone, _Theirs):
     """Mixin that runs ``transformers.Trainer``, or a subclass, as an elastic job; list it first in the bases.
 
-    ``per_device_train_batch_size`` becomes the global batch, which all workers share, however many there are. Every
-    worker evaluates all the data; rank 0 saves and logs. A causal-LM loss is weighted exactly by tokens, over ranks and
+    ``per_device_train_batch_size`` becomes the global batch, which is divided between all workers. Every worker
+    evaluates all the data; rank 0 saves and logs. A causal-LM loss is weighted exactly by tokens, over ranks and
     micro-batches. ``max_steps`` and schedulers count steps of the initial batch, so that training ends after the
     intended number of samples even if the batch grows.
 
@@ -204,7 +204,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         return self._finalize_training(trial, samples, begin_s)
 
     def _report_start(self, loader: er.AdaptiveDataLoader, planned: dict[str, int]) -> None:
-        """Log the same training summary as Trainer, which people and tools expect, with the job's current batch."""
+        """Log Trainer's usual training summary, which people and tools expect, with the job's current batch."""
         trainable = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
         said = {
             **planned,
@@ -368,7 +368,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     # --- logs, evaluation, checkpoints
 
     def _average_loss(self) -> None:
-        """Set ``_tr_loss`` to the mean loss over workers, times the number of steps that Trainer divides it by."""
+        """Set ``_tr_loss`` to the mean loss over workers, times the number of steps that Trainer divides by."""
         total, weight = er.all_reduce(
             torch.tensor([float(self._tr_loss), self.tr_weight], dtype=torch.float64)
         ).tolist()

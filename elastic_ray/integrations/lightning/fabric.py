@@ -37,9 +37,10 @@ check_overridden(
 class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
     """Strategy for a Fabric loop in a train function: ``Fabric(strategy=ElasticRayFabricStrategy())``.
 
-    Set up the model, its optimizers and its scheduler in one call, ``fabric.setup(model, optimizer,
-    scheduler=scheduler)``, and iterate over ``elastic_ray.remaining_epochs_until(n)``. ``fabric.setup_dataloaders``
-    returns loaders whose ``batch_size`` is the global batch, which all workers share.
+    Set up the model, its optimizers and its scheduler in one call,
+    ``fabric.setup(model, optimizer, scheduler=scheduler)``, and iterate over ``elastic_ray.remaining_epochs_until(n)``.
+    ``fabric.setup_dataloaders`` returns loaders whose ``batch_size`` is the global batch, which is divided between all
+    workers.
 
     Args:
         max_batch_size: Largest global batch [samples] of the first loader that is set up, as in

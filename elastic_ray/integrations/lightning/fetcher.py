@@ -15,7 +15,7 @@ _NOTHING = object()
 
 
 class UnreadStream:
-    """Stand-in for a loader over a dataset without length, which keeps Lightning's setup from reading the stream."""
+    """Stand-in for a loader over a dataset without a length that keeps Lightning's setup from reading the stream."""
 
     def __init__(self, loader: er.AdaptiveDataLoader) -> None:
         self.loader = loader
@@ -108,7 +108,7 @@ class ElasticFetcher(_DataFetcher):
         self.done = True
 
     def batches_of_epoch(self, had: int) -> float:
-        """Return the epoch's number of micro-batches, of which ``had`` have been started; infinite if unknown."""
+        """Return the epoch's number of micro-batches if ``had`` have been started; infinite if unknown."""
         left = self.loader.batches_left
         if left is None:
             return float("inf")

@@ -206,7 +206,7 @@ class ElasticFitLoop(_FitLoop):
         states.start_from(begun)
 
     def _count_epochs(self) -> int:
-        """Return the number of epochs to train, on which the job's progress is based."""
+        """Return the number of epochs to train; the job's progress is based on it."""
         known = self.max_epochs if self.max_epochs is not None and self.max_epochs >= 0 else None
         if self.max_steps < 0:
             if known is None:
@@ -227,7 +227,7 @@ class ElasticFitLoop(_FitLoop):
 
     @property
     def done(self) -> bool:
-        """True if Lightning's limits are reached, the job's epochs are done, or a policy has ended the training."""
+        """True if Lightning's limits have been reached, all epochs are done, or a policy has ended the training."""
         return not self._came_later and (super().done or (self._epochs is not None and self._epochs.done))
 
     def on_advance_start(self) -> None:
@@ -252,7 +252,7 @@ class ElasticFitLoop(_FitLoop):
 
 
 class ElasticEpochLoop(_TrainingEpochLoop):
-    """Epoch loop that starts at the job's position in the epoch; all workers end each step together."""
+    """Epoch loop that starts at the job's position in the epoch; all workers end each step at the same time."""
 
     _came_later = False  # within the epoch, so that its counts are others'
     moved_epochs = 0  # at whose ends schedulers that count epochs have moved
@@ -350,7 +350,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             theirs.fit_loop.logged.report(theirs.callback_metrics)
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        """Decide as Lightning does; if ``val_check_interval`` is a time, rank 0's clock decides."""
+        """Decide as Lightning does; if ``val_check_interval`` is a time, use rank 0's clock."""
         checks = super()._should_check_val_fx(data_fetcher)
         by_time = getattr(self.trainer, "_val_check_time_interval", None)  # from Lightning 2.6 on
         return checks if by_time is None else bool(er.broadcast(checks))

@@ -78,7 +78,7 @@ class OneDevice:
         return torch.stack(er.all_gather(tensor))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
-        """True if all workers decide True; with ``all=False``, True if any worker does."""
+        """True if all workers decide True or, with ``all=False``, if any worker does."""
         return decision if self._gone else bool(er.all_reduce(int(decision), "min" if all else "max"))
 
     def barrier(self, name: str | None = None) -> None:

@@ -183,7 +183,7 @@ def _described(metric: _ResultMetric) -> dict[str, Any]:
 
 
 def _read_logged(trainer: Trainer, described: dict[str, Any]) -> None:
-    """Add a metric that other ranks logged in this epoch, so that this rank takes part in averaging it."""
+    """Add a metric that other ranks logged in this epoch, so that this rank participates in averaging it."""
     results = trainer.fit_loop.epoch_loop._results
     key = f"{described['fx']}.{described['name']}"
     if key in results or not described["on_epoch"]:

@@ -41,7 +41,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     The job grows, shrinks and survives lost workers within ``fit``. Each sample is used once per epoch, and callbacks,
     loop counters and logged values are preserved. The ``train_dataloader``'s ``batch_size`` is the global batch, which
-    all workers share. Every worker evaluates all the data, so all workers have the same results.
+    is divided between all workers. Every worker evaluates all the data, so all workers have the same results.
 
     Args:
         max_batch_size: Largest global batch [samples], as in ``AdaptiveDataLoader.autoscale_batch_size``. None keeps
@@ -210,7 +210,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
-        """Use the unwrapped model in the block, because each worker evaluates independently."""
+        """Use the unwrapped model inside the block, because each worker evaluates independently."""
         wrapped, self._model = self._model, self._lightning_module
         try:
             yield
@@ -231,7 +231,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             yield
 
     def leave(self, *, goes_on: bool) -> None:
-        """Exclude this worker from all further collectives, because it leaves the job or fails.
+        """Exclude this worker from all further collectives, because it is leaving the job or failing.
 
         Args:
             goes_on: True if the job continues without this worker, so that another worker writes the files.

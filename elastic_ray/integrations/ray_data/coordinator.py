@@ -294,7 +294,7 @@ class DatasetCoordinator:
         return RowsFound(spans=spans, total=stream.total)
 
     async def _has(self, stream: RowStream, wanted: RowsWanted) -> bool:
-        """Wait until a stream has the requested rows; False if it was closed or has already released the first of them.
+        """Wait until a stream has the requested rows; False if it was closed or has already released the first row.
 
         Raises Exception if the dataset could not be read. The stream is then closed, so that a repeated request (for
         example from a rerun of the job) starts a new execution.
@@ -353,7 +353,7 @@ class DatasetCoordinator:
         return stream
 
     def _is_stale(self, stream: RowStream, wanted: RowsWanted) -> bool:
-        """True if the stream will not be read any more: its readers are gone, or its epoch was skipped."""
+        """True if the stream will not be read again, because its readers are gone or its epoch was skipped."""
         if stream.generation < 0:
             return stream.epoch < wanted.epoch
         return stream.generation < wanted.reader.generation and not self._readers.has_others(stream, wanted.reader)
@@ -423,7 +423,7 @@ def _unpacked(packed: PackedDatasets) -> tuple[dict[str, bytes], str]:
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    """True unless the record is one that Ray logs for every such actor; used to filter these records out."""
+    """True unless Ray logs the record for every such actor; used to filter these records out."""
     return _TALKATIVE[record.name] not in record.getMessage()
 
 

@@ -23,7 +23,7 @@ class DatasetsOfJob:
     """Context manager that gives the train function access to the job's dataset names and dataset coordinator.
 
     Attributes:
-        token: Identifier of this call of the train function, new each time the context is entered.
+        token: Identifier of this call to the train function, new each time the context is entered.
     """
 
     def __init__(self, coordinator: str, names: tuple[str, ...]) -> None:

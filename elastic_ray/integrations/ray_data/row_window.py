@@ -13,7 +13,7 @@ _PAST = sys.maxsize  # position of a reader that has left
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowSpan:
-    """Consecutive rows of a stream (one epoch's rows of a dataset, in order) that are stored in one block."""
+    """Consecutive rows of a stream (a dataset's rows for one epoch, in order) that are stored in one block."""
 
     first: int  # position of its first row in the stream, from 0
     rows: int  # how many, at least 1

@@ -187,7 +187,7 @@ class RayDataBatches:
         """Do nothing, because the next step's request reports the position to the coordinator."""
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return the dataset's name, which must be the same on all ranks; the coordinator determines rows and order."""
+        """Return the dataset's name, which ranks compare; the coordinator determines the rows and their order."""
         return {"the dataset of Ray Data": self._dataset}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:

@@ -1,4 +1,4 @@
-"""Metrics of a job, written every second while the job runs, and once at its end (pure)."""
+"""Metrics of a job, written every second while the job runs, and once when it ends (pure)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ INSTRUMENTS = (
 
 
 class JobMetrics:
-    """Writer of the metrics of one job (or one trial of a sweep), used by the controller of that job."""
+    """Writer of metrics for one job (or one trial of a sweep), used by the job's controller."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class JobMetrics:
             self._write(FAILURES.sample(1, *self._labels.values, "job_failed"))
 
     def _poll(self, status: JobStatus) -> None:
-        """Write the current values of all gauges, and the events that are new."""
+        """Write the current values of all gauges, and new events."""
         labels, events = self._labels, self._events()
         steps = self._speed.latest.total_steps if self._speed.latest is not None else 0
         new, self._seen = events[self._seen :], len(events)
@@ -130,7 +130,7 @@ class JobMetrics:
 
     @property
     def _labels(self) -> JobLabels:
-        """Labels of the job; the model is the user's name for it, else the class names from the loader."""
+        """Labels of the job; the model label is the user's name for it, otherwise the class names from the loader."""
         loader, name = self._speed.loader, self._spec.model_fingerprint
         if name is None and loader is not None:
             name = "+".join(dict.fromkeys(model.kind for model in loader.models))
@@ -147,12 +147,12 @@ class JobLabels:
 
     @property
     def values(self) -> tuple[str, str, str]:
-        """Values of the labels, in the order in which each metric (gauge, counter, histogram) declares its labels."""
+        """Label values, in the order that each metric (gauge, counter, histogram) declares its labels."""
         return label_value(self.job), label_value(self.tenant), label_value(self.model)
 
 
 def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> tuple[Sample, ...]:
-    """Return the current values of all gauges that have a value; speed gauges have none unless the job trains."""
+    """Return the current values of all gauges that have a value; speed gauges have one only during training."""
     whose, found = labels.values, list[Sample]()
     for name, each in GAUGES.items():
         found += each.sample(getattr(status, name), *whose)
@@ -192,7 +192,7 @@ def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> 
 
 
 def _reason(event: JobEvent) -> str | None:
-    """Return the reason for a change of workers as a label value; None if the workers did not change."""
+    """Return why the number of workers changed, as a label value; None if it did not change."""
     if event.kind is EventKind.RESIZE:
         change = event.to_workers - event.from_workers
         return "grow" if change > 0 else "shrink" if change < 0 else "move"

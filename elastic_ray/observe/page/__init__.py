@@ -1,1 +1,1 @@
-"""Web page that shows which job has which slots of the cluster, since when, and why."""
+"""Web page that shows which job has which of the cluster's slots, since when, and why."""

@@ -46,7 +46,7 @@ class ClusterPage:
 
     @property
     def known(self) -> tuple[str, int]:
-        """Id of the allocator that answered last, and the number of the latest of its decisions on this page."""
+        """Id of the allocator that answered last, and the number of its latest decision on this page."""
         return self._life, self._known
 
     def take(self, look: ClusterLook) -> None:
@@ -79,7 +79,7 @@ class ClusterPage:
         return self._jobs[job]
 
     def _update_nodes(self, look: ClusterLook) -> None:
-        """Update the nodes; mark nodes that start to drain or are gone."""
+        """Update the nodes; mark nodes that have started to drain or are gone."""
         if not look.nodes:
             return
         seen = look.allocator.core.cluster.by_id() if look.allocator is not None else {}
@@ -161,7 +161,7 @@ class ClusterPage:
                 self._history.end(record.time_s, gone & there.keys())
 
     def _read_ends(self, look: ClusterLook) -> None:
-        """End jobs that neither the allocator nor a controller knows; only the most recent ones are kept."""
+        """End jobs that neither the allocator nor a controller knows; only the most recent jobs are kept."""
         known = look.allocator.core.jobs.keys() if look.allocator is not None else frozenset()
         for job, memory in self._jobs.items():
             told = memory.status is not None and memory.status.phase.ended
@@ -172,7 +172,7 @@ class ClusterPage:
             del self._jobs[job]
 
     def _measure(self, look: ClusterLook) -> None:
-        """Record the current use of slots, and since when nodes of each type have been missing."""
+        """Record the current slot use, and since when nodes of each type have been missing."""
         present = [row for row in self._nodes.values() if row.gone_s is None]
         states = look.allocator.core.jobs.values() if look.allocator is not None else ()
         waiting = sum(1 for state in states if not state.target and not state.view.paused)
@@ -249,21 +249,21 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
 
 
 def _worker(info: WorkerInfo, slow_nodes: Mapping[str, float]) -> tuple[Any, ...]:
-    """Return a line of the workers' table; a slowness measured for the worker takes precedence over its node's."""
+    """Return a line for the workers' table; a slowness measured for the worker takes precedence over its node's."""
     slowness = info.slowness if info.slowness is not None else slow_nodes.get(info.node)
     gpu = info.gpu_memory_used_bytes, info.gpu_memory_reserved_bytes
     return info.rank, info.node, info.pid, info.generation, info.silence_s, slowness, *gpu
 
 
 def _gain(told: Explanation | None, goodput: float | None) -> float | None:
-    """Return the goodput that one more worker would add [samples/s], by the allocator's speeds; None if unknown."""
+    """Return the goodput that one more worker would add [samples/s] at the allocator's speeds; None if unknown."""
     if told is None or told.speed_with_one_more is None or told.speed <= 0 or goodput is None:
         return None
     return goodput * (told.speed_with_one_more / told.speed - 1.0)
 
 
 def _curve(view: JobView | None, cluster: Cluster) -> tuple[tuple[int, float], ...]:
-    """Return (workers, goodput) of the fitted model, at the sizes that fit on the nodes; empty without a model."""
+    """Return (workers, goodput) from the fitted model, at sizes that fit on the nodes; empty without a model."""
     if view is None or view.goodput is None:
         return ()
     slots = FreeResources(cluster).slots(view).tolist()
@@ -272,7 +272,7 @@ def _curve(view: JobView | None, cluster: Cluster) -> tuple[tuple[int, float], .
 
 
 def _measured(view: JobView | None) -> tuple[tuple[int, float], ...]:
-    """Return (workers, goodput) of measured steps, with the best batch for each size."""
+    """Return (workers, goodput) from measured steps, with the best batch for each size."""
     if view is None or view.goodput is None:
         return ()
     best: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Stream of changes to browsers, each with a bounded queue; a browser that does not read is dropped (pure)."""
+"""Stream of changes for browsers, each with a bounded queue; a browser that does not read is dropped (pure)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BIG = 1e5  # above: seconds since the epoch, of which hundredths count
 
 
 def tables(snapshot: PageSnapshot) -> dict[str, Any]:
-    """Return the fields of a page's snapshot as values that JSON can hold, keyed by field name."""
+    """Return a page snapshot's fields as values that JSON can hold, keyed by field name."""
     return {name: plain(getattr(snapshot, name)) for name in _names(PageSnapshot)}
 
 
@@ -89,7 +89,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def to_json(value: Any) -> bytes:
-    """Return ``value`` as compact ASCII JSON, in which no character can break a line of an event stream."""
+    """Return ``value`` as compact ASCII JSON, without characters that could break a line in an event stream."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -145,7 +145,7 @@ class Client:
         self._messages.put_nowait(None)
 
     async def next(self, timeout_s: float) -> bytes | None:
-        """Return the next message; b"" if none comes within ``timeout_s`` [s], None if the client was dropped."""
+        """Return the next message; b"" if none arrives within ``timeout_s`` [s], None if the client was dropped."""
         try:
             message = await asyncio.wait_for(self._messages.get(), timeout_s)
         except asyncio.TimeoutError:
@@ -174,7 +174,7 @@ class Feed:
         return len(self._clients)
 
     def join(self) -> Client:
-        """Add a browser to the feed and return its queue. Raises TooManyClientsError: the maximum is connected."""
+        """Add a browser to the feed and return its queue. Raises TooManyClientsError if it is full."""
         if len(self._clients) >= self._most_clients:
             raise TooManyClientsError(f"{self._most_clients} browsers have this page open already; close one")
         client = Client(self._most_waiting, self._most_bytes)

@@ -1,4 +1,4 @@
-"""Access rules of the page: host names against DNS rebinding, origins against other sites, a token (pure)."""
+"""Access rules for the page: host names against DNS rebinding, origins against other sites, a token (pure)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Access rules of one web page: which hosts, origins and tokens its requests must have."""
+    """Access rules for one web page: the hosts, origins and tokens that its requests must have."""
 
     host: str = "127.0.0.1"  # where it listens
     # further names of this machine, by which a browser may ask for the page where it listens on all addresses
@@ -144,7 +144,7 @@ class Doors:
         return len(self._connections)
 
     def open(self, key: Hashable, peer: str, now_s: float) -> Hashable | None:
-        """Add a connection of ``peer``; if too many are open, remove and return the longest idle one, else None."""
+        """Add a connection from ``peer``; if too many are open, remove and return the longest idle one, else None."""
         of_peer = [each for each, one in self._connections.items() if one.peer == peer]
         self._connections[key] = _Connection(peer, now_s)
         if len(of_peer) >= self._most_of_one:

@@ -1,4 +1,4 @@
-"""History of the allocation (bars, marks and use of slots), built from decisions and events (pure)."""
+"""History of the allocation (bars, marks and slot use), built from decisions and events (pure)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class History:
 
     @property
     def bars(self) -> tuple[Bar, ...]:
-        """Bars of the timeline, ended ones first. A bar shows one job's slots on one node over a period of time."""
+        """Bars of the timeline, ended ones first. Each bar shows one job's slots on one node over a period of time."""
         return (*self._ended, *(bar for own in self._open.values() for bar in own.values()))
 
     @property
     def marks(self) -> tuple[Mark, ...]:
-        """Marks of events in the timeline, in the order in which they were added."""
+        """Event marks in the timeline, in the order they were added."""
         return tuple(self._marks)
 
     @property
@@ -37,7 +37,7 @@ class History:
 
     @property
     def slots(self) -> int:
-        """Number of slots that jobs have now, which are the slots of all open bars."""
+        """Number of slots that jobs have now, summed over all open bars."""
         return sum(bar[5] for own in self._open.values() for bar in own.values())
 
     @property
@@ -73,12 +73,12 @@ class History:
             self._ended.append((number, node, job, from_s, time_s, slots, decision))
 
     def mark(self, time_s: float, job: str, kind: str, text: str) -> None:
-        """Add a mark of the given kind, with a text, for an event of a job, or of a node if ``job`` is empty."""
+        """Add a mark of the given kind, with a text, for a job's event, or a node's if ``job`` is empty."""
         self._numbers += 1
         self._marks.append((self._numbers, time_s, job, kind, text))
 
     def measure(self, time_s: float, used: int, waiting: int | None, usd_per_h: float | None) -> None:
-        """Record slots in use, waiting jobs and price [USD/h] at ``time_s``, replacing any values for the same time."""
+        """Record slots in use, waiting jobs and price [USD/h] at ``time_s``, replacing any values for that time."""
         last = self._uses[-1] if self._uses else None
         if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] > time_s):
             return

@@ -14,7 +14,7 @@ _DECADES = 100.0  # a parameter whose values differ by such a factor was drawn b
 
 
 def importance(trials: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], str]:
-    """Return the PED-ANOVA importance of each varying parameter, largest first, and "" or why it is unknown."""
+    """Return each varying parameter's PED-ANOVA importance, largest first, and why it is unknown ("" if known)."""
     told = [row for row in trials if row["score"] is not None]
     if len(told) < LEAST_TRIALS:
         return {}, f"it is known from {LEAST_TRIALS} trials with a value on; {len(told)} have one"
@@ -39,7 +39,7 @@ def importance(trials: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], s
 
 
 def _distribution(values: Sequence[Any]) -> BaseDistribution:
-    """Return a distribution from which the values may have been drawn."""
+    """Return a distribution that the values may have been drawn from."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)

@@ -35,11 +35,11 @@ class JobMemory:
 
     @property
     def series(self) -> tuple[Point, ...]:
-        """Numbers of the job over time, oldest first."""
+        """The job's numbers over time, oldest first."""
         return tuple(self._series)
 
     def decided(self, state: JobState) -> None:
-        """Store the allocator's current state of the job, and clear the record that the job has ended."""
+        """Store the allocator's current state for the job, and clear the record that the job has ended."""
         self.state, self.ended_s = state, None
 
     def ended(self, now_s: float) -> None:
@@ -47,7 +47,7 @@ class JobMemory:
         self.ended_s = now_s if self.ended_s is None else self.ended_s
 
     def receive(self, look: JobLook, now_s: float) -> tuple[JobEvent, ...]:
-        """Store ``look``, the controller's answer; return the new events in it that the timeline shows as marks."""
+        """Store ``look``, the controller's answer; return its new events that the timeline shows as marks."""
         self.events.extend(look.events)
         self.facts = look.facts or self.facts
         if look.status is not None:
@@ -61,7 +61,7 @@ class JobMemory:
         return tuple(event for event in look.events if event.kind in MARKS)
 
     def new_checkpoints(self) -> list[tuple[float, str]]:
-        """Return (time, path) of each checkpoint that was seen after the previous call of this method."""
+        """Return (time, path) for each checkpoint seen since the previous call of this method."""
         found, self._checkpoints = self._checkpoints, []
         return found
 
@@ -98,7 +98,7 @@ MARKS: Mapping[EventKind, str] = {
 
 
 def noise_scale(state: JobState | None) -> float | None:
-    """Return the gradient noise scale that a job's current goodput model contains [samples].
+    """Return the gradient noise scale in a job's current goodput model [samples].
 
     None without a model, or if the gradient is too small. B = tr(Sigma) / |G|^2 with the variance of a batch of M0
     samples, so that B = M0 var / sqr (McCandlish et al. 2018).
@@ -131,5 +131,5 @@ def pauses(
 def shares_of_time(
     events: Iterable[JobEvent], status: JobStatus | None, submitted_s: float, until_s: float
 ) -> dict[str, float]:
-    """Return the seconds since submission by what the job did (training, pausing, waiting and so on), keyed by name."""
+    """Return the seconds spent on each activity since submission (training, pausing, waiting...), keyed by name."""
     return named_parts(time_spent(events, submitted_s, until_s) if status is None else status)

@@ -1,4 +1,4 @@
-"""Model of the page as frozen values, most of which are table rows in ``GET /api/snapshot``.
+"""Model of the page as frozen values, mostly table rows in ``GET /api/snapshot``.
 
 Times are in seconds since the epoch (in a simulation, since its start), rates in samples per second, money in USD.
 """
@@ -23,7 +23,7 @@ class PageSource:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCount:
-    """Number of slots of one GPU type (``CPU`` for nodes without GPUs) in each state; together, these are all slots."""
+    """Number of slots with one GPU type (``CPU`` for nodes without GPUs) in each state; each slot counts once."""
 
     type: str
     used: int = 0  # a worker trains there
@@ -35,7 +35,7 @@ class SlotCount:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Strip:
-    """Summary of the cluster, shown in one line at the top of the page."""
+    """One-line summary of the cluster at the top of the page."""
 
     slots: tuple[SlotCount, ...] = ()  # by GPU type
     running: int = 0  # jobs that have workers; ``waiting``: jobs that have none; ``held``: at a size set by hand
@@ -54,12 +54,12 @@ class Strip:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageJob:
-    """Row of one job, with key ``job``.
+    """Row for one job, identified by ``job``.
 
     Attributes:
         phase: A value of ``JobPhase``; ``silent`` if the controller does not answer, ``ended`` if it is gone.
         target: Number of workers that the allocator plans for the job.
-        held_at: Size at which a user holds the job; None leaves the size to the allocator.
+        held_at: Size that a user holds the job at; None leaves the size to the allocator.
         samples_per_s: Throughput; ``goodput`` is throughput times statistical efficiency.
         efficiency: Statistical efficiency of the current batch, at most 1.
         why: Reason for the job's size, what the job waits for, or why it ended.
@@ -113,7 +113,7 @@ class PageJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageNode:
-    """Row of one node in the page's timeline, identified by ``node``."""
+    """Row for one node in the page's timeline, identified by ``node``."""
 
     node: str
     label: str  # its address, or what tells it from the others
@@ -129,7 +129,7 @@ class PageNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageDecision:
-    """Row of one allocator decision in the page's log, identified by ``number``."""
+    """Row for one allocator decision in the page's log, identified by ``number``."""
 
     number: int
     time_s: float
@@ -142,7 +142,7 @@ class PageDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """Row of one tenant (such as a team), identified by ``tenant``; shares are of its most used resource, 0 to 1."""
+    """Row for one tenant (such as a team), identified by ``tenant``; shares refer to its most used resource, 0 to 1."""
 
     tenant: str
     weight: float  # beside the others'
@@ -158,7 +158,7 @@ class TenantShare:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WantedNodes:
-    """Row of one node type that the allocator's autoscaling requests, identified by ``type``."""
+    """Row for one node type that the allocator's autoscaling requests, identified by ``type``."""
 
     type: str
     market: str

@@ -1,4 +1,4 @@
-"""Overview of the whole cluster: the summary strip, the tenants' shares, and the requested nodes (pure)."""
+"""Overview of the entire cluster: the summary strip, the tenants' shares, and the requested nodes (pure)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from placement.planning.tenants import Tenant, entitlements
 
 
 def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode]) -> Strip:
-    """Return the one-line summary of the cluster at the top of the page."""
+    """Return the cluster's one-line summary at the top of the page."""
     states = look.core.jobs
     now, one_each, equal = _speeds([(each.view, sum(each.target.values())) for each in states.values()], look)
     return Strip(
@@ -41,7 +41,7 @@ def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode
 def _slots(
     cluster: Cluster, jobs: Sequence[PageJob], nodes: Sequence[PageNode], states: Mapping[str, JobState]
 ) -> tuple[SlotCount, ...]:
-    """Return slots by GPU type; a job's missing workers count, in proportion, as starting on its planned nodes."""
+    """Return slots by GPU type; a job's missing workers count as starting, in proportion, on its planned nodes."""
     by_id, counts = cluster.by_id(), dict[str, SlotCount]()
     late = {each.job: 1.0 - min(each.workers / each.target, 1.0) for each in jobs if each.target}
     starting: dict[str, float] = {}
@@ -69,7 +69,7 @@ def _slots(
 def _speeds(
     sizes: Sequence[tuple[JobView, int]], look: AllocatorLook
 ) -> tuple[float | None, float | None, float | None]:
-    """Return the sum of the jobs' speeds at these sizes, at their smallest sizes, and at equal shares of the slots.
+    """Return the jobs' summed speeds at these sizes, at their smallest sizes, and at equal shares of the slots.
 
     A job's speed is relative to its smallest size. All three are None while no job has a model.
     """
@@ -106,7 +106,7 @@ def _enough(slots: Sequence[int], workers: int) -> Sequence[int]:
 
 
 def tenant_shares(look: AllocatorLook) -> tuple[TenantShare, ...]:
-    """Return the cluster shares of each tenant (such as a team), sorted by name; empty without jobs or tenants."""
+    """Return each tenant's cluster shares (a tenant may be a team), sorted by name; empty without jobs or tenants."""
     known = {each.name: each for each in look.tenants}
     states = tuple(look.core.jobs.values())
     names = sorted({state.view.tenant for state in states})
@@ -153,7 +153,7 @@ def _weight(known: Tenant | None, own: Sequence[JobState]) -> float:
 
 
 def _needs(own: Sequence[JobState], *, useful: bool = False) -> dict[str, float]:
-    """Return the resources of the workers that jobs are planned to have or, with ``useful``, can use at most."""
+    """Return the resources of the jobs' planned workers or, with ``useful``, of all workers they could use."""
     amounts: dict[str, float] = {}
     for state in own:
         add_amounts(amounts, state.view.bundle, state.view.useful_workers if useful else sum(state.target.values()))
@@ -164,7 +164,7 @@ def _fairness(own: Sequence[JobState], owed: float, look: AllocatorLook) -> floa
     """Return the worst finish-time fairness of a tenant's jobs; None if unknown for all of them.
 
     It is (age + time left) / time on an equal part of the tenant's share (Mahajan et al., "Themis", NSDI 2020). The
-    inputs come from the jobs themselves, and the clock is that of each job's last heartbeat.
+    inputs come from the jobs themselves, and each job's age is as of its last heartbeat.
     """
     total = sum(slots_of(node.free) for node in look.core.cluster.nodes)
     part = max(math.floor(owed * total / max(len(own), 1)), 1)

@@ -1,4 +1,4 @@
-"""Rows of the page's job and node tables, built from the answers of allocator, controllers and Ray (pure)."""
+"""Rows of the page's job and node tables, built from answers by the allocator, controllers and Ray (pure)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def job_row(memory: JobMemory) -> PageJob:
 
 
 def trial_cells(trial: TrialFacts | None, metric: str) -> dict[str, Any]:
-    """Return the fields of a page row that describe a trial; for a job that is not a trial, only its metric."""
+    """Return a page row's fields that describe a trial; for a job that is not a trial, only its metric."""
     return (
         {"metric": metric}
         if trial is None
@@ -75,7 +75,7 @@ def _phase(status: JobStatus | None, ended_s: float | None) -> str:
 def _progress(
     status: JobStatus | None, view: JobView | None, goodput: float | None
 ) -> tuple[float | None, float | None]:
-    """Return the job's progress, 0 to 1, and seconds to its end, from the controller or else from the job's model."""
+    """Return the job's progress, 0 to 1, and seconds left, from the controller or else from the job's model."""
     progress, eta_s = (status.progress, status.eta_s) if status is not None else (None, None)
     missing = remaining(view.progress) if view is not None else None
     if progress is None and view is not None and view.progress is not None and missing is not None:
@@ -87,7 +87,7 @@ def _progress(
 
 
 def _why(status: JobStatus | None, state: JobState | None) -> str:
-    """Return what the job waits for or why it ended, else the reason for its size."""
+    """Return what the job is waiting for or why it ended, otherwise the reason for its size."""
     if status is not None and status.message:
         return clipped(status.message)
     return clipped(str(state.reason)) if state is not None else ""
@@ -101,12 +101,12 @@ def kind_of(node: NodeLook) -> str:
 
 
 def slots_of(total: Mapping[str, float]) -> int:
-    """Return the number of GPUs among a node's resources ``total``, or of CPUs if there are no GPUs."""
+    """Return the number of GPUs in a node's resources ``total``, or of CPUs if it has no GPUs."""
     return int(total.get("GPU", 0.0) or total.get("CPU", 0.0))
 
 
 def slots_per_worker(bundle: Mapping[str, float], total: Mapping[str, float]) -> float:
-    """Return how many slots (GPUs, or CPUs without GPUs) of a node with these resources a worker's ``bundle`` uses."""
+    """Return the slots (GPUs, or CPUs without GPUs) that a worker's ``bundle`` uses on a node with these resources."""
     return bundle.get("GPU", 0.0) if total.get("GPU") else bundle.get("CPU", 0.0)
 
 

@@ -1,4 +1,4 @@
-"""SHELL: HTTP server of the page, with assets, a snapshot, a stream of changes, job details and actions."""
+"""SHELL: HTTP server for the page, with assets, a snapshot, a stream of changes, job details and actions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INDEX = "index.html"
 
 
 class PageServer:
-    """HTTP server of the web page of one data source."""
+    """HTTP server for one data source's web page."""
 
     def __init__(self, source: Source, gate: Gate, feed: Feed | None = None) -> None:
         self._source, self._gate, self._feed = source, gate, feed or Feed()
@@ -127,7 +127,7 @@ class PageServer:
             self._waiting -= 1
 
     async def _pause(self, period_s: float) -> None:
-        """Wait until the next poll; longer while no browser has the page open, or until one sends a request."""
+        """Wait until the next poll; while no browser has the page open, wait longer, or until a request arrives."""
         self._wanted.clear()
         await asyncio.sleep(period_s)
         if not self._feed.clients:
@@ -181,7 +181,7 @@ class PageServer:
         return web.Response(body=found[0], headers={"Content-Type": found[1]})
 
     async def _ready(self) -> Mapping[str, Any]:
-        """Return the tables, polling the source first if there are none yet."""
+        """Return the tables, polling the source first if none exist yet."""
         self._wanted.set()
         if not self._tables:
             await self._refresh()
@@ -195,7 +195,7 @@ class PageServer:
         return response
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Stream the whole snapshot, then changes, until the browser disconnects or stops reading."""
+        """Stream the full snapshot, then changes, until the browser disconnects or stops reading."""
         found = await self._ready()
         try:
             client = self._feed.join()
@@ -249,7 +249,7 @@ class PageServer:
         return web.Response(body=to_json({"text": text}), content_type="application/json")
 
     async def _sweep(self, request: web.Request) -> web.StreamResponse:
-        """Answer with the importance of each parameter of a sweep; computed for one request at a time."""
+        """Answer with the importance of each parameter in a sweep; computed for one request at a time."""
         sweep = request.match_info["sweep"]
         trials = [row for row in (await self._ready())["jobs"] if row["sweep"] == sweep]
         if not trials:
@@ -270,7 +270,7 @@ class PageServer:
         return web.Response(body=to_json({"now": plain(now), "then": plain(then)}), content_type="application/json")
 
     async def _guess(self, nodes: str, policy: str) -> Any:
-        """Run a what-if to its end, even if the browser that requested it disconnects."""
+        """Run a what-if to completion, even if the browser that requested it disconnects."""
         async with self._guessing:
             return await asyncio.to_thread(self._source.what_if, nodes, policy, time.time())
 
@@ -321,7 +321,7 @@ def _message(kind: str, version: int, value: Any) -> bytes:
 
 
 def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
-    """Return a socket that listens at an address of this machine, given as ``host``.
+    """Return a socket that listens at ``host``, an address of this machine.
 
     Args:
         or_any: True to use any free port if the given one is not available.
@@ -363,7 +363,7 @@ async def serve(server: PageServer, bound: socket.socket, until: Callable[[], Aw
 
 
 async def _close_late(doors: Doors) -> None:
-    """Close connections on which no request arrives in time."""
+    """Close connections if no request arrives on them in time."""
     while True:
         await asyncio.sleep(1.0)
         for transport in doors.late(time.monotonic()):
@@ -396,7 +396,7 @@ class _Counted(asyncio.Protocol):
 
 
 class _Few(logging.Filter):
-    """Log filter that passes a few lines a minute, so that clients that send invalid HTTP cannot fill the log."""
+    """Log filter that passes only a few lines a minute, so that clients sending invalid HTTP cannot fill the log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,13 +409,13 @@ class _Few(logging.Filter):
 
 
 def _room() -> tuple[int, int]:
-    """Return the maximum number of connections, in total (a quarter of the open-file limit at most) and per peer."""
+    """Return the maximum number of connections, in total (at most a quarter of the open-file limit) and per peer."""
     most = min(MOST, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
     return most, min(MOST_OF_ONE, most * 3 // 4)
 
 
 def read_assets() -> Mapping[str, tuple[bytes, str]]:
-    """Return (content, content type) of every asset, keyed by file name; only these names are ever served."""
+    """Return (content, content type) for each asset, keyed by file name; only these names are ever served."""
     folder = files("elastic_ray.observe.page") / "assets"
     found = {}
     for each in folder.iterdir():

@@ -57,7 +57,7 @@ class ClusterLook:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswer:
-    """Answers about one job that are requested only while somebody is viewing the job's details."""
+    """Answers about one job, requested only while somebody is viewing its details."""
 
     workers: tuple[WorkerInfo, ...] = ()
     explanation: Explanation | None = None  # the allocator's; None where it does not know the job
@@ -95,7 +95,7 @@ class Source(Protocol):
 
 
 class StoredPage:
-    """Page of stored data, as a :class:`Source` whose data never changes."""
+    """Page of stored data, as a :class:`Source` that never changes."""
 
     def __init__(self, snapshot: PageSnapshot, details: Mapping[str, JobDetail]) -> None:
         self._snapshot, self._details = snapshot, details

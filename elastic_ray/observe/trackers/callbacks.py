@@ -37,7 +37,7 @@ _SAME = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialView:
-    """Read-only view of a job that has the attributes of a ``ray.tune`` trial, for loggers.
+    """Read-only view of a job with the same attributes as a ``ray.tune`` trial, for loggers.
 
     Views with the same ``trial_id`` compare equal, because loggers use them as dictionary keys.
 
@@ -114,7 +114,7 @@ class Callbacks:
         self._unpacked: tuple[tuple[Any, ...], RunContext] | None = None
 
     def get(self, index: int) -> tuple[Any, RunContext]:
-        """Return the callback at ``index`` and the run's context. Raises any error of unpickling the callbacks."""
+        """Return the callback at ``index`` and the run's context. Raises any error from unpickling the callbacks."""
         with self._lock:
             if self._unpacked is None:
                 self._unpacked = unpack_callbacks(self._packed, self._run_id)
@@ -140,7 +140,7 @@ class CallbackTracker:
             self.note = note
 
     def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """Unpickle the callback and notify it that the run starts; for the arguments, see :meth:`Tracker.start`."""
+        """Unpickle the callback and notify it that the run is starting; for arguments, see :meth:`Tracker.start`."""
         callback, context = self._callbacks.get(self._index)
         if not again:
             self._seen = SeenReports(reports)
@@ -174,7 +174,7 @@ class CallbackTracker:
             self._target.failed(errors)
 
     def raised(self, error: Raised) -> None:
-        """Report an error of the train function to the callback, without unpickling the original exception."""
+        """Report an error in the train function to the callback, without unpickling the original exception."""
         from elastic_ray.errors import TrainFunctionError  # imports ray.train
 
         self.failed({error.rank: TrainFunctionError(error.traceback_text, error.rank, error.node)})
@@ -215,18 +215,18 @@ class _UserCallback:
         self._callback, self._context, self._run = callback, context, run
 
     def start(self, state: str | None) -> frozenset[int]:
-        """Restore the callback's state, if there is one; a ``UserCallback`` has no method for a run's start."""
+        """Restore the callback's state, if any; a ``UserCallback`` has no method for a run's start."""
         if state is not None:
             go_on(self._callback, None, state)
         return frozenset()
 
     def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
-        """Call ``after_report`` with rank 0's metrics, which stand for those of all ranks."""
+        """Call ``after_report`` with rank 0's metrics, which represent all ranks."""
         checkpoint = _checkpoint(report, self._run.storage)
         self._callback.after_report(self._context, [copy.deepcopy(dict(report.metrics))], checkpoint)
 
     def event(self, event: JobEvent) -> None:
-        """Call ``on_resize`` if the callback defines it and the event is a change of size."""
+        """Call ``on_resize`` if the callback defines it and the event changes the job's size."""
         on_resize: Callable[..., None] | None = getattr(self._callback, "on_resize", None)
         if on_resize is not None and is_change_of_size(event):
             on_resize(self._context, dataclasses.replace(event, detail=copy.deepcopy(dict(event.detail))))
@@ -236,7 +236,7 @@ class _UserCallback:
         self._callback.after_exception(self._context, dict(errors))
 
     def finish(self, phase: JobPhase) -> None:
-        """Do nothing: a ``UserCallback`` has no method for a run's end."""
+        """Do nothing, because a ``UserCallback`` has no method for a run's end."""
 
     def state(self) -> str | None:
         """Return the state of a callback that has ``get_state`` and ``set_state``; None for other callbacks."""
@@ -244,7 +244,7 @@ class _UserCallback:
 
 
 class _LoggerCallback:
-    """Adapter for a ``ray.tune`` logger, to which the job appears as the only trial of an experiment."""
+    """Adapter for a ``ray.tune`` logger, which sees the job as an experiment's only trial."""
 
     def __init__(self, callback: Any, context: RunContext, run: TrackedRun) -> None:
         self._callback, self._run = callback, run
@@ -294,10 +294,10 @@ class _LoggerCallback:
             self._callback.on_trial_save(report.index, [self._trial], self._trial)
 
     def event(self, event: JobEvent) -> None:
-        """Do nothing: a logger has no method for events."""
+        """Do nothing, because a logger has no method for events."""
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
-        """Do nothing: a logger is notified of a failure at the run's end."""
+        """Do nothing, because a logger is notified of a failure when the run ends."""
 
     def finish(self, phase: JobPhase) -> None:
         """End the trial and the experiment, then copy the logger's files to the run's storage."""
@@ -314,7 +314,7 @@ class _LoggerCallback:
                 copy_directory(local, self._trial.local_path, storage, target)
 
     def state(self) -> str | None:
-        """Return the state from which the logger can resume the same run; None if there is none."""
+        """Return the state that the logger needs to resume the same run; None if it has none."""
         return state_of(self._callback, self._trial)
 
 
@@ -364,7 +364,7 @@ def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
 
 
 def state_of(logger: Any, trial: TrialView | None) -> str | None:
-    """Return the state from which a logger can resume its run; None if this state is missing, too large or not JSON."""
+    """Return the state that a logger needs to resume its run; None if it is missing, too large or not JSON."""
     runs = getattr(logger, "_trial_runs", None)
     if _is(logger, "MLflowLoggerCallback") and isinstance(runs, dict) and trial in runs:
         return f"mlflow:{runs[trial]}"
@@ -382,7 +382,7 @@ def state_of(logger: Any, trial: TrialView | None) -> str | None:
 def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
     """Return the indices of the reports that a logger's MLflow run already has; empty for other loggers.
 
-    They are needed because a process may die after it has logged a report and before the tracker's note records this.
+    They are needed because a process may die after logging a report and before the tracker's note records this.
     """
     runs = getattr(logger, "_trial_runs", None)
     if not _is(logger, "MLflowLoggerCallback") or not isinstance(runs, dict) or trial not in runs:
@@ -413,7 +413,7 @@ class RunContext:
 def pack_callbacks(
     callbacks: Sequence[Any], *, run_config: Any, train_loop_config: Mapping[str, Any] | None, scaling_config: Any
 ) -> bytes:
-    """Return the callbacks pickled by value, like the train function; empty if there are none."""
+    """Return the callbacks pickled by value, like the train function; empty if no callbacks are given."""
     if not callbacks:
         return b""
     for callback in callbacks:
@@ -433,7 +433,7 @@ def unpack_callbacks(packed: bytes, run_id: str) -> tuple[tuple[Any, ...], RunCo
 
     Unpickling runs user code, so call this only in a thread that nothing waits for.
 
-    Raises Exception: any error of the user's code; for example, a module may be missing on the controller's node.
+    Raises any error from the user's code; for example, a module may be missing on the controller's node.
     """
     callbacks, train_loop_config, run_config, scaling_config = pickle.loads(packed)
     context = RunContext(

@@ -47,7 +47,7 @@ class Tracker(Protocol):
         """
 
     def report(self, report: Report, time_s: float) -> None:
-        """Receive a report of rank 0, made at ``time_s`` [s since the epoch]."""
+        """Receive a report from rank 0, made at ``time_s`` [s since the epoch]."""
 
     def numbers(self, numbers: JobNumbers) -> None:
         """Receive the numbers that describe the job's current training."""
@@ -83,11 +83,11 @@ class TrackerThread:
         self._thread: threading.Thread | None = None
 
     def start(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
-        """Queue a call of :meth:`Tracker.start`; if that call raises, it is repeated."""
+        """Queue a call to :meth:`Tracker.start`; if the call raises, it is repeated."""
         self._put("begin", lambda: self._tracker.start(step, reports, again=again, events=events))
 
     def report(self, report: Report, time_s: float) -> None:
-        """Queue a report of rank 0, made at ``time_s`` [s since the epoch]."""
+        """Queue a report from rank 0, made at ``time_s`` [s since the epoch]."""
         self._put("report", lambda: self._tracker.report(report, time_s), size=len(report.to_json()))
 
     def numbers(self, numbers: JobNumbers) -> None:
@@ -103,7 +103,7 @@ class TrackerThread:
         self._put(what, call)
 
     def finish(self, phase: JobPhase) -> None:
-        """Queue the job's end in this final ``phase``; the thread then exits as soon as all queued calls are done."""
+        """Queue the notice that the job ended in ``phase``; the thread exits once all queued calls are done."""
         with self._news:
             self._calls.append(("finish", lambda: self._tracker.finish(phase), 0))
             self._closed = True
@@ -112,7 +112,7 @@ class TrackerThread:
 
     @property
     def done(self) -> bool:
-        """True if :meth:`finish` was called and all queued calls are done."""
+        """True if :meth:`finish` has been called and all queued calls are done."""
         return self._closed and (self._thread is None or not self._thread.is_alive())
 
     def give_up(self) -> str:
@@ -161,7 +161,7 @@ class TrackerThread:
             self._thread.start()
 
     def _run(self) -> None:
-        """Make the queued calls one after the other until the last one, and flush about once a second."""
+        """Make the queued calls one after another until the last one, and flush about once a second."""
         flush_s = time.monotonic() + _FLUSH_S
         while not self._given_up:
             with self._news:
@@ -235,7 +235,7 @@ class RunTrackers:
         self._make()
 
     def _make(self) -> None:
-        """Create a tracker for TensorBoard, if it is enabled, and one for each callback."""
+        """Create a tracker for TensorBoard, if enabled, and one for each callback."""
         spec = self._spec
         storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=spec.elastic.private_files)
         wanted = spec.elastic.tensorboard
@@ -251,7 +251,7 @@ class RunTrackers:
             self._threads.append(TrackerThread(f"callback {name}", tracker))
 
     def recall(self, notes: Mapping[str, str], events: tuple[JobEvent, ...]) -> None:
-        """Restore the trackers' notes and the events of an earlier controller; must be called before :meth:`start`."""
+        """Restore the trackers' notes and an earlier controller's events; must be called before :meth:`start`."""
         for event in events:
             self._count(event)
         if _BEGUN not in notes:
@@ -262,7 +262,7 @@ class RunTrackers:
 
     @property
     def notes(self) -> dict[str, str]:
-        """Notes from which the trackers of the next controller restore their state."""
+        """Notes that the next controller's trackers use to restore their state."""
         found = {str(index): tracker.note for index, tracker in enumerate(self._callbacks) if tracker.note}
         return {**found, _BEGUN: ""} if self._begun else {}
 
@@ -279,7 +279,7 @@ class RunTrackers:
             thread.start(steps, reports, again=again, events=events)
 
     def report(self, report: Report) -> None:
-        """Pass a report of rank 0 to all trackers."""
+        """Pass a report from rank 0 to all trackers."""
         if self._held is not None and len(self._held) < _MOST_HELD:
             self._held.append((report, time.time()))
             return
@@ -287,7 +287,7 @@ class RunTrackers:
             thread.report(report, time.time())
 
     def _release(self) -> None:
-        """Pass on the reports held back until the run's start was known, in order: readers expect growing steps."""
+        """Pass on reports held back until the run's start was known, in order, because readers expect growing steps."""
         held, self._held = self._held or [], None
         for report, time_s in sorted(held, key=lambda each: each[0].index):
             for thread in self._threads:
@@ -322,7 +322,7 @@ class RunTrackers:
             thread.call("after_exception", functools.partial(tell, tracker))
 
     def tick(self, now_s: float, planner: BatchPlanner, group: GenerationSpec | None) -> None:
-        """Pass new numbers of the job to all trackers, and report the trackers' problems; ``now_s`` is monotonic."""
+        """Pass the job's new numbers to all trackers, and report the trackers' problems; ``now_s`` is monotonic."""
         if group is not None and (not self._groups or self._groups[-1].generation != group.generation):
             self._groups.append(group)
         if planner.latest is not None and planner.latest is not self._seen:

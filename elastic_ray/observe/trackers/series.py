@@ -45,7 +45,7 @@ def job_numbers(
     failures: int,
     time_s: float,
 ) -> JobNumbers:
-    """Return the numbers to track after a step report of rank 0.
+    """Return the numbers to track after a step report from rank 0.
 
     Args:
         goodput: Modelled goodput [samples/s]; None before a model has been fitted.
@@ -69,7 +69,7 @@ def job_numbers(
 
 
 def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers among reported metrics, keyed by ``prefix`` + name; nested ones are named ``outer/inner``."""
+    """Return reported metrics that are numbers, keyed by ``prefix`` + name, with nested names as ``outer/inner``."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -93,7 +93,7 @@ def is_change_of_size(event: JobEvent) -> bool:
 
 
 def changes_workers(event: JobEvent) -> bool:
-    """True if, after the event, a job trains with another number of workers than before, as also at its start."""
+    """True if, after the event, a job trains with a different number of workers than before; also at its start."""
     return event.kind in _STARTS or is_change_of_size(event)
 
 
@@ -104,7 +104,7 @@ def mark_text(event: JobEvent) -> str:
 
 
 class SeenReports:
-    """Set of the report numbers that a tracker has received; all numbers up to a rising limit count as received."""
+    """Set of report numbers that a tracker has received; all numbers up to a rising limit count as received."""
 
     _MOST = 1000
 
@@ -115,7 +115,7 @@ class SeenReports:
 
     @property
     def last(self) -> int:
-        """Largest report number received; 0 if there is none."""
+        """Largest report number received; 0 if no report was received."""
         return max(self._above, default=self._floor)
 
     def add(self, number: int) -> bool:

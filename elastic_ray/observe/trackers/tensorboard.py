@@ -123,7 +123,7 @@ def records(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def version_event(time_s: float) -> bytes:
-    """Return the first record of an event file, whose format version makes readers apply :func:`restart_event`."""
+    """Return an event file's first record, with a format version that makes readers apply :func:`restart_event`."""
     return _packed(wall_time=time_s, file_version=b"brain.Event:2")
 
 
@@ -167,7 +167,7 @@ class ReadEvent:
 
 
 def read_event(record: bytes) -> ReadEvent:
-    """Return the step, time and scalars of a record. Raises ValueError: the record is not an event."""
+    """Return the step, time and scalars of a record. Raises ValueError if the record is not an event."""
     try:
         event = _Event.FromString(record)
     except DecodeError as error:
@@ -200,10 +200,10 @@ _KNOWN = 1000  # reports that are looked for in the files of an earlier controll
 
 
 class TensorBoardWriter:
-    """Writer of one directory of event files, for a run whose controller and rank 0 may be replaced.
+    """Writer for one directory of event files, for a run whose controller and rank 0 may be replaced.
 
     When a run returns to a checkpoint, a restart event invalidates later values, which repeated steps then replace;
-    marks stay. The x axis is the optimizer step, or the report's number if the run reports without making optimizer
+    marks are kept. The x axis is the optimizer step, or the report's number if the run reports without making optimizer
     steps.
     """
 
@@ -239,13 +239,13 @@ class TensorBoardWriter:
         self._files.add(scalar_event(time_s, step, values))
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """Write the numbers of the job itself, under names that start with :data:`PREFIX`."""
+        """Write the job's own numbers, under names that start with :data:`PREFIX`."""
         self._step = max(self._step, numbers.step)
         values = {f"{PREFIX}{name}": value for name, value in numbers.values.items()}
         self._files.add(scalar_event(numbers.time_s, self._step, values))
 
     def event(self, event: JobEvent) -> None:
-        """Write a mark for an event; a restart also invalidates the values after the step at which the job resumes."""
+        """Write a mark for an event; a restart also invalidates the values after the step where the job resumes."""
         if event.kind is EventKind.RESTART:
             self._go_back(int(event.detail.get("steps", 0)), int(event.detail.get("reports", 0)))
         if is_mark(event):
@@ -283,7 +283,7 @@ class TensorBoardWriter:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Found:
-    """Contents of earlier event files, without those that a restart has invalidated."""
+    """Contents of earlier event files, except what a restart has invalidated."""
 
     reports: dict[int, int] = dataclasses.field(default_factory=dict)  # the last reports, with their steps
     # when each mark was made [s since the epoch], with its step
@@ -299,9 +299,9 @@ def _before(steps: dict[T, int], void: int | None) -> dict[T, int]:
 
 
 class EventFiles:
-    """Event files of one controller, in the same directory as those of earlier controllers.
+    """Event files of one controller, in the same directory as earlier controllers' files.
 
-    A local file is appended to. Other file systems can only replace a whole file: a file of at most about 1 MiB is
+    A local file is appended to. Other file systems can only replace an entire file: a file of at most about 1 MiB is
     rewritten every 15 s.
     """
 
@@ -318,7 +318,7 @@ class EventFiles:
         self._not_before_s = self._again_s = 0.0
 
     def find(self) -> Found:
-        """Return the contents of earlier controllers' event files, without those that a restart has invalidated."""
+        """Return the contents of earlier controllers' event files, except what a restart has invalidated."""
         selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
         names = [posixpath.basename(entry.path) for entry in self._filesystem.get_file_info(selector) if entry.is_file]
         names = sorted(name for name in names if _FILE.fullmatch(name))
@@ -377,7 +377,7 @@ class EventFiles:
         self._not_before_s = 0.0 if self._local else time.monotonic() + _UPLOAD_EVERY_S
 
     def _write(self, data: bytes) -> None:
-        """Append to the current file; start a new file if there is none, and close it once it is full."""
+        """Append to the current file; start a new file if none is open, and close it once it is full."""
         begins = not self._path
         if begins:
             make_directory(self._filesystem, self._folder, private=self._private)
@@ -403,7 +403,7 @@ class EventFiles:
 
 
 def _append(path: str, data: bytes, *, private: bool) -> None:
-    """Append to a local file; on an error nothing of ``data`` remains in the file."""
+    """Append to a local file; after an error, no part of ``data`` remains in the file."""
     descriptor = open_append(path, private=private)
     try:
         size = os.fstat(descriptor).st_size

@@ -71,7 +71,7 @@ class LocalSGDAverager(Stateless):
 
     def run(self, model: Replica, steps: int) -> None:
         """Replace this rank's parameters with their mean over all ranks."""
-        _move_towards(model, model.mean(), 1.0)
+        move_towards(model, model.mean(), 1.0)
 
 
 class SMAAverager(Stateless):
@@ -89,15 +89,16 @@ class SMAAverager(Stateless):
 
     def run(self, model: Replica, steps: int) -> None:
         """Move this rank's parameters by the fraction ``alpha`` of the distance to their mean over all ranks."""
-        _move_towards(model, model.mean(), self._alpha)
+        move_towards(model, model.mean(), self._alpha)
 
 
 class PairAverager(Stateless):
     """Averager that moves a model half of the way to a random other rank's model, before each update.
 
     w_r <- w_r + (w_s - v_r) / 2, where w_s is the newest model that the other rank s has published, and v_r is this
-    rank's model when it requested w_s: a mean with w_r itself would undo half of the steps made since. Source: KungFu's
-    ``PairAveragingOptimizer`` (OSDI 2020), after AD-PSGD (Lian et al., ICML 2018), in which both ranks adopt the mean.
+    rank's model after as many steps: a mean with w_r itself would undo half of the steps made since. If s is
+    ahead, v_r is w_r. Source: KungFu's ``PairAveragingOptimizer`` (OSDI 2020), after
+    AD-PSGD (Lian et al., ICML 2018), in which both ranks adopt the mean.
     Models are pulled during steps, and no rank waits for one. If no model has arrived, the rank keeps its own.
     """
 
@@ -108,13 +109,17 @@ class PairAverager(Stateless):
         """Do nothing, because models are averaged by :meth:`mix` before each update."""
 
     @torch.no_grad()
-    def mix(self, model: Replica) -> None:
-        """Average this rank's model with the pulled model (if any), publish the result, and request another model."""
+    def mix(self, model: Replica, steps: int) -> None:
+        """Average this rank's model with the pulled model (if any), publish the result, and request another model.
+
+        Args:
+            steps: Number of steps that the model has made.
+        """
         away = model.pulled()
         if away is not None:
             params = list(model.named.values())
             torch._foreach_add_(params, [each.to(p) for each, p in zip(away, params, strict=True)], alpha=0.5)
-        model.publish()
+        model.publish(steps)
 
 
 class DiLoCoAverager:
@@ -160,7 +165,7 @@ class DiLoCoAverager:
         torch._foreach_add_(momentum, way)
         torch._foreach_add_(way, momentum, alpha=self._mu)
         torch._foreach_add_(anchor, way, alpha=-self._lr)
-        _move_towards(model, anchor, 1.0)
+        move_towards(model, anchor, 1.0)
 
     def capture(self) -> Any:
         """Return the anchor (the model after the last outer step) and the outer momentum."""
@@ -185,7 +190,7 @@ def make_averager(average: Average) -> Averager:
 
 
 @torch.no_grad()
-def _move_towards(model: Replica, values: Sequence[torch.Tensor], share: float) -> None:
+def move_towards(model: Replica, values: Sequence[torch.Tensor], share: float) -> None:
     """Move this rank's parameters towards ``values`` by the fraction ``share``."""
     for p, given in zip(model.named.values(), values, strict=True):
         value = given.to(p.device)

@@ -13,7 +13,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from elastic_ray.communication.model_exchange import ModelExchange
 from elastic_ray.state.layout import digest
 from elastic_ray.state.tree import as_divided
-from elastic_ray.sync.averaging.algorithms import Averager, PairAverager, make_averager
+from elastic_ray.sync.averaging.algorithms import Averager, LocalSGDAverager, PairAverager, make_averager, move_towards
 from elastic_ray.sync.averaging.consensus import agree, layout, mean
 from elastic_ray.sync.device_numbers import local
 from elastic_ray.sync.spec import Average
@@ -60,7 +60,7 @@ class Drift:
         self.average: Average | None = None  # how the present strategy averages models; None for not at all
         self._averager: Averager | None = None
         self._begun = self._changed = self._warned = False
-        self._settled_at = -1  # committed steps at the last consensus
+        self._settled_at = self._equal_at = -1  # committed steps at the last consensus, and when all had one model
         self._marker = 0
 
     def adapt(self, average: Average | None) -> None:
@@ -119,19 +119,26 @@ class Drift:
         """Record an optimizer step; warn once if it is outside of a loader's loop, where models are not averaged."""
         if self.average is None or not self.on:
             return
-        self._changed = True
+        self._changed, self._equal_at = True, -1
         if isinstance(self._averager, PairAverager):
-            self._averager.mix(self._replica)
+            self._averager.mix(self._replica, self._context.states.progress.steps)
         several = self._context.group.world_size > 1
         if several and self._context.ledger.step is None and not self._warned:
             self._warned = True
             self._context.notify("warning", _OUTSIDE)
 
-    def prepare(self) -> None:
-        """Start a due average while the ranks still vote on its last steps; raises like :meth:`after_step`."""
+    def prepare(self, *, ends_pass: bool) -> None:
+        """Start a due average while the ranks still vote on its last steps; raises like :meth:`after_step`.
+
+        If the pass ends without an average of all models, this starts the mean that :meth:`collapse` adopts.
+        """
         average, steps = self.average, self._context.states.progress.steps
-        if average is not None and self._averager is not None and steps != average.until and not steps % average.period:
+        if average is None or self._averager is None or (average.until is not None and steps > average.until):
+            return
+        if steps != average.until and not steps % average.period and not (self.pulls and ends_pass):
             self._averager.prepare(self._replica)
+        elif ends_pass:
+            self._replica.start_mean()
 
     def after_step(self, *, ends: bool) -> None:
         """Average the replicas if the committed step completes a period, or make them identical if averaging ``ends``.
@@ -151,6 +158,8 @@ class Drift:
                     self.enter_exchange(self._context.group.communicator)
                 return  # no rank's model holds the others' steps
             self._marker = max(self._marker, steps * _OF_A_STEP + self._number % _CONSENSUS + 1)
+            if isinstance(self._averager, LocalSGDAverager):
+                self._equal_at = steps
 
     @property
     def pulls(self) -> bool:
@@ -177,18 +186,20 @@ class Drift:
 
         Raises CommunicationFailedError: the group broke; this rank's model is unchanged.
         """
-        communicator = self._context.group.communicator
+        communicator, steps = self._context.group.communicator, self._context.states.progress.steps
         if communicator.world_size > 1:
             amp = smallest_scale(communicator, self.scaler, counts=True)
-            trees = self._trees()
+            started = self._replica.mean_started
+            trees = self._trees(params=not started and self._equal_at != steps)
             if alike:
                 agreed = mean(communicator, trees) if self._changed else None
             else:
                 agreed = agree(communicator, trees, holds=True, counts=True, changed=self._changed)
+            if started:
+                move_towards(self._replica, self._replica.mean(), 1.0)
             self._adopt_agreed(agreed)
             set_scale(self.scaler, amp)
         self._replica.drop_pull()
-        steps = self._context.states.progress.steps
         self._marker = max(self._marker, steps * _OF_A_STEP + _CONSENSUS)
         self._changed, self._settled_at = False, steps
 
@@ -225,7 +236,7 @@ class Drift:
         """Record that all replicas are identical in a newly entered group."""
         self._replica.drop()
         self._replica.exchange.close()
-        self._changed, self._settled_at = False, self._context.states.progress.steps
+        self._changed, self._equal_at, self._settled_at = False, -1, self._context.states.progress.steps
 
     def capture(self) -> dict[str, Any]:
         """Return the state for joining ranks and checkpoints; empty if models are not averaged and never were."""
@@ -243,12 +254,13 @@ class Drift:
             else:
                 self._averager = make_averager(self.average)
 
-    def _trees(self) -> dict[str, Any]:
-        """Return the trees that replicas agree on: each parameter and its optimizer state."""
+    def _trees(self, *, params: bool = True) -> dict[str, Any]:
+        """Return the trees that replicas agree on: each parameter (if ``params``) and its optimizer state."""
         state = self._optimizer.state
         found: dict[str, Any] = {}
         for index, p in enumerate(self._trainable.params):
-            found[f"p{index}"] = p
+            if params:
+                found[f"p{index}"] = p
             if state.get(p):
                 found[f"s{index}"] = dict(state[p])
         return found
@@ -257,7 +269,8 @@ class Drift:
     def _adopt_agreed(self, agreed: dict[str, Any] | None) -> None:
         """Replace this rank's model and optimizer state with the agreed ones; None changes nothing."""
         for index, p in enumerate(self._trainable.params if agreed is not None else ()):
-            local(p).copy_(agreed[f"p{index}"])  # type: ignore[index]
+            if f"p{index}" in agreed:  # type: ignore[operator]
+                local(p).copy_(agreed[f"p{index}"])  # type: ignore[index]
             if f"s{index}" in agreed:  # type: ignore[operator]
                 self._optimizer.state[p] = as_divided(_beside(p, agreed[f"s{index}"]), p)  # type: ignore[index]
 
@@ -322,6 +335,7 @@ class Replica:
         self._incoming: list[_Flat] = []  # of a rank that is asked for its model
         self._into: list[torch.Tensor] = []
         self._asked: list[torch.Tensor] = []  # this rank's model when it asked; empty if it was replaced since
+        self._asked_at = 0  # its steps then
         self._layout = 0
         self._works: list[Any] | None = None  # of a mean that was begun
         self.exchange = ModelExchange()
@@ -350,6 +364,11 @@ class Replica:
         except CommunicationFailedError:
             self.drop()
             raise
+
+    @property
+    def mean_started(self) -> bool:
+        """True from :meth:`start_mean` until :meth:`mean`."""
+        return self._works is not None
 
     def drop(self) -> None:
         """Abandon buffers that failed or cancelled collectives may still use."""
@@ -380,23 +399,34 @@ class Replica:
         self._incoming = []  # a pull of the former group may still write there
         self.exchange.enter(communicator, called_off=lambda: membership.voided)
 
-    def publish(self) -> None:
-        """Publish the current parameters, and start to pull a random rank's parameters."""
+    def publish(self, steps: int) -> None:
+        """Publish the parameters after so many ``steps``, and start to pull a random rank's parameters."""
         if self.exchange.stands:
             self._fill()
             if not self._incoming:
                 shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.named.items()]
                 self._incoming, self._layout = _lay_out(list(self.named.values()), "cpu"), digest(shapes)
                 self._into = [each.flat for each in self._incoming]
-            self.exchange.publish(self._layout, [each.flat for each in self._flats])
+            self.exchange.publish(self._layout, [each.flat for each in self._flats], steps)
             if self.exchange.ask(self._layout, self._into):
-                self._asked = [each.flat.to("cpu", copy=True) for each in self._flats]
+                self._asked, self._asked_at = [each.flat.to("cpu", copy=True) for each in self._flats], steps
 
     def pulled(self) -> list[torch.Tensor] | None:
-        """Return the pulled model minus this rank's model at the time of the request; None if none has arrived."""
-        if not self.exchange.arrived(self._into) or not self._asked or self._outdated(list(self.named.values())):
+        """Return the pulled model minus this rank's model after as many steps; None if none has arrived.
+
+        If that is held no more, it is the next one that is; the present one if this rank has made fewer steps.
+        """
+        steps = self.exchange.arrived(self._into)
+        if steps is None or not self._asked or self._outdated(list(self.named.values())):
             return None
-        torch._foreach_sub_(self._into, self._asked)
+        known = [(self._asked_at, self._asked), *self.exchange.held(self._layout)]
+        known = [each for each in known if each[0] >= steps]
+        if known:
+            own = min(known, key=lambda each: each[0])[1]
+        else:
+            self._fill()
+            own = [each.flat.to("cpu") for each in self._flats]
+        torch._foreach_sub_(self._into, own)
         return _in_order(self._incoming)
 
     def drop_pull(self) -> None:

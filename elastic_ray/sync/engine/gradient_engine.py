@@ -354,9 +354,9 @@ class GradientEngine(Participant):
         self._ends = self._in_force.pending
         return digest((self.plan.digest, self._in_force.asked_digest))
 
-    def prepare_average(self) -> None:
+    def prepare_average(self, *, ends_pass: bool) -> None:
         if not self._in_force.pending:
-            self.drift.prepare()
+            self.drift.prepare(ends_pass=ends_pass)
 
     def after_step(self, *, agree_on_scale: bool) -> None:
         self._reducer.drop_halves()

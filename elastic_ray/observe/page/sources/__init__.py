@@ -1,1 +1,1 @@
-"""Data sources of the page: a running cluster, the files of runs, or a report of the simulator."""
+"""Data sources of the page: a running cluster, the files of runs, or a simulator report."""

@@ -1,4 +1,4 @@
-"""SHELL: page of runs read from their directories, for which no cluster is needed."""
+"""SHELL: page of runs, read from their directories without a cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_DECISIONS = 2000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRun:
-    """Contents of one run's directory, of which the page shows a summary."""
+    """Contents of one run's directory, which the page summarises."""
 
     job: str  # name of its directory, from the path that was given on
     where: str
@@ -73,7 +73,7 @@ def stored_page(
 
 
 def _decision(number: int, job: str, event: JobEvent) -> PageDecision:
-    """Return an event that changed a job's size as a line of the decision log."""
+    """Return an event that changed a job's size as a line for the decision log."""
     return PageDecision(
         number=number,
         time_s=event.time_s,
@@ -118,7 +118,7 @@ def _row(run: StoredRun, ink: str) -> PageJob:
 
 
 def _metric(run: StoredRun) -> str:
-    """Return the metric that the job declared at its last start; empty if it declared none."""
+    """Return the metric that the job declared when it last started; empty if none."""
     told = [event.detail.get("metric") for event in run.events if event.kind is EventKind.STARTED]
     return told[-1] if told and isinstance(told[-1], str) else ""
 
@@ -153,7 +153,7 @@ _NOT_RUNS = re.compile(r"checkpoint_\d+|automatic|reports|tensorboard|\..*")
 
 
 class RunFiles(StoredPage):
-    """Page of all runs under a path, or of one run if the path is its directory.
+    """Page for all runs under a path, or for one run if the path is its directory.
 
     Args:
         path: A URI or a local path, as in ``RunConfig(storage_path)``.
@@ -205,7 +205,7 @@ def _subfolders(entries: Sequence[pyarrow.fs.FileInfo]) -> Iterator[str]:
 
 
 def _read_all(filesystem: pyarrow.fs.FileSystem, folders: Sequence[str], root: str) -> tuple[list[StoredRun], str]:
-    """Return all readable runs, and a message about the others; raises if runs exist but none is readable."""
+    """Return all readable runs, and a message about the others; raise an error if runs exist but none is readable."""
     runs: list[StoredRun] = []
     failed: list[Exception] = []
     for folder in folders:

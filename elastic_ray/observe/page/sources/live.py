@@ -30,7 +30,7 @@ _MOST_TEXT = 200
 def compare(
     look: AllocatorLook | None, nodes: str, policy: str, now_s: float
 ) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-    """Return each job's outlook (expected size and end) as things are, and on other nodes or under another policy.
+    """Return each job's outlook (expected size and end) at present, and on other nodes or under another policy.
 
     Args:
         nodes: Other cluster, such as ``T4:4x8``; empty for the current nodes.
@@ -90,11 +90,11 @@ class LiveCluster:
 
     @property
     def period_s(self) -> float | None:
-        """Time between two polls [s]; longer if the allocator is slow to answer, so as not to overload it."""
+        """Time between two polls [s]; longer if the allocator is slow to answer, to avoid overloading it."""
         return max(self._period_s, min(_REST * self._answer_s, _LONGEST_S))
 
     def poll(self, now_s: float) -> PageSnapshot:
-        """Poll allocator, controllers and control store, and return everything on the page."""
+        """Poll the allocator, controllers and control store, and return the entire page."""
         problem, allocator = "", None
         nodes: tuple[NodeLook, ...] = ()
         jobs: tuple[JobLook, ...] = ()
@@ -113,7 +113,7 @@ class LiveCluster:
         return self._page.snapshot(now_s, problem)
 
     def _ask_allocator(self) -> AllocatorLook | None:
-        """Return the allocator's state; None if there is no allocator or it does not answer."""
+        """Return the allocator's state; None if no allocator is running or it does not answer."""
         allocator = find_actor(ALLOCATOR)
         if allocator is None:
             return None
@@ -127,7 +127,7 @@ class LiveCluster:
         return look
 
     def _find_controllers(self) -> None:
-        """Find the living controllers and discard everything stored about others."""
+        """Find the living controllers and discard all data stored about others."""
         there = names_of_actors(_PREFIX)
         known = {name: self._controllers[name] for name in there if name in self._controllers}
         found = {name: find_actor(name) for name in there if name not in known}
@@ -159,7 +159,7 @@ class LiveCluster:
         return calls if job in self._facts else [*calls, controller.spec.remote()]
 
     def _read(self, actor: str, status: Any, events: Any, spec: Any = None) -> JobLook | None:
-        """Return a controller's answers; None if there are none yet, or if the controller now runs another trial."""
+        """Return a controller's answers; None if it has not answered yet, or is now running another trial."""
         answer = _ready(status)
         if answer is None:
             return None
@@ -177,13 +177,13 @@ class LiveCluster:
         return JobLook(job=job, status=answer, facts=self._facts.get(job), events=tuple(new))
 
     def detail(self, job: str) -> JobDetail | None:
-        """Return the details of a job, some of which are requested from its controller and the allocator."""
+        """Return the details of a job, requesting some from its controller and the allocator."""
         return self._page.detail(job, self._answer(job), time.time())
 
     def _answer(self, job: str) -> JobAnswer:
         """Return the answers about one job, requested at most every few seconds regardless of the number of viewers.
 
-        The limit exists because the allocator makes a decision to explain a job.
+        The limit exists because the allocator must make a decision to explain a job.
         """
         known = self._answers.get(job)
         if known is not None and time.monotonic() - known[0] < _EXPLAINED_S:
@@ -197,7 +197,7 @@ class LiveCluster:
         return answer
 
     def _controller(self, job: str) -> Any | None:
-        """Return the controller that currently runs this job; None if there is none."""
+        """Return the controller that is currently running this job; None if not found."""
         return next((self._controllers[actor] for actor, name in self._jobs.items() if name == job), None)
 
     def process(self, job: str, rank: int, what: str) -> str:
@@ -253,7 +253,7 @@ def _nodes() -> tuple[NodeLook, ...]:
 
 
 def _ready(ref: Any) -> Any | None:
-    """Return the result of ``ref`` if it has arrived and can be read here; else None."""
+    """Return the result of ``ref`` if it has arrived and can be read here; otherwise None."""
     try:
         return ray.get(ref, timeout=0)
     except Exception:

@@ -149,7 +149,7 @@ def _detail(job: PageJob, own: Mapping[str, Any], events: Sequence[Sequence[Any]
 
 
 def _bounded(cluster: str) -> str:
-    """Return ``cluster`` unchanged. Raises ValueError: the text or a number in it is too large to show."""
+    """Return ``cluster`` unchanged. Raises ValueError if the text or a number in it is too large to show."""
     if len(cluster) > 1000 or any(len(digits) > 4 for digits in re.findall(r"\d+", cluster.replace("T4", ""))):
         raise ValueError("a cluster of 10 000 nodes or more, or with that many devices on a node, cannot be shown")
     return cluster
