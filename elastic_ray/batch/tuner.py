@@ -38,11 +38,10 @@ MIN_STEPS = 8
 LARGE_GAIN = 0.5
 """Predicted gain in goodput from which a decision may take a larger step."""
 
-TRIED_AFTER = 12
+TRIED_AFTER = 20
 """Steps at the only batch size that was measured, after which a second is tried once."""
 
-TRIED_WORTH = 0.8
-"""Least worth of a sample at the second batch size, in samples at the first: what the trial may cost."""
+TRIED_FACTOR = 1.5
 
 _TELLING, _UNSURE = 5, 0.1  # fewer reports do not tell how much they vary; it is taken to be so much
 _REPORTS = 15  # latest reports of a configuration whose median counts
@@ -318,8 +317,9 @@ class BatchTuner:
             return cut_within(limits, back.batch_size, replicas), back.reason
         if model is None:
             return keep, forced or f"{stays}: {self._missing(keep, replicas)}"
-        if size := self._second_size(replicas, keep, self._limit(now, self._watch.growth)):
+        if self._tries(replicas, keep, limit):
             self._tried = True
+            size = min(limit, int(limits.size_of(keep, replicas) * TRIED_FACTOR))
             second = cut_within(limits, size, replicas)
             return second, f"a second batch size is measured: {_cut(second, replicas)}"
         kept = model.goodput(nodes, replicas, keep.atomic_bsz, keep.accum_steps)
@@ -364,22 +364,18 @@ class BatchTuner:
             )
         return "no noise scale yet"
 
-    def _second_size(self, replicas: int, keep: BatchChoice, limit: int) -> int:
-        """Return the second global batch to measure, at most ``limit``; 0 if none is to be tried.
+    def _tries(self, replicas: int, keep: BatchChoice, limit: int) -> bool:
+        """True if a second batch size should be measured.
 
-        With a single size, half of the step time is assumed to grow with the samples, whatever the truth. For the noise
-        scale B, samples at a batch of (M + B) / w - B are worth w of those at the present batch M.
+        With a single size, half of the step time is assumed to grow with the samples, whatever the truth.
         """
         now = self.limits.size_of(keep, replicas)
         if self._tried or self._batch_size != now or self._steps < TRIED_AFTER or limit <= now or self._noise is None:
-            return 0
+            return False
         if len({m for (_, r, m, _) in self._records if r == replicas}) > 1 or self._prior is not None:
-            return 0
+            return False
         noise = self._noise
-        noise_scale = noise.var * self.limits.init_batch_size / noise.sqr if noise.sqr > 0 else 0.0
-        if noise_scale <= now / 2:
-            return 0
-        return int(min(limit, (now + noise_scale) / TRIED_WORTH - noise_scale))
+        return noise.sqr > 0 and noise.var * self.limits.init_batch_size / noise.sqr > now / 2
 
     def _keep(self, replicas: int, current: BatchChoice | None, now: int) -> BatchChoice:
         """Return the allowed division whose batch is nearest to the current global batch."""
