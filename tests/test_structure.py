@@ -53,7 +53,7 @@ PRIVATE_NAMES = {
         _REFUSED _missing_fields""",
     "formulas that are compared with another computation": """_Regression _climb _demand _error _exchange _fit
         _forecast _group_used _host_used _hull _lanes _masked _measured_again _set_state _signal _spread
-        _sent _state_of""",
+        _state_of""",
     "sizes in memory and counts, which must stay bounded": """_ahead _bytes _buckets _buffers _cache _count_costs _held
         _left_out _pending _policies _promise _records _tables""",
     "what lies with each rank, which no rank shows another": """_debtors _tiles _gathered _holder _owed

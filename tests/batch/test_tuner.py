@@ -93,7 +93,7 @@ def model_of(var: float) -> GoodputModel:
     return GoodputModel(TRUTH, NoiseScale(sqr=1.0, var=var), 64)
 
 
-def test_a_noisy_second_size_is_at_most_four_times_the_first() -> None:
+def test_noisy_second_size_is_at_most_four_times_first() -> None:
     tuner = tuner_at(choice(64), NOISY)
     measure(tuner, choice(64), steps=TRIED_AFTER)
     assert tuner.decide(1, 1, choice(64)).reason.startswith("a second batch size is measured: 256")
