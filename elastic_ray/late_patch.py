@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.abc
 import importlib.machinery
 import sys
@@ -30,25 +31,29 @@ def patched(home: str, name: str, value: object) -> Iterator[None]:
 
 
 def when_imported(home: str, then: Callable[[ModuleType], None]) -> object:
-    """Call ``then`` with the module ``home``, at once or when it is imported; return the entry of ``sys.meta_path``."""
+    """Call ``then`` with the module ``home``, now or when it is imported; return the entry of ``sys.meta_path``.
+
+    A call that is repeated before the import changes nothing.
+    """
     late = _WhenImported(home, then)
     if home in sys.modules:
         then(sys.modules[home])
-    else:
+    elif late not in sys.meta_path:
         sys.meta_path.insert(0, late)
     return late
 
 
+@dataclasses.dataclass(frozen=True)
 class _WhenImported(importlib.abc.MetaPathFinder):
     """Import hook that calls a function once a module has been imported."""
 
-    def __init__(self, home: str, then: Callable[[ModuleType], None]) -> None:
-        self._home, self._then = home, then
+    home: str
+    then: Callable[[ModuleType], None]
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._home:
+        if name != self.home:
             return None
         # Another of this kind may wait for the same module.
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]
@@ -59,7 +64,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                self._then(module)
+                self.then(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ _OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] 
 
 def install_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer: Any, divided: Any) -> None:
     """Make torch's functions return the complete state of a model and optimizer divided between the ranks."""
-    sharded, first = isinstance(divided, OptimizerPart), not _MODELS
+    sharded = isinstance(divided, OptimizerPart)
     for each in wrapper.modules():
         if any(isinstance(inner, ShardedEmbedding) for inner in each.modules()):
             _REFUSED[each] = "with a ShardedEmbedding", "call state_dict() and load_state_dict() on all ranks"
@@ -43,8 +42,7 @@ def install_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer
             _REFUSED[each] = "within a sharded model", "give the whole model, and take its names from the state dict"
     _MODELS[wrapper] = _MODELS[model] = sharded
     _OPTIMIZERS[optimizer] = weakref.ref(divided)
-    if first or _FUNCTIONS in sys.modules:
-        when_imported(_FUNCTIONS, _replace_parts)
+    when_imported(_FUNCTIONS, _replace_parts)
 
 
 def _replace_parts(functions: types.ModuleType) -> None:
